@@ -1,0 +1,174 @@
+"""What this machine can do, and the policy: which device the work goes to.
+
+    auto      a GPU that is visible and passes a real test is used; visible but failing is an error; none visible is the CPU, said aloud
+    require   a working GPU, or an error; never the CPU
+    cpu       the CPU, by the user's own choice
+    cuda[:n]  that GPU, or an error
+
+"Visible but failing" never becomes the CPU: a broken set-up that trains slowly looks like success for hours.
+"""
+
+import glob
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from .errors import DeviceError
+from .trace import notice
+
+POLICIES = ("auto", "require", "cpu", "cuda", "cuda:<index>")
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """True when Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1, set before triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def can_launch(x: torch.Tensor) -> bool:
+    """True when a Triton kernel can run on `x` where it lies."""
+    return has_triton() and (x.is_cuda or (interpreted() and x.device.type == "cpu"))
+
+
+@cache
+def sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _hidden() -> str | None:
+    """The variable that hides the GPUs from this process, if one does."""
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        value = os.environ.get(name)
+        if value is not None and value.strip().lower() in ("", "-1", "none", "void"):
+            return f"{name}={value!r} hides every GPU"
+    return None
+
+
+def _hardware_present() -> bool:
+    """An NVIDIA device file: says that a GPU is here even when this build of torch cannot see it."""
+    return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What can be seen without touching a GPU: how many there are, or why there are none."""
+
+    count: int
+    why: str
+    broken: bool = False  # hardware is there, but torch cannot use it
+
+
+def look() -> Sight:
+    if hidden := _hidden():
+        return Sight(0, hidden)
+    if torch.version.cuda is None and torch.version.hip is None:
+        build = f"torch {torch.__version__} is a CPU build"
+        return Sight(0, build, broken=_hardware_present())
+    count = torch.cuda.device_count()
+    if count == 0:
+        return Sight(0, "no GPU is visible to CUDA", broken=_hardware_present())
+    return Sight(count, f"{count} visible")
+
+
+# What CUDA says when it fails, and what the user can do about it. First match wins.
+CURES = (
+    (
+        "out of memory",
+        "another process holds its memory: stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>",
+    ),
+    ("no kernel image", "this build of torch has no code for this GPU: install a torch whose CUDA version supports it"),
+    ("driver version is insufficient", "update the NVIDIA driver, or install a torch built for an older CUDA"),
+    ("driver on your system is too old", "update the NVIDIA driver, or install a torch built for an older CUDA"),
+    ("libcu", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
+    ("undefined symbol", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
+    ("exclusive", "the GPU is in exclusive mode and another process holds it: stop that process"),
+    ("CPU build", "install a CUDA build of torch (see the selector on pytorch.org)"),
+    (
+        "no GPU is visible to CUDA",
+        "check that nvidia-smi lists the GPU here; in a container, start it with the GPU passed through",
+    ),
+)
+
+
+def cure(cause: str) -> str:
+    """The fix for a failure that CUDA or torch reports in `cause`."""
+    for sign, fix in CURES:
+        if sign.lower() in cause.lower():
+            return fix
+    return "run `python -m torch.utils.collect_env` and check driver, CUDA and torch against each other; device='cpu' runs without the GPU"
+
+
+def exercise(device: torch.device) -> None:
+    """Allocate, launch, run a small product forward and backward, read it back and compare. Raises whatever goes wrong."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(64, 48, generator=generator), torch.randn(32, 48, generator=generator)
+    there = [t.to(device).requires_grad_() for t in (x, w)]
+    (there[0] @ there[1].t()).square().sum().backward()
+    here = [t.double().requires_grad_() for t in (x, w)]
+    (here[0] @ here[1].t()).square().sum().backward()
+    for name, a, b in zip(("input", "weight"), there, here):
+        got, want = a.grad.double().cpu(), b.grad
+        error = ((got - want).norm() / want.norm()).item()
+        if not error < 1e-2:  # tf32 products land near 3e-4; a wrong or NaN result lands far above
+            raise DeviceError(f"a small product's {name} gradient on {device} is off by {error:.3g} relative to the CPU's")
+
+
+@cache
+def _tested(index: int) -> str | None:
+    """None when GPU `index` passes `exercise`, else the cause. Once a process: a GPU does not mend itself under us."""
+    try:
+        exercise(torch.device("cuda", index))
+    except (RuntimeError, AssertionError, OSError) as error:
+        return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return None
+
+
+def resolve(spec: str | torch.device = "auto") -> torch.device:
+    """The device that `spec` means on this machine, after it has passed a real test.
+
+    >>> resolve("cpu")
+    device(type='cpu')
+    """
+    name, index = _parse(spec)
+    if name == "cpu":
+        return torch.device("cpu")
+    sight = look()
+    if sight.broken:
+        raise DeviceError(f"an NVIDIA GPU is here but cannot be used: {sight.why}. What to do: {cure(sight.why)}.")
+    if sight.count == 0:
+        if name != "auto":
+            raise DeviceError(
+                f"device={str(spec)!r} needs a GPU: {sight.why}. What to do: make one visible, or pass device='cpu'."
+            )
+        notice(f"NO GPU: running on the CPU ({sight.why}).")
+        return torch.device("cpu")
+    if index is not None and index >= sight.count:
+        raise DeviceError(f"device={str(spec)!r}: there is no GPU {index}: {sight.count} visible, counted from 0.")
+    index = index if index is not None else torch.cuda.current_device()
+    if cause := _tested(index):
+        raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
+    return torch.device("cuda", index)
+
+
+def _parse(spec: str | torch.device) -> tuple[str, int | None]:
+    text = str(spec)
+    name, _, index = text.partition(":")
+    if name not in ("auto", "require", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
+        raise ValueError(f"device: got {text!r}, wanted one of {', '.join(POLICIES)}.")
+    return name, int(index) if index else None
+
+
+def label(device: torch.device) -> str:
+    """The device in words: 'NVIDIA H200 (cuda:0)' or 'CPU (2 threads)'."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    if device.type == "cpu":
+        return f"CPU ({torch.get_num_threads()} threads)"
+    return str(device)

@@ -1,0 +1,55 @@
+"""Every exception that gpubound raises on purpose.
+
+    GpuboundError
+    ├── DeviceError      a GPU is visible but does not work, or one is required and none is there
+    ├── FallbackError    strict: a slower path would have been taken
+    ├── KernelError      a kernel disagrees with its reference
+    ├── PlaceError       a swapped module does not compute what the original did
+    ├── GraphError       a graph cannot be captured, or may no longer be replayed
+    ├── StallError       no_stall: the host waited for the device here
+    ├── BudgetError      a ledger counted more than was allowed (an AssertionError too, so pytest shows it as a failure)
+    ├── DataError        a shard, batch or checkpoint on disk is not what it says it is
+    └── MeasureError     a figure was asked for that could not be measured
+
+Wrong arguments are plain ValueErrors whose sentence says what, got, wanted, and what to do.
+"""
+
+
+class GpuboundError(RuntimeError):
+    """The root: `except gpubound.GpuboundError` catches whatever the library raised on purpose."""
+
+
+class DeviceError(GpuboundError):
+    """A GPU is visible but does not work, or one is required and none is there."""
+
+
+class FallbackError(GpuboundError):
+    """Strict mode: a slower path would have been taken."""
+
+
+class KernelError(GpuboundError):
+    """A kernel disagrees with its reference."""
+
+
+class PlaceError(GpuboundError):
+    """A swapped module does not compute what the original did."""
+
+
+class GraphError(GpuboundError):
+    """A graph cannot be captured, or may no longer be replayed."""
+
+
+class StallError(GpuboundError):
+    """The host waited for the device where that is forbidden."""
+
+
+class BudgetError(GpuboundError, AssertionError):
+    """A ledger counted more than was allowed."""
+
+
+class DataError(GpuboundError):
+    """Data on disk is not what it says it is."""
+
+
+class MeasureError(GpuboundError):
+    """A figure was asked for that could not be measured."""

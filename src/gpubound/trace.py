@@ -1,0 +1,85 @@
+"""What the library says about itself while it runs: spans, counts, notices and fallbacks.
+
+Spans and counts cost one attribute test until a recorder listens (watch/, monitor/ and doctor/ do). Fallbacks are different:
+they are always counted and printed once each, because a slow path that nobody hears of is the failure this library exists for.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from .errors import FallbackError
+
+
+class Recorder(Protocol):
+    """Whoever listens: `span` returns a context manager that times its body, `count` adds to a named total."""
+
+    def span(self, name: str) -> AbstractContextManager: ...
+    def count(self, name: str, amount: int) -> None: ...
+
+
+_recorders: list[Recorder] = []
+_NOTHING = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager:
+    """Mark a stretch of host work, as in `with span("feed.wait"):`. The newest recorder times it."""
+    return _recorders[-1].span(name) if _recorders else _NOTHING
+
+
+def count(name: str, amount: int = 1) -> None:
+    for recorder in _recorders:
+        recorder.count(name, amount)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    """Let `recorder` hear every span and count inside the block."""
+    _recorders.append(recorder)
+    try:
+        yield recorder
+    finally:
+        _recorders.remove(recorder)
+
+
+_said: set[str] = set()
+
+
+def notice(text: str) -> None:
+    """Print one line on stderr, once in this process."""
+    if text not in _said:
+        _said.add(text)
+        print(f"gpubound: {text}", file=sys.stderr, flush=True)
+
+
+fallbacks: Counter[tuple[str, str]] = Counter()
+"""(what, why) of every slow path taken in this process, with how often."""
+
+_strict = 0
+_lock = threading.Lock()
+
+
+def fallback(what: str, why: str) -> None:
+    """Record that `what` took its slow path because of `why`; under `strict()` raise instead."""
+    if _strict:
+        raise FallbackError(f"{what}: would fall back: {why}. Mend the cause, or leave strict mode to accept the slow path.")
+    with _lock:
+        fallbacks[what, why] += 1
+    count("fallback")
+    notice(f"fallback: {what}: {why}")
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Forbid every fallback inside the block, on every thread: backward runs on autograd's own."""
+    global _strict
+    with _lock:
+        _strict += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _strict -= 1

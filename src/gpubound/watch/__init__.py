@@ -1,0 +1,1 @@
+"""Sensors, the ledger and the guard."""

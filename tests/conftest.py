@@ -1,0 +1,29 @@
+"""The suite's footing: the interpreter where there is no GPU, NaN in every uninitialised tensor, `gpu` tests only where one is."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # before anything imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """torch.empty() and its kin hold NaN, so that a kernel which leaves something unwritten is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

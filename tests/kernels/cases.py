@@ -1,0 +1,71 @@
+"""What the kernel tests share: shapes at the edges, argued tolerances, guard bands, and the comparison of both mirrors."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing at all.
+ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
+
+# Relative error in the norm, per dtype of the inputs. Both mirrors compute in fp32 and round once on the way out, so half and
+# bfloat16 may differ by one unit in the last place (2^-11, 2^-8; the interpreter truncates bf16 instead of rounding it).
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def same(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Assert ‖got − want‖ ≤ tolerance · ‖want‖; the message names the tensor and its worst element.
+
+    Inputs are unit normal, so a result far below 1 is a difference of numbers near 1: its error is measured against 0.1 an element.
+    """
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{name}: {got.dtype}, wanted {want.dtype}"
+    if want.numel() == 0:
+        return
+    a, b = got.detach().double().cpu(), want.detach().double().cpu()
+    error = ((a - b).norm() / b.norm().clamp_min(0.1 * b.numel() ** 0.5)).item()
+    worst = (a - b).abs().flatten().argmax().item()
+    assert error <= tolerance, (
+        f"{name}: relative error {error:.2e} > {tolerance:.0e}; worst at flat index {worst}: "
+        f"{a.flatten()[worst]:.6g}, wanted {b.flatten()[worst]:.6g}"
+    )
+
+
+def parity(fast: Callable, slow: Callable, arguments: tuple, tolerance: float) -> None:
+    """Run both mirrors on the same arguments; compare every output, then the gradient of every floating tensor."""
+    got, want = _run(fast, arguments), _run(slow, arguments)
+    assert got.keys() == want.keys(), f"got {list(got)}, wanted {list(want)}"
+    for name in want:
+        same(name, got[name], want[name], tolerance)
+
+
+def _run(function: Callable, arguments: tuple) -> dict[str, Tensor]:
+    fresh = [a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in arguments]
+    result = function(*fresh)
+    outputs = result if isinstance(result, tuple) else (result,)
+    named = {f"output {i}": t for i, t in enumerate(outputs) if t is not None}
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(t.shape, generator=generator).to(t) for t in named.values()]
+    leaves = [(i, t) for i, t in enumerate(fresh) if isinstance(t, Tensor) and t.requires_grad]
+    gradients = torch.autograd.grad(list(named.values()), [t for _, t in leaves], upstream, allow_unused=True)
+    return named | {f"gradient of argument {i}": g for (i, _), g in zip(leaves, gradients) if g is not None}
+
+
+def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def banded(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32, band: int = 64
+) -> tuple[Tensor, Tensor]:
+    """(whole, inside): a contiguous view inside a NaN-filled buffer. After a launch the margins must still be NaN."""
+    count = 1
+    for size in shape:
+        count *= size
+    whole = torch.full((count + 2 * band,), float("nan"), device=device, dtype=dtype)
+    return whole, whole[band : band + count].view(shape)
+
+
+def assert_inside(whole: Tensor, inside: Tensor, band: int = 64) -> None:
+    assert whole[:band].isnan().all() and whole[-band:].isnan().all(), "a store landed outside the tensor"
+    assert not inside.isnan().any(), "part of the tensor was never written"
