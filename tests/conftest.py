@@ -1,4 +1,4 @@
-"""The suite's footing: the interpreter where there is no GPU, NaN in every uninitialised tensor, `gpu` tests only where one is."""
+"""The suite's footing: the interpreter where there is no GPU, NaN in every uninitialised tensor, `gpu` tests skipped there."""
 
 import os
 

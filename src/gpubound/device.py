@@ -1,6 +1,7 @@
 """What this machine can do, and the policy: which device the work goes to.
 
-    auto      a GPU that is visible and passes a real test is used; visible but failing is an error; none visible is the CPU, said aloud
+    auto      a GPU that is visible and passes a real test is used; visible but failing is an error;
+              none visible is the CPU, said aloud
     require   a working GPU, or an error; never the CPU
     cpu       the CPU, by the user's own choice
     cuda[:n]  that GPU, or an error
@@ -102,7 +103,7 @@ def cure(cause: str) -> str:
     for sign, fix in CURES:
         if sign.lower() in cause.lower():
             return fix
-    return "run `python -m torch.utils.collect_env` and check driver, CUDA and torch against each other; device='cpu' runs without the GPU"
+    return "check driver, CUDA and torch against each other (python -m torch.utils.collect_env), or pass device='cpu'"
 
 
 def exercise(device: torch.device) -> None:

@@ -1,0 +1,54 @@
+# The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
+#   make demo     build a corpus, train a small model on it, write the run report (the main job)
+#   make test     the whole suite on the CPU            make check    lint, format, types
+#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train
+#   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+ARGS   ?=
+
+.PHONY: demo test check format test-gpu bench gates figures docs clean
+
+# One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "gpubound needs Python >= 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/gpubound demo $(ARGS)
+
+test: $(VENV)/.installed
+	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# A GPU machine may hold its own torch and no network: the two below use $(PYTHON) as it is.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -p gpubound.watch.pytest_plugin -m gpu $(ARGS)
+
+bench:
+	PYTHONPATH=src:. $(PYTHON) -m gpubound bench $(ARGS)
+
+gates:
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gates
+
+figures:
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.figures
+
+docs: $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(VENV)/bin/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache

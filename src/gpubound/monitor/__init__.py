@@ -1,0 +1,8 @@
+"""Watching a run: the tape it leaves on disk, the live line while it goes, the report afterwards.
+
+Reads numbers, never models.
+"""
+
+from .live import Live as Live
+from .report import write_report as write_report
+from .tape import Tape as Tape

@@ -1,0 +1,70 @@
+"""The line that a running training shows: step, loss, speed, share of the matrix rate, host syncs, memory."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
+LINES = 10
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """A number a person can read at a glance: 12.3k, 4.56M.
+
+    >>> quantity(192_400, " tok/s")
+    '192k tok/s'
+    """
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}{unit}"
+    return f"{value:.3g}{unit}"
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One step in a line. Only what was measured appears."""
+    parts = [f"loss {float(record['loss']):.3f}"] if "loss" in record else []
+    if "tokens_per_s" in record:
+        parts.append(quantity(record["tokens_per_s"], " tok/s"))
+    if "mfu" in record:
+        parts.append(f"{record['mfu']:.1%} of the matrix rate")
+    if "gpu_busy" in record:
+        parts.append(f"GPU busy {record['gpu_busy']:.0%}")
+    if "syncs" in record:
+        parts.append(f"{record['syncs']:g} syncs/step")
+    if "memory_bytes" in record:
+        parts.append(quantity(record["memory_bytes"], "B"))
+    if record.get("skipped"):
+        parts.append(f"{record['skipped']} skipped")
+    return "  ".join(parts)
+
+
+class Live:
+    """`with Live(steps) as live: live.show(record)`. A bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, title: str = "train", console: Console | None = None):
+        self.steps, self.title = steps, title
+        self.console = console or Console(file=sys.stderr)
+        self._every = max(1, steps // LINES)
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> "Live":
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[line]}"), console=self.console)
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.steps, line="")
+        return self
+
+    def show(self, record: dict[str, Any]) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=record["step"], line=describe(record))
+        elif record["step"] % self._every == 0 or record["step"] in (1, self.steps):
+            self.console.print(
+                f"{self.title} {record['step']}/{self.steps}  {describe(record)}", highlight=False, soft_wrap=True
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,85 @@
+"""The run report: one self-contained HTML page with charts, made from tapes alone. Two runs are drawn over each other."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from markupsafe import Markup
+
+from .chart import Series, line_chart, number
+from .tape import Tape
+
+
+class Gauge(NamedTuple):
+    key: str
+    title: str
+    style: str
+    last: bool = False  # summarised by its last value; otherwise by its median
+
+
+GAUGES = (
+    Gauge("loss", "loss", ".4g", last=True),
+    Gauge("tokens_per_s", "tokens per second", "si"),
+    Gauge("mfu", "share of this machine's matrix rate", ".1%"),
+    Gauge("gpu_busy", "GPU busy", ".0%"),
+    Gauge("host_lead_ms", "host lead over the GPU, ms", ".3g"),
+    Gauge("syncs", "host syncs per step", "g"),
+    Gauge("h2d_bytes", "bytes from the host per step", "si"),
+    Gauge("grad_norm", "gradient norm", ".3g", last=True),
+    Gauge("lr", "learning rate", ".2g", last=True),
+    Gauge("memory_bytes", "memory held, bytes", "si"),
+)
+
+
+def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = None) -> Path:
+    """Write the page for one run, or for several compared; returns where it lies."""
+    if not runs:
+        raise ValueError("write_report: got no run; give at least one run folder.")
+    tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
+    out = Path(out) if out else tapes[0].path / "report.html"
+    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=select_autoescape())
+    page = environment.get_template("report.html.j2").render(
+        title=" against ".join(name_of(t) for t in tapes),
+        runs=[{"name": name_of(t), "about": t.about, "index": i} for i, t in enumerate(tapes)],
+        summary=summary(tapes),
+        charts=[Markup(chart) for chart in charts(tapes)],  # line_chart escapes what it is given
+    )
+    out.write_text(page)
+    return out
+
+
+def name_of(tape: Tape) -> str:
+    return str(tape.about.get("name") or tape.path.resolve().name)
+
+
+def charts(tapes: Sequence[Tape]) -> list[str]:
+    """One chart a gauge that any run measured."""
+    steps = [(name_of(t), t.steps()) for t in tapes]
+    drawn = []
+    for gauge in GAUGES:
+        series = [Series(name, *zip(*points)) for name, records in steps if (points := _points(records, gauge.key))]
+        if series:
+            drawn.append(line_chart(gauge.title, series, gauge.style))
+    return drawn
+
+
+def summary(tapes: Sequence[Tape]) -> list[tuple[str, list[str]]]:
+    """(what, [figure of each run]): last value or median over the run, and the total of what was skipped."""
+    rows: list[tuple[str, list[str]]] = [("steps", [str(len(t.steps())) for t in tapes])]
+    for gauge in GAUGES:
+        figures = [_figure(t.steps(), gauge) for t in tapes]
+        if any(f != "not measured" for f in figures):
+            rows.append((gauge.title + (", last" if gauge.last else ", median"), figures))
+    return rows
+
+
+def _points(records: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(r["step"], float(r[key])) for r in records if r.get(key) is not None]
+
+
+def _figure(records: list[dict[str, Any]], gauge: Gauge) -> str:
+    values = [y for _, y in _points(records, gauge.key)]
+    if not values:
+        return "not measured"
+    return number(values[-1] if gauge.last else sorted(values)[len(values) // 2], gauge.style)
