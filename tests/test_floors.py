@@ -48,7 +48,7 @@ def test_no_import_climbs(path):
 
 
 def test_triton_is_imported_only_where_kernels_are():
-    """`import triton` costs 0.3 s and fixes TRITON_INTERPRET for the process: only the kernels' files may do it at their top."""
+    """`import triton` costs 0.3 s and fixes TRITON_INTERPRET for the process: only kernel files may do it at their top."""
     for path in MODULES:
         tree = ast.parse(path.read_text())
         names = [a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names]

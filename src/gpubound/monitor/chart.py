@@ -64,7 +64,7 @@ def _window(values: list[float]) -> tuple[float, float]:
 def _ticks(low: float, high: float, wanted: int) -> list[float]:
     """Round values that span [low, high]."""
     if high <= low:
-        low, high = low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1)
+        low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 1)  # a constant gets room around it; zero only above
     raw = (high - low) / wanted
     step = next(m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 5, 10) if m * 10 ** math.floor(math.log10(raw)) >= raw)
     first = math.floor(low / step)

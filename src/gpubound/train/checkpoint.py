@@ -1,0 +1,184 @@
+"""Checkpoints that are either whole or not there, written while the training goes on.
+
+`save` clones the tensors on their device (a copy at memory speed, ordered with the step's own work: the step never waits for
+the disk), then a thread reads the clone to the host on a side stream and writes a temporary folder, which is renamed when all
+of it is on disk. A run killed at any moment therefore leaves the last whole checkpoint. Opening one verifies its checksum.
+
+    <folder>/step-00000120/
+        tensors.safetensors    every tensor, by name
+        state.json             step, facts, size and crc32 of the tensors' file
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import DataError
+from ..trace import notice, span
+
+TENSORS, STATE = "tensors.safetensors", "state.json"
+_NAME = re.compile(r"step-(\d{8,})$")
+_BLOCK = 1 << 24  # bytes read at a time for a checksum
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint on disk. `facts` is read at once, tensors when asked for."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+
+    def tensors(self, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+        return load_file(self.path / TENSORS, device=str(device))
+
+
+class Checkpoints:
+    """The checkpoints of one run: the `keep` newest stay, every `keep_every`-th step, and the best score."""
+
+    def __init__(self, folder: str | Path, keep: int = 3, keep_every: int | None = None):
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
+        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: float | None = None, wait: bool = False
+    ) -> None:
+        """Snapshot now, write in the background. A lower `score` is better. `wait` returns when it is on disk."""
+        self.wait()  # one writer at a time; also where an earlier write's failure is raised
+        with span("checkpoint.snapshot"):
+            snapshot = {name: t.detach().clone() for name, t in tensors.items()}
+            done = _mark(snapshot)
+        work = (step, snapshot, done, dict(facts) | ({"score": score} if score is not None else {}))
+        self._writer = threading.Thread(target=self._write_safely, args=work, name="gpubound-checkpoint", daemon=False)
+        self._writer.start()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is on disk. Raises what its writing raised."""
+        if self._writer:
+            self._writer.join()
+            self._writer = None
+        if self._failure:
+            failure, self._failure = self._failure, None
+            raise DataError(
+                f"the checkpoint could not be written: {failure}; earlier checkpoints in {self.folder} are intact. "
+                f"Free space or choose another folder."
+            ) from failure
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint. Damaged ones are skipped, each with a line that says why."""
+        for path in reversed(self._paths()):
+            try:
+                return open_checkpoint(path)
+            except DataError as error:
+                notice(f"{error} Skipped; trying the one before.")
+        return None
+
+    def _paths(self) -> list[Path]:
+        found = [p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)]
+        return sorted(found, key=lambda p: int(_NAME.search(p.name)[1]))  # type: ignore[index]
+
+    def _write_safely(self, *work: Any) -> None:
+        try:
+            self._write(*work)
+        except BaseException as error:  # carried to the training thread, which raises it at the next save or wait
+            self._failure = error
+
+    def _write(self, step: int, snapshot: dict[str, Tensor], done: torch.cuda.Event | None, facts: dict[str, Any]) -> None:
+        final = self.folder / f"step-{step:08d}"
+        fresh = self.folder / f".{final.name}.{os.getpid()}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            save_file(_to_host(snapshot, done), fresh / TENSORS)
+            crc = checksum(fresh / TENSORS)
+            state = {"step": step, "facts": facts, "bytes": (fresh / TENSORS).stat().st_size, "crc32": crc}
+            (fresh / STATE).write_text(json.dumps(state, indent=1))
+            for file in (fresh / TENSORS, fresh / STATE):
+                _flush(file)
+            if final.exists():  # a resumed run reaches a step that it had saved before
+                shutil.rmtree(final)
+            os.replace(fresh, final)
+            _flush(self.folder)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what is neither among the newest, nor on the grid, nor the best, and leftovers of killed writers."""
+        paths = self._paths()
+        kept = set(paths[-self.keep :])
+        kept |= {p for p in paths if self.keep_every and int(_NAME.search(p.name)[1]) % self.keep_every == 0}  # type: ignore[index]
+        scores = [(json.loads((p / STATE).read_text())["facts"].get("score"), p) for p in paths if (p / STATE).is_file()]
+        kept |= {min((s, p) for s, p in scores if s is not None)[1]} if any(s is not None for s, _ in scores) else set()
+        for path in set(paths) - kept:
+            shutil.rmtree(path)
+        for left in self.folder.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint in `path`, after its size and checksum have been verified."""
+    path = Path(path)
+    try:
+        state = json.loads((path / STATE).read_text())
+        size, crc = (path / TENSORS).stat().st_size, state["crc32"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} is not a whole checkpoint: {error}.") from error
+    if size != state["bytes"] or checksum(path / TENSORS) != crc:
+        raise DataError(f"{path} is damaged: its tensors do not have the checksum that was written with them.")
+    return Checkpoint(path, state["step"], state["facts"])
+
+
+def checksum(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _mark(snapshot: dict[str, Tensor]) -> torch.cuda.Event | None:
+    """An event after the clones, which the reading stream waits for."""
+    on_gpu = next((t for t in snapshot.values() if t.is_cuda), None)
+    if on_gpu is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(on_gpu.device))
+    return event
+
+
+def _to_host(snapshot: dict[str, Tensor], done: torch.cuda.Event | None) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, each with memory of its own. Read on a side stream: the training stream goes on."""
+    if done is None:
+        return {name: t.contiguous() for name, t in snapshot.items()}
+    device = next(t.device for t in snapshot.values() if t.is_cuda)
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(done)
+    with torch.cuda.stream(stream):
+        host = {name: t.contiguous().to("cpu", non_blocking=False) for name, t in snapshot.items()}
+    stream.synchronize()
+    return host
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
