@@ -1,1 +1,90 @@
-"""gpubound."""
+"""gpubound: makes PyTorch transformers GPU-bound, and proves it.
+
+place(model)                   a model on its device, through verified fused parts; the table says what and why
+capture(fn, *inputs)           a CUDA graph with a certificate
+watch(), no_stall()            count, or forbid, what makes the GPU wait for the host
+feed(source), Corpus           data on the device
+TrainStep(model, loss, ...)    the whole optimizer step
+kernels                        the fast ops as plain functions
+strict()                       forbids every fallback
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .errors import BudgetError as BudgetError
+from .errors import DataError as DataError
+from .errors import DeviceError as DeviceError
+from .errors import FallbackError as FallbackError
+from .errors import GpuboundError as GpuboundError
+from .errors import GraphError as GraphError
+from .errors import KernelError as KernelError
+from .errors import MeasureError as MeasureError
+from .errors import PlaceError as PlaceError
+from .errors import StallError as StallError
+from .trace import strict as strict
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from . import kernels as kernels
+    from .feed import Corpus as Corpus
+    from .feed import Feed as Feed
+    from .feed import feed as feed
+    from .graph import Captured as Captured
+    from .graph import Certificate as Certificate
+    from .graph import capture as capture
+    from .models import Decoder as Decoder
+    from .models import DecoderConfig as DecoderConfig
+    from .place import Placement as Placement
+    from .place import place as place
+    from .train import AdamW as AdamW
+    from .train import Schedule as Schedule
+    from .train import TrainStep as TrainStep
+    from .watch import Ledger as Ledger
+    from .watch import no_stall as no_stall
+    from .watch import watch as watch
+
+# Imported when first used: torch takes two seconds, and the pytest plugin is loaded in projects that may never ask for it.
+_HOMES = {
+    "Corpus": "feed",
+    "Feed": "feed",
+    "feed": "feed",
+    "Captured": "graph",
+    "Certificate": "graph",
+    "capture": "graph",
+    "Decoder": "models",
+    "DecoderConfig": "models",
+    "Placement": "place",
+    "place": "place",
+    "AdamW": "train",
+    "Schedule": "train",
+    "TrainStep": "train",
+    "Ledger": "watch",
+    "no_stall": "watch",
+    "watch": "watch",
+}
+
+__all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "strict"])
+
+
+class _Front(ModuleType):
+    """This package as users see it. place, feed and watch are functions here, although packages of these names hold them:
+    importing a package binds it to its name in its parent, and that alone is left undone."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kernels":
+            return import_module(".kernels", __name__)
+        if name not in _HOMES:
+            raise AttributeError(f"module 'gpubound' has no attribute {name!r}")
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        setattr(self, name, value)
+        return value
+
+
+sys.modules[__name__].__class__ = _Front

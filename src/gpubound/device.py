@@ -11,6 +11,7 @@
 
 import glob
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -33,9 +34,18 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def can_launch(x: torch.Tensor) -> bool:
-    """True when a Triton kernel can run on `x` where it lies."""
-    return has_triton() and (x.is_cuda or (interpreted() and x.device.type == "cpu"))
+def can_launch(device: torch.device) -> bool:
+    """True when a Triton kernel is expected to run on `device`: a GPU, or the CPU under the interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and interpreted() and has_triton())
+
+
+def constant(function: Callable) -> Callable:
+    """Tell torch.compile to call `function` while it traces and keep the answer.
+
+    What torch.compiler.assume_constant_result does, by its mark alone: that call imports dynamo and triton, 1.3 s.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @cache
@@ -43,13 +53,23 @@ def sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _hidden() -> str | None:
-    """The variable that hides the GPUs from this process, if one does."""
-    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
-        value = os.environ.get(name)
-        if value is not None and value.strip().lower() in ("", "-1", "none", "void"):
-            return f"{name}={value!r} hides every GPU"
+def _hidden(name: str) -> str | None:
+    """What to say when the variable `name` hides every GPU: CUDA reads it up to the first entry that is no GPU."""
+    value = os.environ.get(name)
+    if value is not None and value.split(",")[0].strip().lower() in ("", "-1", "none", "void"):
+        return f"{name}={value!r} hides every GPU"
     return None
+
+
+def _none_visible() -> str:
+    """Why CUDA shows no GPU where the hardware is: starting it raises with the cause, such as a driver that is too old."""
+    try:
+        torch.cuda.init()
+        cause = "it started, with no device"
+    except (RuntimeError, AssertionError, OSError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"no GPU is visible to CUDA ({cause.rstrip('.')}{'' if asked is None else f'; CUDA_VISIBLE_DEVICES={asked!r}'})"
 
 
 def _hardware_present() -> bool:
@@ -67,14 +87,18 @@ class Sight:
 
 
 def look() -> Sight:
-    if hidden := _hidden():
+    if hidden := _hidden("CUDA_VISIBLE_DEVICES"):
         return Sight(0, hidden)
     if torch.version.cuda is None and torch.version.hip is None:
         build = f"torch {torch.__version__} is a CPU build"
         return Sight(0, build, broken=_hardware_present())
     count = torch.cuda.device_count()
     if count == 0:
-        return Sight(0, "no GPU is visible to CUDA", broken=_hardware_present())
+        # A container's own variable explains an absence and no more: "void" is also set where GPUs come in by another way.
+        if hidden := _hidden("NVIDIA_VISIBLE_DEVICES"):
+            return Sight(0, hidden)
+        broken = _hardware_present()
+        return Sight(0, _none_visible() if broken else "no GPU is visible to CUDA", broken)
     return Sight(count, f"{count} visible")
 
 
@@ -90,6 +114,7 @@ CURES = (
     ("libcu", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
     ("undefined symbol", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
     ("exclusive", "the GPU is in exclusive mode and another process holds it: stop that process"),
+    ("CUDA_VISIBLE_DEVICES=", "let CUDA_VISIBLE_DEVICES name GPUs that nvidia-smi lists, counted from 0, or unset it"),
     ("CPU build", "install a CUDA build of torch (see the selector on pytorch.org)"),
     (
         "no GPU is visible to CUDA",
@@ -110,13 +135,10 @@ def exercise(device: torch.device) -> None:
     """Allocate, launch, run a small product forward and backward, read it back and compare. Raises whatever goes wrong."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(64, 48, generator=generator), torch.randn(32, 48, generator=generator)
-    there = [t.to(device).requires_grad_() for t in (x, w)]
-    (there[0] @ there[1].t()).square().sum().backward()
-    here = [t.double().requires_grad_() for t in (x, w)]
-    (here[0] @ here[1].t()).square().sum().backward()
-    for name, a, b in zip(("input", "weight"), there, here):
-        got, want = a.grad.double().cpu(), b.grad
-        error = ((got - want).norm() / want.norm()).item()
+    pairs = [[t.to(device).detach().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]]
+    there, here = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)
+    for name, got, want in zip(("input", "weight"), there, here):
+        error = ((got.double().cpu() - want).norm() / want.norm()).item()
         if not error < 1e-2:  # tf32 products land near 3e-4; a wrong or NaN result lands far above
             raise DeviceError(f"a small product's {name} gradient on {device} is off by {error:.3g} relative to the CPU's")
 
@@ -152,7 +174,8 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
         return torch.device("cpu")
     if index is not None and index >= sight.count:
         raise DeviceError(f"device={str(spec)!r}: there is no GPU {index}: {sight.count} visible, counted from 0.")
-    index = index if index is not None else torch.cuda.current_device()
+    if index is None:  # asking for the current device starts CUDA, and a failing start must end in the sentence below
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
@@ -160,8 +183,8 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
 
 def _parse(spec: str | torch.device) -> tuple[str, int | None]:
     text = str(spec)
-    name, _, index = text.partition(":")
-    if name not in ("auto", "require", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
+    name, colon, index = text.partition(":")
+    if name not in ("auto", "require", "cpu", "cuda") or (colon and (name != "cuda" or not index.isdecimal())):
         raise ValueError(f"device: got {text!r}, wanted one of {', '.join(POLICIES)}.")
     return name, int(index) if index else None
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing at all.
+# Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing.
 ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
 
 # Relative error in the norm, per dtype of the inputs. Both mirrors compute in fp32 and round once on the way out, so half and

@@ -1,14 +1,19 @@
-"""RMSNorm: both mirrors agree, the reference is right in fp64, stores stay inside, errors read as written."""
+"""RMSNorm: both mirrors agree, the reference is right in fp64, stores stay inside, gradients go where they should, errors read
+as written.
+"""
 
 import pytest
 import torch
-import triton
+from torch.utils.checkpoint import checkpoint
 
-from gpubound import kernels
+from gpubound import kernels, trace
 from gpubound.kernels.reference import rms_norm as reference
+from gpubound.kernels.triton import _launch
 from gpubound.kernels.triton import rms_norm as fast
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity, same
+
+FP32 = torch.float32
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -29,25 +34,148 @@ def test_add_rms_norm_matches(shape, dtype, device):
     parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_is_of_the_rounded_sum(dtype, device):
+    """y is the norm of the s that is handed on, not of the sum before rounding: backward differentiates what was done."""
+    x, residual, weight = draw(device, dtype, 4, 100), draw(device, dtype, 4, 100, seed=1), draw(device, dtype, 100, seed=2)
+    y, s = fast.add_rms_norm(x, residual, weight)
+    assert torch.equal(y, fast.rms_norm(s, weight))
+
+
+def test_without_weight(device):
+    x, residual = draw(device, FP32, 5, 63), draw(device, FP32, 5, 63, seed=1)
+    parity(fast.rms_norm, reference.rms_norm, (x, None, 1e-6), TOLERANCE[FP32])
+    parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, None, 1e-6), TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("x_dtype, weight_dtype", [(torch.bfloat16, FP32), (FP32, torch.bfloat16)], ids=str)
+def test_weight_of_another_dtype(x_dtype, weight_dtype, device):
+    x, weight = draw(device, x_dtype, 4, 100), draw(device, weight_dtype, 100, seed=1)
+    assert fast.rms_norm(x, weight).dtype == x_dtype
+    parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-6), TOLERANCE[torch.bfloat16])
+
+
 def test_non_contiguous_input(device):
-    x = draw(device, torch.float32, 64, 6).t()
-    parity(fast.rms_norm, reference.rms_norm, (x, draw(device, torch.float32, 64), 1e-5), TOLERANCE[torch.float32])
+    x, weight = draw(device, FP32, 64, 6).t(), draw(device, FP32, 64, seed=1)
+    parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-5), TOLERANCE[FP32])
+    parity(fast.add_rms_norm, reference.add_rms_norm, (x, x * 2, weight, 1e-5), TOLERANCE[FP32])
+
+
+def test_non_contiguous_weight(device):
+    x, weight = draw(device, FP32, 6, 64), draw(device, FP32, 64, 2, seed=1)[:, 0].requires_grad_()
+    got, want = (op(x, weight, 1e-5) for op in (fast.rms_norm, reference.rms_norm))
+    same("y", got, want, TOLERANCE[FP32])
+    (dw,), (want_dw,) = (torch.autograd.grad(y.square().sum(), weight) for y in (got, want))
+    same("dw", dw, want_dw, TOLERANCE[FP32])
+
+
+def test_wide_rows(device):
+    x, weight = draw(device, FP32, 3, 16500), draw(device, FP32, 16500, seed=1)
+    parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-6), TOLERANCE[FP32])
+
+
+def test_rows_without_elements_take_the_reference(device):
+    x, weight = torch.empty(3, 0, device=device, requires_grad=True), torch.empty(0, device=device, requires_grad=True)
+    y = kernels.rms_norm(x, weight)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (3, 0) and weight.grad.shape == (0,)
+
+
+def test_programs_stride_over_the_rows(device, monkeypatch):
+    """Two programs share 11 rows, two at a time: each sums three tiles' weight gradients, the last tile half empty."""
+    monkeypatch.setitem(_launch.OVERRIDE, (40, True), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    x, residual, weight = draw(device, FP32, 11, 40), draw(device, FP32, 11, 40, seed=1), draw(device, FP32, 40, seed=2)
+    parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6), TOLERANCE[FP32])
+
+
+def test_the_plan_bounds_the_partial_sums(monkeypatch):
+    h200 = torch.device("cuda", 0)
+    monkeypatch.setattr(_launch, "sm_count", lambda index: 132)
+    assert _launch.schedule(1024, h200, backward=True) == _launch.Plan(block=1024, rows=4, programs=1056, warps=2)
+    for cols in (1, 64, 576, 4096, 16384):
+        plan = _launch.schedule(cols, h200, backward=True, sums=2)
+        assert plan.programs * cols * 2 * 4 <= max(_launch.PARTIAL_BYTES, 132 * cols * 2 * 4)
+        assert plan.rows * plan.block <= 32 * 32 * plan.warps, "more than 32 elements a thread"
 
 
 def test_reference_gradients_in_fp64():
-    x, r, w = (
-        draw(torch.device("cpu"), torch.float64, *s, seed=i).requires_grad_() for i, s in enumerate([(3, 7), (3, 7), (7,)])
-    )
+    cpu = torch.device("cpu")
+    x, r, w = (draw(cpu, torch.float64, *s, seed=i).requires_grad_() for i, s in enumerate([(3, 7), (3, 7), (7,)]))
     assert torch.autograd.gradcheck(reference.rms_norm, (x, w))
+    assert torch.autograd.gradcheck(reference.rms_norm, (x,))
     assert torch.autograd.gradcheck(reference.add_rms_norm, (x, r, w))
 
 
-def test_stores_stay_inside(device):
-    x, w = draw(device, torch.float32, 3, 63), draw(device, torch.float32, 63)
-    whole, y = banded((3, 63), device)
-    rstd = torch.empty(3, device=device)
-    fast._forward_kernel[(triton.cdiv(3, 2),)](x, x, w, x, y, rstd, 3, 1e-6, 63, 64, 2, False)
-    assert_inside(whole, y)
+def test_forward_stores_stay_inside(device):
+    x, w = draw(device, FP32, 3, 63), draw(device, FP32, 63)
+    (whole_y, y), (whole_s, s), (whole_rstd, rstd) = (banded(shape, device) for shape in ((3, 63), (3, 63), (3,)))
+    fast._forward_kernel[(2,)](x, x, w, s, y, rstd, 3, 1e-6, 63, 64, 2, True, True)
+    for whole, inside in ((whole_y, y), (whole_s, s), (whole_rstd, rstd)):
+        assert_inside(whole, inside)
+
+
+def test_backward_stores_stay_inside(device):
+    dy, x, w, rstd = draw(device, FP32, 3, 63), draw(device, FP32, 3, 63), draw(device, FP32, 63), torch.ones(3, device=device)
+    (whole_dx, dx), (whole_dw, dw) = banded((3, 63), device), banded((2, 63), device)
+    fast._backward_kernel[(2,)](dy, dy, x, w, rstd, dx, dw, 3, 63, 64, 2, True, True, True, True)
+    assert_inside(whole_dx, dx)
+    assert_inside(whole_dw, dw)
+
+
+def _gradients(function, x, residual, weight, use):
+    """Gradients of `use` (of y and s) with respect to those arguments that require one."""
+    x, residual, weight = (t.detach().clone().requires_grad_(t.requires_grad) for t in (x, residual, weight))
+    use(*function(x, residual, weight)).backward()
+    return x.grad, residual.grad, weight.grad
+
+
+USES = {"y": lambda y, s: y.square().sum(), "s": lambda y, s: s.square().sum(), "both": lambda y, s: (y * s).sum()}
+NEEDS = {"all": (1, 1, 1), "frozen weight": (1, 1, 0), "weight alone": (0, 0, 1), "residual alone": (0, 1, 0)}
+
+
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_only_what_is_used_and_needed(use, needs, device):
+    """Outputs nobody used (their gradient is None) and arguments that want no gradient change nothing for the others."""
+    if use is USES["s"] and needs is NEEDS["weight alone"]:
+        pytest.skip("s does not depend on the weight")
+    tensors = [
+        draw(device, FP32, *s, seed=i).requires_grad_(bool(n)) for i, (s, n) in enumerate(zip([(3, 40), (3, 40), (40,)], needs))
+    ]
+    got, want = _gradients(fast.add_rms_norm, *tensors, use), _gradients(reference.add_rms_norm, *tensors, use)
+    for name, a, b in zip(("x", "residual", "weight"), got, want):
+        assert (a is None) == (b is None), name
+        if b is not None:
+            same(name, a, b, 1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_the_weight_gradient_is_added_to_main_grad(checkpointed, device):
+    x, weight = (
+        draw(device, torch.bfloat16, 3, 40).requires_grad_(),
+        torch.nn.Parameter(draw(device, torch.bfloat16, 40, seed=1)),
+    )
+    weight.main_grad = torch.full((40,), 256.0, device=device)
+    run = (
+        (lambda: checkpoint(fast.rms_norm, x, weight, use_reentrant=False))
+        if checkpointed
+        else (lambda: fast.rms_norm(x, weight))
+    )
+    run().sum().backward()
+    assert weight.grad is None
+    wide = weight.detach().float().requires_grad_()
+    reference.rms_norm(x.detach().float(), wide).sum().backward()
+    same("main_grad - 256", weight.main_grad - 256, wide.grad, 1e-4)  # 256 in fp32 has 3e-5 between neighbours
+
+
+def test_second_derivatives_are_refused(device):
+    x = draw(device, FP32, 3, 40).requires_grad_()
+    with pytest.raises(NotImplementedError) as error:
+        torch.autograd.grad(fast.rms_norm(x).square().sum(), x, create_graph=True)
+    assert str(error.value) == (
+        "rms_norm: its kernel has no second derivative (create_graph=True); "
+        "call gpubound.kernels.reference's rms_norm where one is needed."
+    )
 
 
 def test_wrong_weight_shape():
@@ -62,5 +190,55 @@ def test_wrong_residual():
     with pytest.raises(ValueError) as error:
         kernels.add_rms_norm(torch.ones(2, 4), torch.ones(2, 5), torch.ones(4))
     assert str(error.value) == (
-        "add_rms_norm: residual must match x, (2, 4) torch.float32, got (2, 5) torch.float32; cast or reshape it before the call."
+        "add_rms_norm: residual must match x, (2, 4) torch.float32, got (2, 5) torch.float32; "
+        "cast or reshape it before the call."
     )
+
+
+def test_wrong_x():
+    with pytest.raises(ValueError) as error:
+        kernels.rms_norm(torch.ones(2, 4, dtype=torch.int64), torch.ones(4))
+    assert str(error.value) == "rms_norm: x must be a floating-point tensor, got torch.int64; cast it before the call."
+    with pytest.raises(ValueError) as error:
+        kernels.rms_norm(torch.tensor(1.0))
+    assert str(error.value) == "rms_norm: x must have at least one dimension, got a scalar; reshape it to (1,)."
+
+
+def test_weight_on_another_device():
+    with pytest.raises(ValueError) as error:
+        kernels.rms_norm(torch.ones(2, 4), torch.ones(4, device="meta"))
+    assert str(error.value) == "rms_norm: weight is on meta, x on cpu; move one of them to the other's device."
+
+
+def test_rows_too_wide_for_a_kernel_take_the_reference(device, monkeypatch):
+    monkeypatch.setattr(trace, "fallbacks", trace.fallbacks.copy())
+    x = draw(device, FP32, 1, 65537)
+    same("y", kernels.rms_norm(x), reference.rms_norm(x), 0.0)
+    assert trace.fallbacks["rms_norm", "its kernel holds rows of up to 65536 elements"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [8192, 16384, 65536])
+def test_wide_rows_on_the_gpu(cols, device):
+    for dtype in TOLERANCE:
+        x, residual, weight = (draw(device, dtype, *s, seed=i) for i, s in enumerate([(300, cols), (300, cols), (cols,)]))
+        parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6), 3 * TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count(device):
+    """The last rows of a tensor of 2^31 + 1024 elements, where 32-bit offsets would have wrapped."""
+    rows, cols = (1 << 21) + 1, 1024
+    x = torch.ones(rows, cols, device=device, dtype=torch.bfloat16)
+    x[-2:] = draw(device, torch.bfloat16, 2, cols)
+    x.requires_grad_()
+    y = fast.rms_norm(x)
+    tail = x.detach()[-2:].clone().requires_grad_()
+    want = reference.rms_norm(tail)
+    dy = draw(device, torch.bfloat16, 2, cols, seed=1)
+    (want_dx,) = torch.autograd.grad(want, tail, dy)
+    upstream = torch.zeros_like(y)
+    upstream[-2:] = dy
+    (dx,) = torch.autograd.grad(y, x, upstream)
+    same("y", y[-2:], want, TOLERANCE[torch.bfloat16])
+    same("dx", dx[-2:], want_dx, TOLERANCE[torch.bfloat16])

@@ -3,5 +3,16 @@
 reference/ is the definition of each op, triton/ the fast form; tests/test_mirror.py keeps their names and signatures the same.
 """
 
+from .gated import geglu as geglu
+from .gated import swiglu as swiglu
+from .losses import cross_entropy as cross_entropy
+from .losses import linear_cross_entropy as linear_cross_entropy
 from .norms import add_rms_norm as add_rms_norm
+from .norms import dynamic_tanh as dynamic_tanh
+from .norms import group_norm as group_norm
+from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
+from .optim import adamw as adamw
+from .optim import plan_update as plan_update
+from .rotary import rope as rope
+from .rotary import rope_qkv as rope_qkv

@@ -1,52 +1,94 @@
 """Which implementation of an op runs for given tensors: the one decision behind every door.
 
-Triton where it can launch and has agreed with the reference on this device; else the reference. A CUDA tensor on the reference
-is a fallback (trace.fallback: counted, printed, forbidden under strict). A CPU tensor on the reference is simply the CPU's path.
+Triton where it can launch and has agreed with the reference on this device and dtype; else the reference. A reference call
+where a kernel was expected is a fallback (trace.fallback: counted, printed, forbidden under strict). A CPU tensor on the
+reference is simply the CPU's path, and so is a tensor without elements: there is nothing to launch.
+
+torch.compile traces doors whole. What dynamo cannot read (the self-test, the imports) sits in `_source`, which it calls once
+while it traces and takes as a constant: compiled code counts its fallback then, not in every call.
 """
 
+import sys
 from collections.abc import Callable
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import torch
 
-from ..device import can_launch, has_triton
+from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
+from . import reference, triton  # the packages: their files are imported when called for
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def implementation(op: str, x: torch.Tensor) -> Callable:
-    """The function that computes `op` where `x` lies. `op` is 'file' or 'file.function'."""
-    if can_launch(x):
-        if (why := _verdict(op, x.device)) is None:
-            return load("triton", op)
-        fallback(op, why)
-    elif x.is_cuda:
-        fallback(op, "Triton is not installed" if not has_triton() else "no Triton kernel can launch here")
-    return load("reference", op)
+def implementation(op: str, x: torch.Tensor, unable: str | None = None) -> Callable:
+    """The function that computes `op` ('file' or 'file.function') where `x` lies; `unable` says why no kernel can."""
+    function = load(_source(op, x.device, x.dtype, unable) if x.numel() else "reference", op)
+    if x.is_cuda and not torch.compiler.is_compiling() and x.device.index != torch.cuda.current_device():
+        return _on(x.device, function)
+    return function
 
 
-@cache
+def _on(device: torch.device, function: Callable) -> Callable:
+    """`function` with `device` current: Triton launches on the current device, whatever its tensors say."""
+
+    def run(*arguments):
+        with torch.cuda.device(device):
+            return function(*arguments)
+
+    return run
+
+
 def load(source: str, op: str) -> Callable:
     """`load('triton', 'rms_norm.add_rms_norm')` is that function of kernels/triton/rms_norm.py."""
     file, _, function = op.partition(".")
-    return getattr(import_module(f"gpubound.kernels.{source}.{file}"), function or file)
+    _import(source, file)
+    return getattr(getattr(triton if source == "triton" else reference, file), function or file)
 
 
-_verdicts: dict[tuple[str, torch.device], str | None] = {}
+@constant
+def _import(source: str, file: str) -> None:
+    if f"gpubound.kernels.{source}.{file}" not in sys.modules:
+        import_module(f"gpubound.kernels.{source}.{file}")
 
 
-@torch.compiler.assume_constant_result
-def _verdict(op: str, device: torch.device) -> str | None:
-    """None when the Triton kernel of `op` has agreed with its reference on `device`, else why not. Tested once a process and device."""
-    key = (op, device)
+@constant
+def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None) -> str:
+    if can_launch(device):
+        why = unable or verdict(op, device, dtype)
+        if why is None:
+            return "triton"
+        fallback(op, why)
+    return "reference"
+
+
+_verdicts: dict[tuple[str, torch.device, torch.dtype], str | None] = {}
+
+
+def verdict(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process."""
+    key = (op, device, dtype)
     if key not in _verdicts:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise KernelError(
-                f"{op}: its first call on {device} came inside a graph capture, where it cannot test itself; call it once before."
-            )
-        from .selftest import check  # selftest knows every op; importing it here keeps doors light
-
-        _verdicts[key] = None  # the check itself goes through load(), never through this door
-        _verdicts[key] = check(op, device)
+        _verdicts[key] = _judge(op, device, dtype)
     return _verdicts[key]
+
+
+def _judge(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if not has_triton():
+        return "Triton is not installed"
+    if dtype not in KERNEL_DTYPES:
+        return f"no kernel takes {dtype}: they compute in fp32"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise KernelError(
+            f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
+            f"call it once before."
+        )
+    from .selftest import check  # selftest knows every op; importing it here keeps doors light
+
+    # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
+    # hooks (a self-test inside torch.utils.checkpoint would otherwise be counted among the block's tensors, and missed in the
+    # recomputation).
+    with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
+        return thread.submit(check, op, device, dtype).result()

@@ -1,4 +1,4 @@
-"""Each kernel's own test: a tiny forward and backward beside the reference, run at the kernel's first use on a device.
+"""Each kernel's own test: a tiny forward and backward beside the reference, at its first use on a device in a dtype.
 
 The suite in tests/ is wider. This one runs on the user's machine, with the user's driver and compiler, where it counts.
 """
@@ -9,47 +9,100 @@ import torch
 
 from .choose import load
 
-# Relative error allowed between fp32 kernels and the fp32 reference: summation order, and tf32 where the op holds a product.
-LIMIT = 2e-3
+# Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
+# a product, and rounding on the way (2^-11, 2^-8 a time). A wrong kernel is off by far more.
+LIMITS = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
+_LOSS = (-100, 0.1, 5.0, 1e-3, "mean")  # ignore_index, label_smoothing, softcap, z_loss, reduction
+
+# op -> a function that draws its positional arguments. What `_draw` gives is cast to the dtype of the call and gets its
+# gradient checked; any other tensor is passed as it is (`_draw(g, 4, 8).detach()` stays fp32 and without a gradient).
 EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
-    # op -> a function that draws its positional arguments on the CPU; floating tensors get gradients checked
+    "adamw.adamw": lambda g: (_draw(g, 70), *_flat(g, 4), _plan(), 0.9, 0.99, 1e-8, 40, None),
+    "adamw.plan_update": lambda g: (*_flat(g, 1), _wide(5, 7), _wide(3, 1, 2, 1), _wide(1, 2, 3, 4), 0.9, 0.99, 0.1, 1.0, 2),
+    "cross_entropy": lambda g: (_draw(g, 5, 300), _labels(g, 5, 300), *_LOSS),
+    "dynamic_tanh": lambda g: (_draw(g, 3, 40), _draw(g, 1), _draw(g, 40), _draw(g, 40)),
+    "geglu": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), "tanh"),
+    "group_norm": lambda g: (_draw(g, 2, 6, 5, 7), 3, _draw(g, 6), _draw(g, 6), 1e-5),
+    "layer_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), _draw(g, 40), 1e-5),
+    "linear_cross_entropy": lambda g: (_draw(g, 5, 40), _draw(g, 300, 40), _labels(g, 5, 300), _draw(g, 300), *_LOSS, 3),
     "rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rms_norm.add_rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), _draw(g, 40), 1e-6),
+    "rope": lambda g: (_draw(g, 2, 3, 4, 16), _draw(g, 2, 3, 2, 16), *_angles(g, 3, 8)),
+    "rope.rope_qkv": lambda g: (_draw(g, 2, 3, 8 * 16), *_angles(g, 3, 8), 4, 2),
+    "swiglu": lambda g: (_draw(g, 3, 80), None),
 }
 
 
 def _draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
-def check(op: str, device: torch.device) -> str | None:
+def _flat(generator: torch.Generator, count: int) -> list[torch.Tensor]:
+    return [_draw(generator, 70).detach().square() for _ in range(count)]
+
+
+def _labels(generator: torch.Generator, rows: int, words: int) -> torch.Tensor:
+    """Labels, the second of them ignored."""
+    labels = torch.randint(words, (rows,), generator=generator, device="cpu")
+    labels[1] = -100
+    return labels
+
+
+def _angles(generator: torch.Generator, tokens: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = 6 * _draw(generator, tokens, pairs).detach()
+    return angles.cos(), angles.sin()
+
+
+def _wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, device="cpu", dtype=torch.float64)
+
+
+def _plan() -> torch.Tensor:
+    return _wide(1, 0.5, 0.9, 0.5, 2, 3).float()
+
+
+def check(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them."""
     arguments = EXAMPLES[op](torch.Generator().manual_seed(0))
+    test = f"its self-test in {dtype} on {device}"
     try:
-        got = _run(load("triton", op), arguments, device)
+        got = _run(load("triton", op), arguments, device, dtype)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
-        return f"its self-test on {device} raised {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    want = _run(load("reference", op), arguments, torch.device("cpu"))
-    for (name, a), (_, b) in zip(got, want):
-        error = ((a.double().cpu() - b.double()).norm() / b.double().norm().clamp_min(1e-12)).item()
-        if not error <= LIMIT:
-            return (
-                f"its self-test on {device} failed: {name} is off by {error:.2e} relative to the reference (limit {LIMIT:.0e})"
-            )
-    return None
+        return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"
+    want = _run(load("reference", op), arguments, torch.device("cpu"), dtype)
+    if missing := want.keys() ^ got.keys():
+        return f"{test} failed: only one of kernel and reference gives {', '.join(sorted(missing))}"
+    errors = {name: _relative(got[name], want[name]) for name in want}
+    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    if errors[worst] <= LIMITS[dtype]:
+        return None
+    return f"{test} failed: {worst} is off by {errors[worst]:.2e} relative to the reference (limit {LIMITS[dtype]:.0e})"
 
 
-def _run(function: Callable, arguments: tuple, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got − want‖ / ‖want‖; infinite for another shape or dtype, NaN when either holds one."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    a, b = got.double().cpu(), want.double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
+
+
+def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name, with fixed upstream gradients."""
-    moved = [
-        a.detach().to(device).requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in arguments
-    ]
-    with torch.enable_grad():
-        result = function(*moved)
-        outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
-        upstream = [torch.linspace(-1, 1, t.numel()).reshape(t.shape).to(t) for t in outputs]
-        wanted = [(i, t) for i, t in enumerate(moved) if isinstance(t, torch.Tensor) and t.requires_grad]
-        gradients = torch.autograd.grad(outputs, [t for _, t in wanted], upstream, allow_unused=True)
-    named = [(f"output {i}", t.detach()) for i, t in enumerate(outputs)]
-    return named + [(f"gradient of argument {i}", g) for (i, _), g in zip(wanted, gradients) if g is not None]
+    moved = [_move(a, device, dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+    result = function(*moved)
+    outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+    wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
+    upstream = [torch.linspace(-1, 1, t.numel()).reshape(t.shape).to(t) for t in wired]
+    wanted = {
+        f"the gradient of argument {i}": t for i, t in enumerate(moved) if isinstance(t, torch.Tensor) and t.requires_grad
+    }
+    gradients = torch.autograd.grad(wired, list(wanted.values()), upstream, allow_unused=True) if wired else ()
+    named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    return named | {name: g for name, g in zip(wanted, gradients) if g is not None}
+
+
+def _move(argument: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    own = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
+    return own.to(device, dtype).requires_grad_() if argument.requires_grad else own.to(device)

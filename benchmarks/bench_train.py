@@ -1,0 +1,237 @@
+"""Whole training steps beside what a user would run instead: Liger in bf16 or under autocast, Hugging Face, a usual loop.
+
+Ours holds fp32 masters, moments and accumulators; "liger" holds weights, gradients and moments in bf16 and so does less;
+"liger-autocast" has fp32 weights as ours has masters. Each contender is a process of its own (train_worker.py). Ours and one
+peer are alive at a time and step in turn, in random order.
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpubound import measure
+from gpubound.cli import arguments, guarded
+from gpubound.device import resolve
+from gpubound.errors import MeasureError
+
+from . import results
+from .harness import Bench, importable
+from .shapes import SHAPES
+from .train_worker import MARK, Job
+
+SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
+FIRST_STEP_S = 10.0
+SAME_LOSS = 2e-2  # bf16 beside bf16 and fp32, at the first step
+DTYPE_BYTES = 4  # of an accumulator
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training set-up. `peers` are (gate, moonshot) on our speed over theirs; None: measured, not judged."""
+
+    shape: str
+    seq: int
+    micro: int
+    accumulate: int
+    peers: dict[str, tuple[float | None, float | None]]
+    ours: str = "ours"
+
+    @property
+    def tokens(self) -> int:
+        return self.seq * self.micro * self.accumulate
+
+
+CASES = {
+    "350m": Case("350m", 1024, 16, 1, {"liger": (1.15, 1.22), "liger-autocast": (1.30, 1.40), "hf": (None, None)}),
+    "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
+    "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}),
+    "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None)}),
+    "feed": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours"),
+}
+TINY = {
+    "tiny": Case("tiny", 32, 2, 1, {"hf": (None, None)}),
+    "tiny-x2": Case("tiny", 32, 2, 2, {"hf": (None, None)}),
+    "feed": CASES["feed"],
+}
+
+CATEGORIES = (  # first match wins; attention before products, whose names its kernels contain
+    ("attention", r"sdpa|fmha|flash|attention"),
+    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitk|wgmma"),
+    ("update", r"adamw|_squares|_plan_kernel|multi_tensor|FusedAdam|FusedOptimizer"),
+    ("norms and gated activations", r"_forward_kernel|_backward_kernel|norm|swiglu|glu"),
+    ("rotary", r"rope"),
+    ("loss", r"_loss_kernel|_gradient_kernel|cross_entropy|nll|softmax"),
+    ("reductions", r"reduce_kernel|reduce"),
+    ("copies and fills", r"memcpy|memset|copy|fill|cat"),
+    ("elementwise", r"elementwise|vectorized|index|embedding|scatter|gather"),
+)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Measure whole training steps beside Liger and Hugging Face.
+
+    Example: gpubound bench train --only 350m,135m
+    """
+
+    only: str = "350m,350m-x8,135m,feed"
+    """Cases, by comma: 350m, 350m-x8, 135m, 1b-x8, feed."""
+    rounds: int = 12
+    """How often ours and a peer take turns; about half a second each."""
+    profile: str = ""
+    """A contender (ours, hf, liger, liger-autocast): print where one step of it goes, for each case, and measure nothing."""
+    results: Path = results.FOLDER
+    """Folder that the lines are kept in."""
+    dry: bool = False
+    """A tiny model on the CPU: shows that the script works, keeps nothing."""
+
+
+class Worker:
+    """A contender's process. Use it in a `with`: it ends there, and gives its memory back."""
+
+    def __init__(self, who: str, case: Case, device: str):
+        self.who = who
+        job = json.dumps(asdict(Job(who, case.shape, case.seq, case.micro, case.accumulate, device)))
+        command = [sys.executable, "-m", "benchmarks.train_worker", job]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts: dict[str, Any] = self._hear()
+
+    def ask(self, **wish: Any) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps(wish), file=self.process.stdin, flush=True)
+        return self._hear()
+
+    def _hear(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+            print(line, end="", file=sys.stderr)
+        raise MeasureError(f"{self.who}: its process ended with {self.process.wait()}; its own message is above.")
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Train, argv, "bench train")
+    known = TINY if options.dry else CASES
+    names = list(TINY) if options.dry else options.only.split(",")
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"--only: there is no case {wrong[0]!r}, wanted some of {', '.join(known)}.")
+    device = resolve("cpu" if options.dry else "require")
+    if options.profile:
+        for name in names:
+            profile(options.profile, name, known[name], device.type)
+        return 0
+    bench = Bench("train", device, " ".join(["gpubound bench train", *argv]), dry=options.dry, folder=options.results)
+    limit = measure.ceilings(device, quick=options.dry)
+    for name in names:
+        measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit)
+    return bench.finish()
+
+
+def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings) -> None:
+    import torch
+
+    device = bench.device.type
+    try:
+        mine = Worker(case.ours, case, device)
+    except MeasureError as error:
+        bench.unmeasured.append(f"{name}: {error}")
+        return
+    with mine:
+        if device == "cuda" and not mine.facts["captured"]:
+            bench.wrong.append(f"{name}: ours did not run as a graph; the reason is above")
+        bench.figure(f"{name} first step", "s", mine.facts["first_step_s"], {"budget": FIRST_STEP_S}, {"budget": 1.0})
+        if "syncs" in mine.facts:
+            bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+        shape = SHAPES[case.shape]
+        rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
+        tokens = case.ours == "ours"
+        for peer, (gate, moonshot) in case.peers.items():
+            if "liger" in peer and not importable("liger_kernel"):
+                bench.unmeasured.append(f"{name}: liger-kernel is not installed (pip install 'gpubound[bench]')")
+                continue
+            with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ("bf16 rate", rate) if tokens else None)
+        if case.accumulate > 1:
+            against_one(bench, name, case, mine, rounds)
+
+
+def with_peer(
+    bench: Bench, name: str, case: Case, mine: Worker, peer: str,
+    gate: float | None, moonshot: float | None, rounds: int, ceiling: tuple[str, float] | None,
+) -> None:  # fmt: skip
+    """Speed, and peak memory, beside one peer that starts from the same loss."""
+    try:
+        theirs = Worker(peer, case, bench.device.type)
+    except MeasureError as error:
+        bench.unmeasured.append(f"{name}: {error}")
+        return
+    with theirs:
+        a, b = mine.facts["loss"], theirs.facts["loss"]
+        if case.accumulate == 1 and not abs(a - b) <= SAME_LOSS * abs(b):
+            bench.wrong.append(f"{name}: the first loss of ours is {a:.4f}, of {peer} {b:.4f}; not timed")
+            return
+        found = measure.compare_samples(take_turns({"ours": mine, peer: theirs}, rounds), clock="perf_counter, drained")
+        unit, amount = ("tok/s", case.tokens) if ceiling else ("ms", 1)
+        gates, moonshots = {peer: gate} if gate else None, {peer: moonshot} if moonshot else None
+        bench.keep(name, found, unit=unit, amount=amount, ceiling=ceiling, gates=gates, moonshots=moonshots)
+        if "peak_gib" in theirs.facts and ceiling:
+            allowed = theirs.facts["peak_gib"] + DTYPE_BYTES * mine.facts["parameters"] / 2**30
+            bench.figure(
+                f"{name} peak memory", "GiB", mine.facts["peak_gib"], {f"{peer} + fp32 accumulators": allowed},
+                {"liger + fp32 accumulators": 1.0},
+            )  # fmt: skip
+
+
+def against_one(bench: Bench, name: str, case: Case, mine: Worker, rounds: int) -> None:
+    """Accumulation must not cost: time per micro-batch beside our own step of one."""
+    one = Case(case.shape, case.seq, case.micro, 1, {})
+    with Worker("ours", one, bench.device.type) as single:
+        seconds = take_turns({"ours": mine, "accumulate 1": single}, rounds)
+    seconds["ours"] = [s / case.accumulate for s in seconds["ours"]]
+    found = measure.compare_samples(seconds, clock="perf_counter, drained")
+    bench.keep(name, found, unit="tok/s", amount=one.tokens, gates={"accumulate 1": 1.0})
+
+
+def take_turns(workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
+    """Seconds a step of each, round by round."""
+    steps = {name: max(1, round(SAMPLE_S / worker.ask(steps=2))) for name, worker in workers.items()}
+    order, found, shuffle = list(workers), {name: [] for name in workers}, random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            found[name].append(workers[name].ask(steps=steps[name]))
+    return found
+
+
+def profile(who: str, name: str, case: Case, device: str) -> None:
+    """Where one step goes: kernel time by category, then the longest kernels."""
+    with Worker(who if case.ours == "ours" else f"frames-{who}", case, device) as worker:
+        seconds, kernels = worker.ask(steps=5), worker.ask(profile=1)
+    total = sum(ms for _, ms, _ in kernels)
+    print(f"{name} {who}: {1e3 * seconds:.2f} ms a step, {total:.2f} ms of kernels")
+    groups: dict[str, list[float]] = {}
+    for kernel, ms, count in kernels:
+        group = groups.setdefault(next((c for c, pattern in CATEGORIES if re.search(pattern, kernel, re.I)), "other"), [0, 0])
+        group[0], group[1] = group[0] + ms, group[1] + count
+    for category, (ms, count) in sorted(groups.items(), key=lambda item: -item[1][0]):
+        print(f"  {category:28} {ms:8.3f} ms  {100 * ms / total:5.1f} %  {count:.0f} launches")
+    for kernel, ms, count in kernels[:20]:
+        print(f"    {ms:8.3f} ms  {count:5}  {kernel[:110]}")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("bench train", main, sys.argv[1:]))

@@ -1,0 +1,325 @@
+"""Each kernel door as a benchmark case: its inputs, ours, the same op in torch eager and from Liger, the bytes it must move."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpubound import kernels
+from gpubound.measure import Prepared
+
+from .shapes import Shape
+
+EPS = 1e-6
+GROUPS = 32
+ROPE_THETA = 500000.0
+
+
+@dataclass
+class Drawer:
+    """Random tensors of one case: unit normal, the same in every run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    seq: int
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        self.seed += 1
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        drawn = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        return drawn.mul_(scale).requires_grad_()
+
+    def labels(self, vocab: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(0)
+        labels = torch.randint(vocab, (self.tokens,), generator=generator, device=self.device)
+        labels[::7] = -100  # as padding and prompts are masked
+        return labels
+
+
+@dataclass
+class Door:
+    """One op on one set of inputs. `ours`, `eager` and `liger` take the inputs in order and return the same outputs.
+
+    Liger writes results over its inputs and over upstream gradients in several ops, so every run starts from fresh copies, made
+    off the clock.
+    """
+
+    inputs: list[Tensor]
+    ours: Callable[..., Any]
+    eager: Callable[..., Any]
+    liger: Callable[..., Any] | None = None
+    saved_bytes: int = 0
+    """What the backward cannot do without from the forward, besides the upstream gradients."""
+    gradient_bytes: int | None = None
+    """Distinct gradients written; None: one of each leaf's size."""
+    whole: bool = False
+    """Forward and backward are measured as one."""
+    pristine: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pristine = [t.detach().clone() for t in self.inputs]
+        self.leaves = [t for t in self.inputs if t.requires_grad]
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(t.nbytes for t in self.upstream)
+
+    @cached_property
+    def upstream(self) -> list[Tensor]:
+        generator = torch.Generator(self.inputs[0].device).manual_seed(1)
+        with torch.no_grad():
+            return [
+                torch.randn(t.shape, generator=generator, device=t.device, dtype=t.dtype)
+                for t in _tuple(self.eager(*self.fresh()))
+            ]
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(t.nbytes for t in self.inputs) + self.output_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        written = sum(t.nbytes for t in self.leaves) if self.gradient_bytes is None else self.gradient_bytes
+        return self.output_bytes + self.saved_bytes + written
+
+    @property
+    def both_bytes(self) -> int:
+        """Every input read once, every gradient written once: the forward's own result is a scalar."""
+        return sum(t.nbytes for t in self.inputs) + sum(t.nbytes for t in self.leaves)
+
+    def fresh(self) -> list[Tensor]:
+        with torch.no_grad():
+            for tensor, original in zip(self.inputs, self.pristine):
+                tensor.copy_(original)
+        return self.inputs
+
+    def forward(self, function: Callable[..., Any]) -> Prepared:
+        """With autograd on, as in training: what a forward saves for its backward belongs to its cost."""
+        return Prepared(self.fresh, lambda inputs: function(*inputs))
+
+    def backward(self, function: Callable[..., Any]) -> Prepared:
+        """The gradient call alone, on a graph built off the clock."""
+
+        def prepare() -> tuple:
+            upstream = [t.clone() for t in self.upstream]  # before the graph is built: drawing it writes the inputs afresh
+            return _tuple(function(*self.fresh())), upstream
+
+        return Prepared(prepare, lambda state: torch.autograd.grad(state[0], self.leaves, state[1]))
+
+    def both(self, function: Callable[..., Any]) -> Prepared:
+        def run(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+            loss = function(*inputs)
+            return loss, *torch.autograd.grad(loss, self.leaves)
+
+        return Prepared(self.fresh, run)
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _liger(name: str) -> Callable[..., Any]:
+    """Liger's function of that name, imported at its first call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        from liger_kernel.transformers import functional
+
+        return getattr(functional, name)(*arguments, **options)
+
+    return call
+
+
+def rms_norm(shape: Shape, draw: Drawer) -> Door:
+    x, weight = draw(draw.tokens, shape.hidden), draw(shape.hidden)
+    return Door(
+        [x, weight],
+        ours=lambda x, w: kernels.rms_norm(x, w, EPS),
+        eager=lambda x, w: F.rms_norm(x, w.shape, w, EPS),
+        liger=lambda x, w: _liger("liger_rms_norm")(x, w, EPS),
+        saved_bytes=x.nbytes + weight.nbytes,
+    )
+
+
+def add_rms_norm(shape: Shape, draw: Drawer) -> Door:
+    x, residual, weight = draw(draw.tokens, shape.hidden), draw(draw.tokens, shape.hidden), draw(shape.hidden)
+
+    def eager(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + r
+        return F.rms_norm(s, w.shape, w, EPS), s
+
+    return Door(
+        [x, residual, weight],
+        ours=lambda x, r, w: kernels.add_rms_norm(x, r, w, EPS),
+        eager=eager,
+        liger=lambda x, r, w: _liger("liger_fused_add_rms_norm")(x, r, w, EPS),
+        saved_bytes=x.nbytes + weight.nbytes,  # their sum, which the forward returns
+        gradient_bytes=x.nbytes + weight.nbytes,  # x and the residual have one gradient
+    )
+
+
+def layer_norm(shape: Shape, draw: Drawer) -> Door:
+    x, weight, bias = draw(draw.tokens, shape.hidden), draw(shape.hidden), draw(shape.hidden)
+    return Door(
+        [x, weight, bias],
+        ours=lambda x, w, b: kernels.layer_norm(x, w, b, EPS),
+        eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
+        liger=lambda x, w, b: _liger("liger_layer_norm")(x, w, b, EPS),
+        saved_bytes=x.nbytes + weight.nbytes,
+    )
+
+
+def group_norm(shape: Shape, draw: Drawer) -> Door:
+    channels, groups = shape.hidden, min(GROUPS, shape.hidden)
+    x, weight, bias = draw(draw.batch, channels, draw.seq), draw(channels), draw(channels)
+    return Door(
+        [x, weight, bias],
+        ours=lambda x, w, b: kernels.group_norm(x, groups, w, b, EPS),
+        eager=lambda x, w, b: F.group_norm(x, groups, w, b, EPS),
+        liger=lambda x, w, b: _liger("liger_group_norm")(x, w, b, channels, groups, EPS),
+        saved_bytes=x.nbytes + weight.nbytes,
+    )
+
+
+def dynamic_tanh(shape: Shape, draw: Drawer) -> Door:
+    x, alpha, weight, bias = draw(draw.tokens, shape.hidden), draw(1, scale=0.5), draw(shape.hidden), draw(shape.hidden)
+    return Door(
+        [x, alpha, weight, bias],
+        ours=kernels.dynamic_tanh,
+        eager=lambda x, a, w, b: torch.tanh(a * x) * w + b,
+        liger=_liger("liger_dyt"),
+        saved_bytes=x.nbytes + weight.nbytes,
+    )
+
+
+def _angles(shape: Shape, draw: Drawer) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, D/2), fp32."""
+    half = shape.head_dim // 2
+    frequency = ROPE_THETA ** (-torch.arange(half, device=draw.device) / half)
+    angle = torch.arange(draw.seq, device=draw.device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Hugging Face's form, on (B, T, H, D) with cos and sin (T, D) in x's dtype."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+
+
+def rope(shape: Shape, draw: Drawer) -> Door:
+    q, k = (draw(draw.batch, draw.seq, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads))
+    cos, sin = _angles(shape, draw)
+    wide = [torch.cat((t, t), -1).to(draw.dtype) for t in (cos, sin)]  # as Hugging Face makes them, once a model's forward
+
+    def liger(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = _liger("liger_rope")(q.transpose(1, 2), k.transpose(1, 2), *wide)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return Door(
+        [q, k, cos, sin],
+        ours=kernels.rope,
+        eager=lambda q, k, *_: (_rotate(q, *wide), _rotate(k, *wide)),
+        liger=liger,
+        saved_bytes=cos.nbytes + sin.nbytes,
+    )
+
+
+def rope_qkv(shape: Shape, draw: Drawer) -> Door:
+    """The packed product of q, k and v cut and rotated in one pass. Liger has no such op."""
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    qkv = draw(draw.batch, draw.seq, sum(heads) * shape.head_dim)
+    cos, sin = _angles(shape, draw)
+    wide = [torch.cat((t, t), -1).to(draw.dtype) for t in (cos, sin)]
+
+    def eager(qkv: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (-1, shape.head_dim)).split(heads, dim=2)
+        return _rotate(q, *wide), _rotate(k, *wide), v.contiguous()
+
+    return Door(
+        [qkv, cos, sin],
+        ours=lambda qkv, cos, sin: kernels.rope_qkv(qkv, cos, sin, shape.heads, shape.kv_heads),
+        eager=eager,
+        saved_bytes=cos.nbytes + sin.nbytes,
+    )
+
+
+def swiglu(shape: Shape, draw: Drawer) -> Door:
+    gate, up = draw(draw.tokens, shape.intermediate), draw(draw.tokens, shape.intermediate)
+    return Door(
+        [gate, up],
+        ours=kernels.swiglu,
+        eager=lambda g, u: F.silu(g) * u,
+        liger=_liger("liger_swiglu"),
+        saved_bytes=gate.nbytes + up.nbytes,
+    )
+
+
+def swiglu_packed(shape: Shape, draw: Drawer) -> Door:
+    """[gate | up] as one product leaves them. Liger has no such op."""
+    gate_up = draw(draw.tokens, 2 * shape.intermediate)
+
+    def eager(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return Door([gate_up], ours=kernels.swiglu, eager=eager, saved_bytes=gate_up.nbytes)
+
+
+def geglu(shape: Shape, draw: Drawer) -> Door:
+    gate, up = draw(draw.tokens, shape.intermediate), draw(draw.tokens, shape.intermediate)
+    return Door(
+        [gate, up],
+        ours=kernels.geglu,
+        eager=lambda g, u: F.gelu(g, approximate="tanh") * u,
+        liger=_liger("liger_geglu"),
+        saved_bytes=gate.nbytes + up.nbytes,
+    )
+
+
+def cross_entropy(shape: Shape, draw: Drawer) -> Door:
+    logits, labels = draw(draw.tokens, shape.vocab), draw.labels(shape.vocab)
+    return Door(
+        [logits, labels],
+        ours=kernels.cross_entropy,
+        eager=F.cross_entropy,
+        liger=_liger("liger_cross_entropy"),
+        whole=True,  # Liger writes the gradient in the forward
+    )
+
+
+def linear_cross_entropy(shape: Shape, draw: Drawer) -> Door:
+    x, weight = draw(draw.tokens, shape.hidden), draw(shape.vocab, shape.hidden, scale=shape.hidden**-0.5)
+    return Door(
+        [x, weight, draw.labels(shape.vocab)],
+        ours=kernels.linear_cross_entropy,
+        eager=lambda x, w, labels: F.cross_entropy((x @ w.t()).float(), labels),
+        liger=_liger("liger_fused_linear_cross_entropy"),
+        whole=True,
+    )
+
+
+DOORS: dict[str, Callable[[Shape, Drawer], Door]] = {
+    build.__name__: build
+    for build in (
+        rms_norm,
+        add_rms_norm,
+        layer_norm,
+        group_norm,
+        dynamic_tanh,
+        rope,
+        rope_qkv,
+        swiglu,
+        swiglu_packed,
+        geglu,
+        cross_entropy,
+    )
+}

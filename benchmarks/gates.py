@@ -1,0 +1,53 @@
+"""Which measured cases fall short of their gate: `make gates`.
+
+Reads the newest line of each case. Exit code 0: every gate holds; 1: some fall short, and are listed; 3: nothing is measured.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpubound.cli import guarded
+
+from .results import FOLDER, Line, newest, read
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1 or (argv and argv[0].startswith("-")):
+        print("usage: python -m benchmarks.gates [FOLDER or FILE.jsonl]", file=sys.stderr)
+        return 2
+    source = Path(argv[0]) if argv else FOLDER
+    lines = read(source) if argv or source.exists() else []
+    gated = [line for line in newest(lines) if line.gate is not None]
+    if not gated:
+        print("no gate was measured: run `make bench ARGS=kernels` on a GPU first", file=sys.stderr)
+        return 3
+    short = [line for line in gated if line.short]
+    for line in short:
+        print(sentence(line))
+    print(f"{len(gated) - len(short)} of {len(gated)} gates hold")
+    return 1 if short else 0
+
+
+def sentence(line: Line) -> str:
+    """One line a reader can act on: what, by how much, how sure, and how to see it again."""
+    assert line.gate is not None
+    gap = (line.gate - line.ratio) / line.gate
+    sure = "" if line.spread is None else f", spread ±{line.spread:.1%}"
+    return (
+        f"SHORT  {line.bench}: {line.case}: {line.ratio:.3f} of {line.peer_name}, gate {line.gate:.2f}, "
+        f"short by {gap:.1%}{sure} ({figure(line.ours, line.unit)}, {line.gpu}, {line.commit}, {line.command})"
+    )
+
+
+def figure(value: float, unit: str) -> str:
+    """
+    >>> figure(3912.4, "GB/s")
+    '3,912 GB/s'
+    """
+    digits = 0 if unit == "syncs" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("gates", main, sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""The model shapes that every benchmark uses, so that figures of different benchmarks speak of the same thing."""
+
+from dataclasses import dataclass
+
+from gpubound import measure
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def matrix_params(self) -> int:
+        """Weights that enter a matrix product for every token: linear layers and output head, not the embedding's lookup."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+    def train_flops_per_token(self, seq: int) -> int:
+        return measure.train_flops_per_token(self.matrix_params, self.layers, self.heads * self.head_dim, seq)
+
+
+SHAPES = {
+    "135m": Shape(576, 1536, 30, 9, 3, 49152, True),
+    "350m": Shape(1024, 4096, 24, 16, 4, 32768, False),
+    "1b": Shape(2048, 8192, 16, 32, 8, 128256, True),
+    "8b": Shape(4096, 14336, 32, 32, 8, 128256, False),
+    "tiny": Shape(64, 128, 2, 4, 2, 256, True),
+}
+
+
+def llama_config(shape: Shape, positions: int):
+    """The Hugging Face configuration of `shape`; needs transformers (pip install 'gpubound[hf]')."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=positions,
+        head_dim=shape.head_dim,
+        use_cache=False,
+        rope_theta=500000.0,
+    )

@@ -1,0 +1,104 @@
+"""The street door: `gpubound COMMAND`. One file a command, imported only when it is called.
+
+Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the user's script failed, 3 could not measure,
+130 Ctrl-C.
+"""
+
+import ast
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import BudgetError, GpuboundError, MeasureError
+from ..version import __version__
+
+# Command -> an example of it. Its module is gpubound.cli.<command>, with main(argv) -> int; the first line of that module's
+# docstring is its help here. A name without a module is not offered.
+COMMANDS = {
+    "demo": "gpubound demo",
+    "env": "gpubound env --json",
+    "place": "gpubound place path/to/checkpoint",
+    "train": "gpubound train config.yaml",
+    "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
+    "doctor": "gpubound doctor train.py",
+    "bench": "gpubound bench kernels",
+    "report": "gpubound report runs/first",
+}
+
+Config = TypeVar("Config")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is returned, never raised."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if name in ("-V", "--version", "version"):
+        print(f"gpubound {__version__}")
+        return 0
+    if name not in commands():
+        print(f"gpubound: {_unknown(name)}", file=sys.stderr)
+        return 2
+    return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
+
+
+def arguments(kind: type[Config], argv: Sequence[str], command: str) -> Config:
+    """Parse `argv` into the dataclass `kind`. Its docstring is the help text, its fields' docstrings are the options'.
+
+    Unknown options end with exit code 2 and the near ones; `--help` prints the docstring, which holds an example.
+    """
+    import tyro  # 70 ms that `gpubound --help` need not wait for
+
+    return tyro.cli(kind, args=list(argv), prog=f"gpubound {command}", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def commands() -> dict[str, Path]:
+    """The commands whose module exists."""
+    here = Path(__file__).parent
+    return {name: path for name in COMMANDS for path in (here / f"{name}.py", here / name / "__init__.py") if path.exists()}
+
+
+def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
+    try:
+        return command(argv)
+    except KeyboardInterrupt:
+        print("gpubound: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # how an argument parser says that it has already answered
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except (GpuboundError, ValueError, OSError) as error:
+        if os.environ.get("GPUBOUND_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"gpubound {name}: {_one_line(error)}", file=sys.stderr)
+        return 1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, commands(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(commands())}."
+    return f"there is no command {name!r}; {hint} See gpubound --help."
+
+
+def _help() -> str:
+    """Read from the modules' docstrings without importing them: torch takes seconds, this must not."""
+    found = commands()
+    width = max(map(len, found), default=0)
+    lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]
+    for name, path in found.items():
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        lines.append(f"  {name:{width}}  {first}")
+    lines += ["", "examples:", *(f"  {COMMANDS[name]}" for name in found), ""]
+    lines.append("Each command explains itself with --help. gpubound --version prints the version.")
+    return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""Run a benchmark beside its peers and keep the result.
+
+The benchmarks live in the source checkout, in benchmarks/bench_<name>.py; each takes --help and --dry.
+"""
+
+import difflib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import MeasureError
+
+USAGE = """usage: gpubound bench NAME [options]
+
+Run a benchmark beside its peers and keep the result in benchmarks/results. Exit code 1: a case disagrees with a peer or falls
+short of its gate; 3: something could not be measured.
+
+benchmarks: {names}
+
+example: gpubound bench kernels --only rms_norm --peers eager,liger
+`gpubound bench NAME --help` lists a benchmark's own options; --dry runs it tiny, on any machine, and keeps nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    root = checkout()
+    names = sorted(path.stem.removeprefix("bench_") for path in (root / "benchmarks").glob("bench_*.py"))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(names=", ".join(names)))
+        return 0
+    name, *rest = argv
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(names)}."
+        raise ValueError(f"there is no benchmark {name!r}; {hint}")
+    paths = os.pathsep.join(filter(None, (str(root), str(root / "src"), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", f"benchmarks.bench_{name}", *rest]
+    return subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": paths}).returncode
+
+
+def checkout() -> Path:
+    """The source checkout: the working folder or one above it, else where this very file lies in one."""
+    for folder in (Path.cwd(), *Path.cwd().parents, Path(__file__).parents[3]):
+        if (folder / "benchmarks" / "harness.py").exists() and (folder / "src" / "gpubound").is_dir():
+            return folder
+    raise MeasureError("bench: the benchmarks are not in the installed package; run this inside a checkout of the source.")

@@ -1,0 +1,135 @@
+"""Print what this machine can do, and measure it.
+
+Versions and devices, the device that `auto` means here and why, then the measured ceilings: the denominators of every
+percentage the project prints.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import measure
+from ..device import label, look, resolve
+from ..errors import DeviceError
+from . import arguments
+
+# Figure -> what it says, in the order printed.
+ROWS = {
+    "copy_bytes_per_s": "copy, read + written",
+    "read_bytes_per_s": "read",
+    "fp32_flops_per_s": "fp32 products",
+    "tf32_flops_per_s": "tf32 products",
+    "bf16_flops_per_s": "bf16 products",
+    "fp16_flops_per_s": "fp16 products",
+    "fp8_flops_per_s": "fp8 products",
+    "pinned_h2d_bytes_per_s": "host to device, pinned",
+    "pageable_h2d_bytes_per_s": "host to device, pageable",
+    "launch_us": "one eager launch, host time",
+    "graph_node_us": "one kernel in a CUDA graph",
+    "item_us": ".item() round trip",
+}
+
+
+@dataclass(frozen=True)
+class Env:
+    """Print what this machine can do, and measure it.
+
+    The figures are measured once (under 10 s) and kept; --refresh measures again. Exit code 1: a visible GPU fails its test.
+
+    Example: gpubound env --json
+    """
+
+    json: bool = False
+    """Print one JSON document instead of tables."""
+    refresh: bool = False
+    """Measure again, whatever the cache holds."""
+    device: str = "auto"
+    """Measure this device: auto, require, cpu, cuda or cuda:<index>."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Env, argv, "env")
+    policy = verdict(options.device)
+    found: dict[str, Any] = {"machine": asdict(measure.machine()), "gpus": policy.pop("gpus"), "policy": policy}
+    if policy["device"] is not None:
+        found["ceilings"] = measure.ceilings(policy["device"], refresh=options.refresh).as_dict()
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        width = None if sys.stdout.isatty() else 100  # the same text in every pipe
+        _show(found, Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False))
+    failing = policy["device"] is None or any(gpu["test"] != "passes" for gpu in found["gpus"])
+    return 1 if failing else 0
+
+
+def verdict(spec: str) -> dict[str, Any]:
+    """Which device `spec` means and why, after the real test of every visible GPU. device None: the answer is an error."""
+    try:
+        device = resolve(spec)
+    except DeviceError as error:
+        if spec != "auto":
+            raise
+        return {"asked": spec, "device": None, "why": str(error), "gpus": []}
+    gpus = [asdict(gpu) | {"test": _test(gpu.index)} for gpu in measure.gpus()] if look().count else []
+    if device.type == "cuda":
+        why = "it computed a small product forward and backward, and the result agrees with the CPU's"
+    else:
+        why = look().why if spec == "auto" else "asked for"
+    return {"asked": spec, "device": str(device), "name": label(device), "why": why, "gpus": gpus}
+
+
+def _test(index: int) -> str:
+    try:
+        resolve(torch.device("cuda", index))
+    except DeviceError as error:
+        return str(error)
+    return "passes"
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    facts = Table("this machine", "", box=None, pad_edge=False)
+    for name, value in found["machine"].items():
+        if name == "host_memory_bytes":
+            name, value = "host memory", f"{value / 2**30:.1f} GiB" if value else None
+        facts.add_row(name, "none" if value is None else str(value))
+    for gpu in found["gpus"]:
+        facts.add_row(f"cuda:{gpu['index']}", _gpu_line(gpu))
+    policy = found["policy"]
+    facts.add_row(f"device={policy['asked']}", f"{policy.get('name', 'ERROR')}: {policy['why']}")
+    with console.capture() as shown:
+        console.print(facts)
+        if "ceilings" in found:
+            console.print()
+            console.print(_ceilings_table(found["ceilings"]))
+    print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    return (
+        f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB, L2 {gpu['l2_bytes'] / 2**20:.0f} MiB, {gpu['sms']} SMs, "
+        f"capability {gpu['capability']}; test: {gpu['test']}"
+    )
+
+
+def _ceilings_table(figures: dict[str, Any]) -> Table:
+    table = Table("measured ceilings", "", f"{figures['name']}, {figures['date']}", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, what in ROWS.items():
+        if figures[name] is not None:
+            table.add_row(what, *_in_unit(name, figures[name]))
+        elif name in figures["missing"]:
+            table.add_row(what, "none", figures["missing"][name])
+    return table
+
+
+def _in_unit(name: str, figure: float) -> tuple[str, str]:
+    if name.endswith("_us"):
+        return f"{figure:.2f}", "µs"
+    unit = "FLOP/s" if name.endswith("_flops_per_s") else "B/s"
+    return (f"{figure / 1e12:.2f}", f"T{unit}") if figure >= 1e12 else (f"{figure / 1e9:.1f}", f"G{unit}")

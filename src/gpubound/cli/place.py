@@ -1,0 +1,99 @@
+"""Put a model on the device through verified kernels, and print what runs where.
+
+The model is a Hugging Face folder or a function of yours that builds one; nothing is written back.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from ..errors import PlaceError
+from ..place import place
+from ..trace import notice
+from . import arguments
+
+
+@dataclass(frozen=True)
+class Place:
+    """Put a model on the device through verified kernels, and print what runs where.
+
+    TARGET is a folder with a config.json (without weights beside it they are random, which is said) or MODULE:FUNCTION, a
+    function without arguments that returns a model, or a model and an example batch. Exit code 1: --strict, and a module
+    was not swapped. 3: the model was moved, but nobody knows what to feed it, so it was not verified as a whole.
+
+    Examples: gpubound place path/to/checkpoint --json
+              gpubound place train:build_model --device require
+    """
+
+    target: tyro.conf.Positional[str]
+    """A checkpoint's folder, or MODULE:FUNCTION."""
+    device: str = "auto"
+    """Where to: auto, require, cpu, cuda or cuda:<index>."""
+    dtype: str = "auto"
+    """The parameters' dtype: auto (as stored), float32, bfloat16 or float16. Folders only."""
+    fuse: bool = True
+    """Swap modules for fused ones; --no-fuse only moves the model and runs it."""
+    strict: bool = False
+    """Fail when any module that could be swapped is not."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Place, argv, "place")
+    model, example = load(options.target, options.dtype)
+    try:
+        placement = place(model, options.device, fuse=options.fuse, strict=options.strict, example=example)
+    except PlaceError as error:
+        print(f"gpubound place: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(placement.as_dict(), indent=1) if options.json else placement)
+    return 0 if placement.verified else 3
+
+
+def load(target: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """(model, example or None) of what the user named."""
+    if (Path(target) / "config.json").is_file():
+        return _from_folder(Path(target), dtype), None
+    module, _, function = target.partition(":")
+    if not function:
+        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
+    built = _ran(lambda: getattr(_imported(module), function)(), target)
+    return built if isinstance(built, tuple) else (built, None)
+
+
+def _from_folder(folder: Path, dtype: str) -> Any:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype: got {dtype!r}, wanted one of auto, float32, bfloat16, float16.")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("a checkpoint's folder is read with transformers: pip install 'gpubound[hf]'.") from None
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    notice(f"{folder} holds no weights: placing random ones.")
+    config = AutoConfig.from_pretrained(folder)
+    kind = config.dtype if dtype == "auto" else dtype
+    return AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
+
+
+def _imported(name: str) -> Any:
+    """Import as `python -m` would: the working directory comes first."""
+    sys.path.insert(0, "")
+    try:
+        return import_module(name)
+    finally:
+        sys.path.remove("")
+
+
+def _ran(function: Callable[[], Any], target: str) -> Any:
+    try:
+        return function()
+    except Exception as error:  # the user's own code may raise anything: it is their input that failed, and the cause is kept
+        raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error

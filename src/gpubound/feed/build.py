@@ -1,0 +1,277 @@
+"""Building a corpus: texts are tokenised once, in parallel, into shards that are each written whole.
+
+A build that was interrupted goes on after its last whole shard: every shard says how many texts had been read when it was
+closed, and their checksum, so that other texts are noticed. Nothing that is not a corpus of the same settings is ever written
+over.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..trace import notice
+from .corpus import CLAIM, MANIFEST
+from .encode import Encoded, encode_all
+from .shards import DTYPES, SUFFIX, read_shard, write_shard
+from .text import Document, documents, files
+from .tokenizer import Encoder, Tokenizer, adapt
+
+BATCH_TEXTS = 1024
+BATCH_LETTERS = 4_000_000  # a batch of long texts closes here, so that memory stays bounded
+
+
+def build(
+    texts: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    dtype: str = "auto",
+    shard_tokens: int = 100_000_000,
+    workers: int = 0,
+    progress: bool = True,
+    separator: str | None = None,
+) -> None:
+    """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there.
+
+    texts         see gpubound.feed.text.documents
+    tokenizer     see gpubound.feed.tokenizer.adapt; it is saved with the corpus
+    dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
+    shard_tokens  a shard closes at the end of the document that reaches this
+    workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
+                  which helps a tokenizer written in Python
+    separator     splits a txt file into documents, as in "<|endoftext|>"
+    """
+    if shard_tokens < 1 or workers < 0:
+        raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
+    encoder = adapt(tokenizer)
+    settings = {
+        "dtype": _dtype(dtype, encoder.vocab_size),
+        "vocab_size": encoder.vocab_size,
+        "tokenizer": encoder.fingerprint,
+        "shard_tokens": shard_tokens,
+        "separator": separator,
+    }
+    sources = _describe(texts)
+    if _finished(path, settings, sources, texts):
+        return
+    state = _resume(path, settings, encoder)
+    read = _Reading(documents(texts, separator))
+    if not read.skip(Position(state.texts_read, state.texts_crc)):
+        raise DataError(
+            f"{path}: the texts have changed since the interrupted build; build to another path, or delete that one."
+        )
+    with _Progress(progress, path) as report:
+        for encoded, after in encode_all(read.batches(), encoder, workers):
+            state.add(encoded, after)
+            report.show(after.texts, state.tokens)
+        state.close()
+        report.show(read.at.texts, state.tokens, last=True)
+    manifest = {
+        "settings": settings,
+        "sources": sources,
+        "texts": [read.at.texts, read.at.crc],
+        "shards": state.names,
+        "tokens": state.tokens,
+    }
+    _write_json(path / MANIFEST, manifest)
+    (path / CLAIM).unlink()
+
+
+def _dtype(wanted: str, vocab_size: int) -> str:
+    if wanted not in ("auto", *DTYPES):
+        raise ValueError(f"Corpus.build: dtype: got {wanted!r}, wanted 'auto', 'uint16' or 'uint32'.")
+    if vocab_size > 1 << 31:
+        raise ValueError(f"Corpus.build: a vocabulary of {vocab_size} is beyond 2³¹ ids.")
+    if wanted == "uint16" and vocab_size > 1 << 16:
+        raise ValueError(f"Corpus.build: dtype: uint16 holds 65536 ids, the vocabulary has {vocab_size}; pass dtype='uint32'.")
+    return ("uint16" if vocab_size <= 1 << 16 else "uint32") if wanted == "auto" else wanted
+
+
+def _describe(texts: Any) -> list[list[Any]] | None:
+    """The files to be read, with size and time: the same ones need not be read again to know that nothing has changed."""
+    found = files(texts)
+    return None if found is None else [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]
+
+
+def _finished(path: Path, settings: dict[str, Any], sources: Any, texts: Any) -> bool:
+    """True when `path` holds this very corpus already. DataError when it holds another."""
+    manifest = path / MANIFEST
+    if not manifest.exists():
+        return False
+    there = json.loads(manifest.read_text())
+    _check_settings(path, there["settings"], settings)
+    if sources is None or there["sources"] != sources:
+        read = _Reading(documents(texts, settings["separator"]))
+        if not read.skip(Position(*there["texts"])) or next(read.texts, None) is not None:
+            raise DataError(
+                f"{path}: holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
+            )
+    notice(f"Corpus.build: {path} holds this corpus already; nothing was tokenised.")
+    return True
+
+
+def _check_settings(path: Path, there: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key, wanted in settings.items():
+        if there.get(key) != wanted:
+            raise DataError(
+                f"{path}: holds a corpus with {key} {there.get(key)!r}, wanted {wanted!r}; build to another path, or delete "
+                "that one."
+            )
+
+
+def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards":
+    """Claim an empty folder, or go on in one that this build had claimed."""
+    path.mkdir(parents=True, exist_ok=True)
+    claim = path / CLAIM
+    if not claim.exists():
+        if any(path.iterdir()):
+            raise DataError(
+                f"{path}: is not empty and not a corpus of gpubound; nothing was overwritten; build to another path."
+            )
+        _write_json(claim, settings)
+    _check_settings(path, json.loads(claim.read_text()), settings)
+    for rest in path.glob("*.partial"):
+        rest.unlink()
+    if isinstance(encoder, Tokenizer):
+        encoder.save(path)
+    state = _Shards(path, settings)
+    for name in sorted(path.glob(f"*{SUFFIX}")):
+        header = read_shard(name).header
+        state.names.append(name.name)
+        state.tokens, state.texts_read, state.texts_crc = state.tokens + header.tokens, header.texts_read, header.texts_crc
+    if state.names:
+        notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.texts_read} texts.")
+    return state
+
+
+def _write_json(path: Path, content: Any) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How many texts were read, and the CRC-32 of all of them."""
+
+    texts: int
+    crc: int
+
+
+class _Reading:
+    """The texts in batches, each text with the position after it."""
+
+    def __init__(self, texts: Iterator[Document]):
+        self.texts, self.at = texts, Position(0, 0)
+
+    def skip(self, done: Position) -> bool:
+        """Read up to `done`; False when the texts up to there are other ones."""
+        while self.at.texts < done.texts:
+            text = next(self.texts, None)
+            if text is None:
+                return False
+            self._step(text)
+        return self.at == done
+
+    def _step(self, text: Document) -> None:
+        said = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        self.at = Position(self.at.texts + 1, zlib.crc32(said.encode("utf-8", "surrogatepass"), self.at.crc))
+
+    def batches(self) -> Iterator[list[tuple[Document, Position]]]:
+        batch, letters = [], 0
+        for text in self.texts:
+            self._step(text)
+            batch.append((text, self.at))
+            letters += len(text) if isinstance(text, str) else sum(len(message["content"]) for message in text)
+            if len(batch) >= BATCH_TEXTS or letters >= BATCH_LETTERS:
+                yield batch
+                batch, letters = [], 0
+        if batch:
+            yield batch
+
+
+@dataclass
+class _Shards:
+    """The shard being filled, and those written."""
+
+    path: Path
+    settings: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    tokens: int = 0
+    texts_read: int = 0
+    texts_crc: int = 0
+    filling: list[Encoded] = field(default_factory=list)
+    filled: int = 0
+
+    def add(self, encoded: Encoded, after: Position) -> None:
+        self.texts_read, self.texts_crc = after.texts, after.crc
+        if not len(encoded[0]):
+            return
+        self.filling.append(encoded)
+        self.filled += len(encoded[0])
+        self.tokens += len(encoded[0])
+        if self.filled >= self.settings["shard_tokens"]:
+            self.close()
+
+    def close(self) -> None:
+        """Write the shard, if anything is in it."""
+        if not self.filling:
+            if not self.names:
+                raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
+            return
+        name = f"shard-{len(self.names):05d}{SUFFIX}"
+        masked = any(mask is not None for _, mask in self.filling)
+        masks = [mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self.filling]
+        tokens: np.ndarray = np.concatenate([ids for ids, _ in self.filling])
+        write_shard(
+            self.path / name,
+            tokens.astype(DTYPES[str(self.settings["dtype"])]),
+            np.cumsum([0, *(len(ids) for ids, _ in self.filling)]),
+            np.concatenate(masks) if masked else None,
+            vocab_size=self.settings["vocab_size"],
+            tokenizer=self.settings["tokenizer"],
+            texts_read=self.texts_read,
+            texts_crc=self.texts_crc,
+        )
+        self.names.append(name)
+        self.filling, self.filled = [], 0
+
+
+class _Progress:
+    """A live line on stderr: texts, tokens and tokens a second."""
+
+    def __init__(self, wanted: bool, path: Path):
+        self.wanted, self.path = wanted, path
+        self.bar: Any = None
+        self.shown = 0.0
+
+    def __enter__(self) -> "_Progress":
+        if self.wanted:
+            from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task(f"tokenising into {self.path}")
+            self.bar.start()
+        return self
+
+    def show(self, texts: int, tokens: int, last: bool = False) -> None:
+        if self.bar is None or (not last and time.monotonic() - self.shown < 0.1):
+            return
+        self.shown = time.monotonic()
+        millions, seconds = tokens / 1e6, max(self.bar.tasks[0].elapsed or 0.0, 1e-3)
+        said = f"{texts:,} texts, {millions:,.2f} M tokens, {millions / seconds:.2f} M a second"
+        self.bar.update(self.task, description=said)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,142 @@
+"""`feed(...)`: look at the source, the device and the memory, and choose how the batches get there."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..trace import fallback, notice
+from .bucket import Bucket, Padding
+from .core import Direct, Feed, Ringed, Store
+from .corpus import Corpus
+from .resident import CannotStay, Resident, ResidentItems, bytes_needed, item_bytes_needed
+from .source import BatchList, Items, Source, open_source
+from .where import allowance, free_bytes, readable, target
+
+MODES = ("auto", "resident", "ring", "direct")
+
+
+def feed(
+    source: Any,
+    device: str | torch.device | None = None,
+    budget: int | str = "auto",
+    slots: int = 3,
+    mutation_guard: bool = True,
+    *,
+    mode: str = "auto",
+    keep: int | str | None = None,
+    shuffle: bool = False,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    drop_last: bool = False,
+    collate: Callable[[list], Any] | None = None,
+    pad: Mapping[Any, Any] | None = None,
+    bucket: Bucket = None,
+    rows: int | None = None,
+    seq: int | None = None,
+) -> Feed:
+    """Serve the batches of `source` on `device`, without a copy in the step where memory allows, else without a wait for it.
+
+    source      a list or iterable of batches (tensors in dicts, tuples, lists, dataclasses), a function that returns such an
+                iterable, a DataLoader, or single items with `batch_size`: a map dataset or a list
+    device      None is the GPU if there is one; else as in gpubound.device
+    budget      bytes the feed may hold on the device ("2 GB"); "auto" is a quarter of what is free now, or all but `keep`
+    slots       pinned buffers of the ring, 3 or more: one being filled, one being copied, one ready
+    mode        "resident": uploaded once. "ring": copied ahead by a thread. "direct": as they come, where nothing needs a
+                copy. "auto" is resident if the source is sure to yield the same batches every epoch (a list, tensors) and
+                they fit, direct on the CPU, else the ring. Say "resident" for a dataset or DataLoader whose items you know
+                never change.
+    shuffle     a new order every epoch from (seed, epoch): of batches for a list of batches, of items with batch_size
+    pad, bucket, rows   see gpubound.feed.bucket: pad={"input_ids": 0, "labels": -100}, bucket="pow2", rows=32
+    seq         for a Corpus: tokens in each of `batch_size` rows; corpus.batches(...) has more to choose from
+
+    >>> batches = [{"x": torch.ones(2), "y": torch.zeros(2)} for _ in range(3)]
+    >>> [batch["x"].sum().item() for batch in feed(batches, device="cpu")]
+    [2.0, 2.0, 2.0]
+    """
+    if mode not in MODES:
+        raise ValueError(f"feed: mode: got {mode!r}, wanted one of {', '.join(MODES)}.")
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
+        raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
+    if isinstance(source, Corpus):
+        if seq is None or batch_size is None:
+            raise ValueError(
+                "feed: a Corpus must be cut into rows, wanted seq= and batch_size=, or call corpus.batches(seq, micro_batch)."
+            )
+        if drop_last or collate or pad or bucket or rows or mode == "direct":
+            raise ValueError(
+                "feed: drop_last, collate, pad, bucket, rows and mode='direct' have no effect on a Corpus; leave them out."
+            )
+        return source.batches(
+            seq, batch_size, device, seed=seed or 0, shuffle=shuffle, budget=budget, keep=keep, mode=mode, slots=slots
+        )
+    if seq is not None:
+        raise ValueError(f"feed: seq= has an effect only on a Corpus, got a {type(source).__name__}; leave it out.")
+    where = target(device)
+    opened = open_source(source, batch_size, seed, shuffle, drop_last, collate)
+    padding = Padding(pad or {}, bucket, rows)
+    store = _resident(opened, where, padding, mutation_guard, mode, budget, keep)
+    if store is None:
+        store = _streaming(opened, where, padding, mode, slots)
+    identity = {"seed": opened.seed, "shuffle": opened.shuffle, "length": store.length, "batch_size": batch_size}
+    return Feed(store, where, identity)
+
+
+def _streaming(source: Source, where: torch.device, padding: Padding, mode: str, slots: int) -> Store:
+    if mode == "direct" or (mode == "auto" and where.type == "cpu"):
+        return Direct(source, where, padding)
+    return Ringed(source, where, slots, padding, always=mode == "ring" and where.type == "cpu")
+
+
+def _resident(
+    source: Source,
+    where: torch.device,
+    padding: Padding,
+    guard: bool,
+    mode: str,
+    budget: int | str,
+    keep: int | str | None,
+) -> Store | None:
+    """The batches uploaded, or None when they are to be streamed, with the reason said."""
+    limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
+    if mode not in ("auto", "resident"):
+        return None
+    if mode == "auto" and not source.steady:
+        if where.type != "cpu":
+            notice(
+                "feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it "
+                "never does, mode='resident' uploads it once."
+            )
+        return None
+    try:
+        need, upload = _plan(source, where, padding, guard)
+        if not fits(need, limit):
+            raise CannotStay(f"its {readable(need)} do not fit the budget of {readable(limit or 0)} on {where}")
+        store = upload()
+    except CannotStay as error:
+        if mode == "resident":
+            raise ValueError(f"feed: mode='resident': {error}; pass mode='ring'.") from error
+        notice(f"feed: streaming: {error}.")
+        return None
+    except torch.OutOfMemoryError:
+        fallback("feed", f"{where} ran out of memory while {readable(need)} were uploaded; streaming instead")
+        return None
+    if need:
+        allowed = f"of {readable(limit)} allowed" if limit is not None else "no limit"
+        notice(f"feed: {readable(need)} resident on {where} ({allowed}).")
+    return store
+
+
+def fits(need: int, limit: int | None) -> bool:
+    """Whether `need` bytes may be resident. What is there already needs nothing and always fits."""
+    return need == 0 or limit is None or need <= limit
+
+
+def _plan(source: Source, where: torch.device, padding: Padding, guard: bool) -> tuple[int, Callable[[], Store]]:
+    """(bytes an upload would take, the upload). Raises CannotStay."""
+    if isinstance(source, Items) and source.collate is torch.utils.data.default_collate:
+        return item_bytes_needed(source, where), lambda: ResidentItems(source, where, padding)
+    if source.shuffle and not isinstance(source, BatchList):
+        raise CannotStay("shuffle=True with your own collate makes other batches every epoch")
+    listed = source if isinstance(source, BatchList) else BatchList(list(source.read(0, 0)), source.seed, False)
+    return bytes_needed(listed.batches, where, padding), lambda: Resident(listed, where, padding, guard)

@@ -1,0 +1,250 @@
+"""Feed: batches on the device, epoch after epoch, from a position that can be saved."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import DataError
+from ..trace import span
+from .bucket import Padding
+from .lane import lane_to, pack
+from .resident import Served, count_copied
+from .ring import Ring
+from .source import Source
+
+
+class Store(Protocol):
+    """Where an epoch's batches come from."""
+
+    mode: str
+
+    @property
+    def length(self) -> int | None: ...  # batches in an epoch
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]: ...
+
+
+class Ringed:
+    """A source behind the ring."""
+
+    mode = "ring"
+
+    def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding, always: bool):
+        self.source, self.slots, self.padding, self.always = source, slots, padding, always
+        self.length = source.length
+        self.lane = lane_to(device)
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
+        try:
+            while True:
+                with span("feed.wait"):
+                    try:
+                        delivery, waited, held_back = ring.take()
+                    except StopIteration:
+                        return
+                parcel = delivery.parcel
+                count_copied(parcel.payload)
+                yield Served(delivery.batch(), 0, parcel.passed, len(parcel.copied), parcel.payload, waited, held_back)
+        finally:
+            ring.close()
+
+
+class Direct:
+    """A source whose batches need no copy: the CPU's case. No thread, no staging; a stray leaf is moved as it comes."""
+
+    mode = "direct"
+
+    def __init__(self, source: Source, device: torch.device, padding: Padding):
+        self.source, self.device, self.padding = source, device, padding
+        self.length = source.length
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        batches = self.source.read(epoch, start)
+        while True:
+            began = time.perf_counter()
+            with span("feed.wait"):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            waited = time.perf_counter() - began
+            parcel = pack(batch, self.device, self.padding)
+            for i, _, _ in parcel.copied:
+                parcel.tree.leaves[i] = parcel.tree.leaves[i].to(self.device)
+            yield Served(
+                parcel.tree.rebuild(parcel.tree.leaves), 0, parcel.passed, len(parcel.copied), parcel.payload, waited=waited
+            )
+
+
+@dataclass
+class Stats:
+    """What the feed has done since it was made. `str()` is one line for a person."""
+
+    mode: str
+    batches: int = 0
+    bytes_copied: int = 0  # host to device, in the steps; a resident upload is not in it
+    resident: int = 0  # leaves served from where the feed had put them
+    passed: int = 0  # leaves that lay on the device already
+    copied: int = 0  # leaves copied for the step
+    wait_ms: float = 0.0  # the loop waited for the source: the data is too slow
+    held_back_ms: float = 0.0  # the loop waited for the device: it had run far ahead, which costs nothing
+
+    def add(self, served: Served) -> None:
+        self.batches += 1
+        self.bytes_copied += served.bytes
+        self.resident += served.resident
+        self.passed += served.passed
+        self.copied += served.copied
+        self.wait_ms += 1e3 * served.waited
+        self.held_back_ms += 1e3 * served.held_back
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.bytes_copied / self.batches if self.batches else 0.0
+
+    @property
+    def wait_ms_per_step(self) -> float:
+        return self.wait_ms / self.batches if self.batches else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of leaves that needed no copy; 1.0 before the first batch."""
+        total = self.resident + self.passed + self.copied
+        return (self.resident + self.passed) / total if total else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode}: {self.batches} batches, {self.bytes_per_step:.0f} bytes copied a step, "
+            f"{self.wait_ms_per_step:.3f} ms waited a step, {100 * self.hit_rate:.0f} % of leaves needed no copy"
+        )
+
+
+class Feed:
+    """An iterable of batches on one device; `gpubound.feed` makes it.
+
+    `for batch in feed` is one epoch; the next loop is the next epoch, also after a `break`. `feed.take()` draws one batch
+    after another across epochs. `state_dict()` says how far the loop has come, and after `load_state_dict()` the next loop
+    continues there.
+    """
+
+    def __init__(self, store: Store, device: torch.device, identity: Mapping[str, Any]):
+        self.device = device
+        self.epoch, self.batch = 0, 0  # the epoch under way, and how many of its batches were handed out
+        self._store, self._length = store, store.length
+        self._identity = dict(identity)  # what must be the same for a saved position to mean the same
+        self._stats = Stats(store.mode)
+        self._continue = True  # the next loop starts at the position, instead of at the next epoch
+        self._running: weakref.ref[Epoch] | None = None
+        self._drawing: Epoch | None = None
+
+    @property
+    def mode(self) -> str:
+        """'resident', 'ring' or 'direct'."""
+        return self._store.mode
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("feed: this source does not say how many batches it has.")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(lambda: self)
+
+    def _begin(self, owner: "Callable[[], Feed | None]") -> "Epoch":
+        if not self._continue and self.batch > 0:
+            self.epoch, self.batch = self.epoch + 1, 0
+        self._continue = False
+        self.close()
+        epoch = Epoch(owner, self._store.serve(self.epoch, self.batch))
+        self._running = weakref.ref(epoch)  # weak: a loop left by `break` must end its thread at once
+        return epoch
+
+    def take(self) -> Any:
+        """The next batch, in this epoch or the next."""
+        for _ in range(2):
+            if self._drawing is None or not self.runs(self._drawing):
+                self._drawing = self._begin(
+                    weakref.ref(self)
+                )  # weak: else feed and epoch would keep each other, and the thread
+            try:
+                return next(self._drawing)
+            except StopIteration:
+                self._drawing = None
+        raise DataError("feed: an epoch had no batches left and the next had none; wanted at least one.")
+
+    def runs(self, epoch: "Epoch") -> bool:
+        return self._running is not None and self._running() is epoch
+
+    def close(self) -> None:
+        """End the iteration under way and its thread; a later loop starts anew."""
+        running = self._running() if self._running is not None else None
+        self._running = self._drawing = None
+        if running is not None:
+            running.close()
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+        epoch, batch = self.epoch, self.batch
+        if self._length is not None and batch >= self._length:
+            epoch, batch = epoch + 1, 0
+        return {"epoch": epoch, "batch": batch, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was saved; the source must be the one it was saved with."""
+        for key, now in self._identity.items():
+            if key not in state or state[key] != now:
+                raise ValueError(
+                    f"feed: state: {key} was {state.get(key, 'not recorded')!r} when it was saved and is {now!r} now; make "
+                    f"the feed as it was made then."
+                )
+        self.seek(state["epoch"], state["batch"])
+
+    def seek(self, epoch: int, batch: int = 0) -> None:
+        """Continue at batch `batch` of epoch `epoch`."""
+        if epoch < 0 or batch < 0 or (self._length is not None and batch > self._length):
+            limit = "" if self._length is None else f" of {self._length}"
+            raise ValueError(f"feed: seek: got epoch {epoch}, batch {batch}{limit}, wanted a position inside the epoch.")
+        self.close()
+        self.epoch, self.batch, self._continue = epoch, batch, True
+
+
+class Epoch:
+    """One loop over a feed."""
+
+    def __init__(self, owner: Callable[[], Feed | None], served: Iterator[Served]):
+        self._owner, self._served = owner, served
+        self._left = True
+
+    def __iter__(self) -> "Epoch":
+        return self
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        feed = self._owner()
+        if feed is None or not feed.runs(self):
+            raise DataError(
+                "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
+            )
+        try:
+            served = next(self._served)
+        except StopIteration:
+            self._left = False
+            if feed.batch == 0:
+                raise DataError(f"feed: source: epoch {feed.epoch} had no batches, wanted at least one.") from None
+            feed.epoch, feed.batch = feed.epoch + 1, 0
+            raise
+        feed.batch += 1
+        feed._stats.add(served)
+        return served.batch
+
+    def close(self) -> None:
+        self._served.close()  # type: ignore[attr-defined]

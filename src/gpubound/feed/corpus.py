@@ -1,0 +1,185 @@
+"""Corpus: tokens on the disk, mapped into memory, with where each document begins and which tokens may be learnt."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from .shards import SUFFIX, Shard, facts, read_shard
+from .shuffle import mix
+
+MANIFEST = "corpus.json"  # written when a build is complete
+CLAIM = "building.json"  # written when it begins: this folder is a corpus's own
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of whole documents of one shard."""
+
+    tokens: np.ndarray
+    documents: np.ndarray  # where each begins in `tokens`, and the end
+    mask: np.ndarray | None
+
+    def slice(self, first: int, last: int) -> "Part":
+        start, end = int(self.documents[first]), int(self.documents[last])
+        mask = None if self.mask is None else self.mask[start:end]
+        return Part(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
+
+
+class Corpus:
+    """`Corpus.build(texts, tokenizer, path)` once, `Corpus.open(path)` ever after; `corpus.batches(seq, micro_batch)` to
+    train on it."""
+
+    def __init__(self, parts: Sequence[Part], vocab_size: int, tokenizer: str, path: Path | None):
+        self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
+        self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
+        self.masked = any(part.mask is not None for part in self.parts)
+
+    @staticmethod
+    def open(path: str | Path | Sequence[str | Path], verify: bool = True) -> "Corpus":
+        """The corpus in the folder `path`, or made of the shards listed. `verify` reads every byte once and compares
+        checksums (about 2 GB/s a core); without it only headers and sizes are looked at."""
+        folder = None if isinstance(path, list | tuple) else Path(path)  # type: ignore[arg-type]
+        if folder is not None and folder.is_dir():
+            names = _listed(folder)
+        else:
+            names = [Path(name) for name in ([folder] if folder is not None else path)]  # type: ignore[list-item, union-attr]
+        if not names:
+            raise ValueError("Corpus.open: got no shards, wanted the folder of a corpus or a list of its shards.")
+        with ThreadPoolExecutor() as pool:
+            shards = list(pool.map(lambda name: read_shard(name, verify), names))
+        _check_alike(shards)
+        parts = [Part(shard.tokens, shard.documents.astype(np.int64), shard.mask) for shard in shards]
+        header = shards[0].header
+        return Corpus(parts, header.vocab_size, header.tokenizer, folder if folder is not None and folder.is_dir() else None)
+
+    @staticmethod
+    def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
+        """Tokenise `texts` into shards in the folder `path`; see `gpubound.feed.build.build` for the options."""
+        from .build import build  # build needs Corpus
+
+        build(texts, tokenizer, Path(path), **options)
+        return Corpus.open(path, verify=False)
+
+    def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> Any:
+        """A CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.feed.serve.batches` for the options."""
+        from .serve import batches  # serve needs Corpus
+
+        return batches(self, seq, micro_batch, device, **options)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].tokens.dtype
+
+    def offsets(self) -> np.ndarray:
+        """Where each document begins in the whole corpus, and the end."""
+        runs = [part.documents[:-1] + start for part, start in zip(self.parts, self.starts)]
+        return np.concatenate([*runs, self.starts[-1:]])
+
+    @property
+    def documents(self) -> int:
+        return sum(len(part.documents) - 1 for part in self.parts)
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of one document."""
+        for part in self.parts:
+            if number < len(part.documents) - 1:
+                return np.asarray(part.tokens[part.documents[number] : part.documents[number + 1]])
+            number -= len(part.documents) - 1
+        raise IndexError(f"Corpus: document: there are {self.documents}, counted from 0.")
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that was saved with the corpus."""
+        from .tokenizer import Tokenizer
+
+        if self.path is None or not (self.path / "tokenizer.json").exists():
+            raise DataError(f"{self.path or 'Corpus'}: no tokenizer was saved with it; load the one it was built with.")
+        return Tokenizer.load(self.path)
+
+    def split(self, validation: float) -> tuple["Corpus", "Corpus"]:
+        """(training, validation): the last documents that make up the fraction `validation` of them, and the ones before."""
+        held_out = round(self.documents * validation)
+        if not 0 < held_out < self.documents:
+            raise ValueError(
+                f"Corpus.split: {validation} of {self.documents} documents is {held_out}, wanted at least one on either side."
+            )
+        return self._slice(0, self.documents - held_out), self._slice(self.documents - held_out, self.documents)
+
+    def _slice(self, first: int, last: int) -> "Corpus":
+        parts, seen = [], 0
+        for part in self.parts:
+            count = len(part.documents) - 1
+            low, high = max(first - seen, 0), min(last - seen, count)
+            if low < high:
+                parts.append(part.slice(low, high))
+            seen += count
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """The tokens at `index`, from wherever they lie on the disk."""
+        return self._gather(index, [part.tokens for part in self.parts], self.dtype)
+
+    def read_mask(self, index: np.ndarray) -> np.ndarray:
+        return self._gather(index, self.masks(), np.dtype(np.uint8))
+
+    def masks(self) -> list[np.ndarray]:
+        """The loss mask of each part; where none was stored, every token may be learnt."""
+        every = np.ones(1, np.uint8)
+        return [part.mask if part.mask is not None else np.broadcast_to(every, len(part.tokens)) for part in self.parts]
+
+    def _gather(self, index: np.ndarray, runs: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+        if len(runs) == 1:
+            return runs[0][index]
+        found = np.empty(index.shape, dtype)
+        owner = np.searchsorted(self.starts, index, side="right") - 1
+        for number in np.unique(owner):
+            here = owner == number
+            found[here] = runs[number][index[here] - self.starts[number]]
+        return found
+
+    def identity(self) -> int:
+        """A number that changes with the corpus's extent and its documents: a saved position is one in this corpus alone."""
+        return mix(self.tokens, self.documents, *(int(n) for n in self.offsets()[:: max(1, self.documents // 64)]))
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.tokens:,} tokens, {self.documents:,} documents, {self.dtype}, vocabulary {self.vocab_size:,})"
+
+
+def _listed(folder: Path) -> list[Path]:
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        if (folder / CLAIM).exists():
+            whole = len(list(folder.glob(f"*{SUFFIX}")))
+            raise DataError(
+                f"{folder}: its build was interrupted after {whole} whole shards; call Corpus.build again with the same "
+                "texts to finish it."
+            )
+        raise DataError(f"{folder}: not a corpus of gpubound: it has no {MANIFEST}; wanted a folder that Corpus.build wrote.")
+    try:
+        names = [folder / name for name in json.loads(manifest.read_text())["shards"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{manifest}: corrupt: {error!r}; restore it or build the corpus anew.") from error
+    for name in names:
+        if not name.exists():
+            raise DataError(f"{name}: is missing, though {manifest} lists it; restore the file or build the corpus anew.")
+    return names
+
+
+def _check_alike(shards: Sequence[Shard]) -> None:
+    first = facts(shards[0].header)
+    for shard in shards[1:]:
+        for what, value in facts(shard.header).items():
+            if value != first[what]:
+                raise DataError(
+                    f"{shard.path}: foreign: its {what} is {value!r}, that of {shards[0].path.name} is {first[what]!r}; open "
+                    f"only shards of one corpus together."
+                )

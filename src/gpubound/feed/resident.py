@@ -1,0 +1,154 @@
+"""Batches kept on the device: uploaded once, served every epoch without a byte from the host, and never cloned.
+
+Serving the same tensors again is only right while nobody writes into them. Cloning each batch would defend against that and
+cost a copy a step; here torch's own version counters are compared before and after each use instead, which costs about 0.1 µs
+a leaf, and a write is an error that names the leaf. The containers are made anew each time, so popping a key from a batch
+harms nothing.
+
+What the counters cannot see: writes through `.data`, `numpy()`, or a custom kernel that does not tell autograd.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from ..errors import DataError
+from ..trace import count
+from .bucket import Padding
+from .lane import pack
+from .source import BatchList, Items
+from .tree import Tree, flatten, name
+
+
+@dataclass(frozen=True)
+class Served:
+    """A batch and what it took: leaves that lay on the device because of the feed, were there already, or had to be copied."""
+
+    batch: Any
+    resident: int = 0
+    passed: int = 0
+    copied: int = 0
+    bytes: int = 0
+    waited: float = 0.0  # seconds for the source
+    held_back: float = 0.0  # seconds for the device to catch up
+
+
+class Held:
+    """One resident batch under guard."""
+
+    def __init__(self, tree: Tree, resident: int, passed: int, guard: bool):
+        self.tree, self.resident, self.passed = tree, resident, passed
+        # Inference tensors have no version counter, and in-place writes to them are their owner's stated intention.
+        self.watched = [(i, leaf) for i, leaf in tree.tensors() if guard and not leaf.is_inference()]
+        self.marks = self._look()
+        self.last_use = "before its first use"
+
+    def _look(self) -> list[tuple[int, bool]]:
+        return [(leaf._version, leaf.requires_grad) for _, leaf in self.watched]
+
+    def serve(self, epoch: int, number: int) -> Served:
+        self.check()
+        self.last_use = f"in epoch {epoch}, batch {number}"
+        return Served(self.tree.rebuild(self.tree.leaves), self.resident, self.passed)
+
+    def check(self) -> None:
+        now = self._look()
+        if now == self.marks:
+            return
+        for (i, _), was, is_ in zip(self.watched, self.marks, now):
+            if was != is_:
+                did = "was written to in place" if was[0] != is_[0] else "had requires_grad set"
+                raise DataError(
+                    f"feed: {name(self.tree.paths[i])} {did} {self.last_use}; a resident batch is served again every epoch and "
+                    f"must stay as it is: write to a clone of it, or pass mode='ring'."
+                )
+
+
+class Resident:
+    """A list of batches on the device."""
+
+    mode = "resident"
+
+    def __init__(self, source: BatchList, device: torch.device, padding: Padding, guard: bool):
+        self.source, self.length = source, source.length
+        held: dict[int, Held] = {}  # one batch listed many times is held once
+        self.held = []
+        for batch in source.batches:
+            if id(batch) not in held:
+                held[id(batch)] = _hold(batch, device, padding, guard)
+            self.held.append(held[id(batch)])
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        for number, i in enumerate(self.source.order(epoch)[start:], start):
+            yield self.held[i].serve(epoch, number)
+            self.held[i].check()
+
+
+def _hold(batch: Any, device: torch.device, padding: Padding, guard: bool) -> Held:
+    parcel = pack(batch, device, padding)
+    with torch.inference_mode(False):  # a tensor made inside inference_mode would have no version counter
+        for i, _, _ in parcel.copied:
+            parcel.tree.leaves[i] = parcel.tree.leaves[i].detach().to(device)
+    count_copied(parcel.payload)
+    return Held(parcel.tree, len(parcel.copied), parcel.passed, guard)
+
+
+class ResidentItems:
+    """Single items stacked on the device; a batch is one gather a leaf, in an order that the device computes."""
+
+    mode = "resident"
+
+    def __init__(self, source: Items, device: torch.device, padding: Padding):
+        self.source, self.device, self.padding = source, device, padding
+        self.length = source.length
+        self.tree = stacked(source)
+        for i, leaf in self.tree.tensors():
+            if leaf.device != device:
+                self.tree.leaves[i] = leaf.detach().to(device)
+                count_copied(leaf.numel() * leaf.element_size())
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        size, wanted = self.source.batch_size, self.source.order(epoch, self.device)
+        for number in range(start, self.source.length):
+            rows = wanted[number * size : (number + 1) * size]
+            tree = Tree([leaf.index_select(0, rows) for leaf in self.tree.leaves], self.tree.paths, self.tree._form)
+            self.padding.apply(tree)
+            yield Served(tree.rebuild(tree.leaves), resident=len(tree.leaves))
+
+
+class CannotStay(Exception):
+    """Why a source cannot be resident."""
+
+
+def stacked(source: Items) -> Tree:
+    """All items as one batch, or CannotStay."""
+    if isinstance(source.items, TensorDataset):
+        return flatten(list(source.items.tensors))  # as default_collate returns them
+    try:
+        tree = flatten(source.collate([source.items[i] for i in range(len(source.items))]))
+    except (RuntimeError, TypeError) as error:
+        raise CannotStay(f"its items cannot be stacked ({str(error).splitlines()[0]})") from error
+    if any(not isinstance(leaf, Tensor) or leaf.dim() == 0 for leaf in tree.leaves):
+        raise CannotStay("its items hold more than tensors and numbers")
+    return tree
+
+
+def bytes_needed(batches: Sequence[Any], device: torch.device, padding: Padding) -> int:
+    """What uploading `batches` would take on `device`, each counted once."""
+    return sum(pack(batch, device, padding).payload for batch in {id(batch): batch for batch in batches}.values())
+
+
+def item_bytes_needed(source: Items, device: torch.device) -> int:
+    """The same for items, taken to be all of the size of the first: others could not be stacked."""
+    if isinstance(source.items, TensorDataset):
+        return pack(list(source.items.tensors), device, Padding()).payload
+    return pack(source.collate([source.items[0]]), device, Padding()).payload * len(source.items)
+
+
+def count_copied(size: int) -> None:
+    if size:
+        count("h2d_bytes", size)

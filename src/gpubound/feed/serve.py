@@ -1,0 +1,242 @@
+"""CorpusFeed: batches of tokens, cut on the device from a corpus that lies there, or streamed when it is too large.
+
+Resident, a step copies nothing from the host: a counter on the device says which batch is next, and everything else follows
+from it. `fetch()` may therefore stand inside a captured CUDA graph, and each replay draws the next batch. Streamed, the same
+code cuts the same batches on the host, and the ring brings them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import GraphError
+from ..trace import fallback, notice
+from . import plan as plans
+from .bucket import Padding
+from .core import Feed, Ringed
+from .corpus import Corpus
+from .cut import FIELDS, STREAM_FIELDS, Cutter, Order, as_stored
+from .resident import Served, count_copied
+from .where import allowance, free_bytes, readable, target
+
+UPLOAD_TOKENS = 1 << 25  # copied at once: 64 MB of 16-bit tokens
+AHEAD = 64  # batches whose rows an iteration works out together: about 40 launches then cost less than one a batch
+
+
+def batches(
+    corpus: Corpus,
+    seq: int,
+    micro_batch: int,
+    device: Any = None,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    pack: str = "stream",
+    max_documents: int | None = None,
+    fields: tuple[str, ...] | None = None,
+    pad_id: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    budget: int | str = "auto",
+    keep: int | str | None = None,
+    mode: str = "auto",
+    slots: int = 3,
+) -> "CorpusFeed":
+    """Batches {"input_ids", "labels"} of `micro_batch` rows of `seq` tokens; labels are the next tokens, -100 where there is
+    nothing to learn.
+
+    pack      "stream": rows are cut from the corpus end to end, across documents, none wasted. "documents": whole documents
+              are packed into rows, and position_ids, segment_ids and cu_seqlens say where each begins, so that none attends
+              to another
+    fields    which of cut.FIELDS a batch holds; all that `pack` makes but "valid" by default. "valid" is the number of labels
+              that count
+    max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
+    pad_id    fills the places of a row that no document fits
+    rank, world     the ranks of a group share each epoch; all must be given the same seed
+    budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
+    """
+    _check(seq, micro_batch, pack, fields, rank, world, mode)
+    where = target(device)
+    plan = plans.stream(corpus.tokens, seq)
+    if pack == "documents":
+        plan = plans.documents(corpus.offsets(), seq, max_documents or seq)
+    order = Order(micro_batch, seed, shuffle, rank, world)
+    if order.steps(plan.rows) == 0:
+        raise ValueError(
+            f"batches: the corpus makes {plan.rows} rows of {seq} tokens, wanted at least micro_batch x world = "
+            f"{micro_batch * world}; take shorter rows, smaller batches or more text."
+        )
+    chosen = fields or (STREAM_FIELDS if pack == "stream" else FIELDS[:-1])
+    identity = {
+        "corpus": corpus.identity(), "seq": seq, "micro_batch": micro_batch, "pack": pack, "max_documents": max_documents,
+        "seed": seed, "shuffle": shuffle, "world": world,
+    }  # fmt: skip
+    tokens = _upload(corpus, plan, where, budget, keep, mode)
+    if tokens is None:
+        store: Any = Ringed(_HostCut(corpus, plan, order, chosen, pad_id), where, slots, Padding(), always=where.type == "cpu")
+        return CorpusFeed(store, where, identity)
+    stored, mask = tokens
+    cutter = Cutter(plan, order, chosen, where, stored.take, mask.take if mask is not None else None, pad_id)
+    return CorpusFeed(_DeviceCut(cutter, where), where, identity)
+
+
+def _check(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
+    for name, value in (("seq", seq), ("micro_batch", micro_batch), ("world", world)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"batches: {name}: got {value!r}, wanted a whole number, 1 or more.")
+    if not 0 <= rank < world:
+        raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
+    if pack not in ("stream", "documents"):
+        raise ValueError(f"batches: pack: got {pack!r}, wanted 'stream' or 'documents'.")
+    if mode not in ("auto", "resident", "ring"):
+        raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
+    known = FIELDS if pack == "documents" else (*STREAM_FIELDS, "valid")
+    if wrong := [field for field in fields or () if field not in known]:
+        raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
+
+
+def _upload(
+    corpus: Corpus, plan: plans.Plan, where: torch.device, budget: int | str, keep: int | str | None, mode: str
+) -> tuple[Tensor, Tensor | None] | None:
+    """(tokens, loss mask) on the device, or None when they are to be streamed."""
+    limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
+    need = corpus.tokens * (corpus.dtype.itemsize + corpus.masked) + plan.size
+    if mode == "ring":
+        return None
+    if limit is not None and need > limit:
+        if mode == "resident":
+            raise ValueError(
+                f"batches: mode='resident': the corpus takes {readable(need)}, the budget on {where} is {readable(limit)}; "
+                f"raise budget= or pass mode='ring'."
+            )
+        notice(
+            f"batches: the corpus takes {readable(need)}, the budget on {where} is {readable(limit)}; it streams through the "
+            "ring."
+        )
+        return None
+    try:
+        stored = _to_device([as_stored(part.tokens) for part in corpus.parts], where)
+        mask = _to_device(corpus.masks(), where) if corpus.masked else None
+    except torch.OutOfMemoryError:
+        fallback(
+            "batches", f"{where} ran out of memory while a corpus of {readable(need)} was uploaded; streaming through the ring"
+        )
+        return None
+    notice(f"batches: {corpus.tokens:,} tokens ({readable(need)}) resident on {where}.")
+    return stored, mask
+
+
+def _to_device(runs: list[np.ndarray], where: torch.device) -> Tensor:
+    """The runs end to end, read from the disk piece by piece."""
+    whole = torch.empty(sum(map(len, runs)), dtype=torch.from_numpy(runs[0][:0].copy()).dtype, device=where)
+    at = 0
+    for run in runs:
+        for start in range(0, len(run), UPLOAD_TOKENS):
+            piece = torch.from_numpy(np.array(run[start : start + UPLOAD_TOKENS]))
+            whole[at : at + len(piece)].copy_(piece)
+            at += len(piece)
+    if where.type != "cpu":
+        count_copied(whole.numel() * whole.element_size())
+    return whole
+
+
+class _DeviceCut:
+    """Batches cut where the tokens lie."""
+
+    mode = "resident"
+
+    def __init__(self, cutter: Cutter, device: torch.device):
+        self.cutter, self.length = cutter, cutter.steps
+        self.counter = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # batches drawn since the beginning, known to the device
+        self.drawn = 0  # the same, as the host believes
+        self._ahead = torch.arange(AHEAD, device=device)
+        self._rows: Tensor | None = None  # of the batches from `_from` on
+        self._from = 0
+
+    def move(self, number: int) -> None:
+        if number != self.drawn:
+            self.counter.fill_(number)
+            self.drawn = number
+
+    def next(self) -> dict[str, Tensor]:
+        """The batch of the counter; its rows are worked out for AHEAD batches at once."""
+        nth = self.drawn - self._from
+        if self._rows is None or not 0 <= nth < AHEAD:
+            self._rows, self._from, nth = self.cutter.rows(self.counter + self._ahead), self.drawn, 0
+        batch = self.cutter.cut(self._rows[nth])
+        self.counter.add_(1)
+        self.drawn += 1
+        return batch
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        self.move(epoch * self.cutter.steps + start)
+        for _ in range(start, self.cutter.steps):
+            batch = self.next()
+            yield Served(batch, resident=len(batch))
+
+
+class _HostCut:
+    """The source of a corpus too large for the device: the same batches, cut on the CPU from the memory-mapped shards."""
+
+    steady = False
+
+    def __init__(self, corpus: Corpus, plan: plans.Plan, order: Order, fields: tuple[str, ...], pad_id: int):
+        def read(index: Tensor) -> Tensor:
+            return torch.from_numpy(as_stored(corpus.read(index.numpy())))
+
+        def read_mask(index: Tensor) -> Tensor:
+            return torch.from_numpy(corpus.read_mask(index.numpy()))
+
+        self.cutter = Cutter(plan, order, fields, torch.device("cpu"), read, read_mask if corpus.masked else None, pad_id)
+        self.length, self.seed, self.shuffle = self.cutter.steps, order.seed, order.shuffle
+
+    def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
+        for number in range(epoch * self.length + start, (epoch + 1) * self.length):
+            yield self.cutter.cut(self.cutter.rows(torch.tensor(number)))
+
+
+class CorpusFeed(Feed):
+    """A Feed of token batches. When resident, `fetch()` draws a batch by the device's own count, also inside a captured
+    graph."""
+
+    @property
+    def counter(self) -> Tensor:
+        """The device's count of batches drawn: the state that a graph around `fetch()` carries from replay to replay."""
+        return self._device_cut().counter
+
+    def fetch(self) -> dict[str, Tensor]:
+        """The batch of the device's counter, which is then one further; in a later epoch if need be. Nothing changes on the
+        host, so this may be captured: after n fetches, in replays or outside, tell the host with `fetched(n)`."""
+        store = self._device_cut()
+        batch = store.cutter.cut(store.cutter.rows(store.counter))
+        store.counter.add_(1)
+        return batch
+
+    def fetched(self, batches: int) -> None:
+        """Count on the host what `fetch()` has drawn on the device."""
+        store = self._device_cut()
+        self.close()
+        store.drawn += batches
+        self.epoch, self.batch = divmod(store.drawn, len(self))
+        self._continue = True
+        self._stats.batches += batches
+        self._stats.resident += batches * len(store.cutter.fields)
+
+    def seek(self, epoch: int, batch: int = 0) -> None:
+        super().seek(epoch, batch)
+        if isinstance(self._store, _DeviceCut):
+            self._store.drawn = -1  # set the counter even where the host believes it right: warm-ups draw without telling
+            self._store.move(epoch * len(self) + batch)
+
+    def _device_cut(self) -> _DeviceCut:
+        if not isinstance(self._store, _DeviceCut):
+            raise GraphError(
+                "CorpusFeed: this corpus streams through the ring, so its batches are not cut on the device; raise budget=, "
+                "or take the batches outside the graph."
+            )
+        return self._store

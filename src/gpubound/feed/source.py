@@ -1,0 +1,220 @@
+"""What a feed reads from: host batches of an epoch, in an order that is a function of (seed, epoch), from any position on.
+
+Each source answers `read(epoch, start)` with an iterator of batches. `steady` says that an epoch's batches are the very
+objects of the last epoch's, so that they may be kept on the device. A DataLoader's are not: its sampler and its transforms
+may draw anew each time.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from ..errors import DataError
+from .shuffle import mix, order, signed
+from .tree import flatten, name
+
+
+class Source(Protocol):
+    @property
+    def length(self) -> int | None: ...  # batches in an epoch, where that is known
+    @property
+    def steady(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+
+    def read(self, epoch: int, start: int) -> Iterator[Any]: ...
+
+
+class BatchList:
+    """A list of batches. `shuffle` permutes the batches, never their rows."""
+
+    steady = True
+
+    def __init__(self, batches: Sequence[Any], seed: int, shuffle: bool):
+        if len(batches) == 0:
+            raise ValueError(f"feed: source: got an empty {type(batches).__name__}, wanted at least one batch.")
+        self.batches, self.seed, self.shuffle = batches, seed, shuffle
+        self.length = len(batches)
+
+    def order(self, epoch: int) -> list[int]:
+        return order(self.length, self.seed, epoch).tolist() if self.shuffle else list(range(self.length))
+
+    def read(self, epoch: int, start: int) -> Iterator[Any]:
+        return (self.batches[i] for i in self.order(epoch)[start:])
+
+
+class Items:
+    """A map dataset, or a list, of single items, collated into batches of `batch_size`."""
+
+    def __init__(
+        self, items: Any, batch_size: int, seed: int, shuffle: bool, drop_last: bool, collate: Callable[[list], Any] | None
+    ):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"feed: batch_size: got {batch_size!r}, wanted a whole number of items, 1 or more.")
+        if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+            raise ValueError(
+                f"feed: batch_size= needs a source of single items with len() and [], got a {type(items).__name__}; "
+                f"leave batch_size out if the source already yields batches."
+            )
+        self.items, self.batch_size, self.seed, self.shuffle = items, batch_size, seed, shuffle
+        self.collate = collate or default_collate
+        count = len(items)
+        self.length = count // batch_size if drop_last else -(-count // batch_size)
+        if self.length == 0:
+            raise ValueError(f"feed: source: {count} items make no batch of {batch_size}; wanted at least one batch.")
+        # Transforms of an unknown dataset may be random; tensors and a plain list of items are what they are.
+        self.steady = collate is None and (isinstance(items, list | tuple) or _is_tensors(items))
+
+    def order(self, epoch: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        count = len(self.items)
+        return order(count, self.seed, epoch, device) if self.shuffle else torch.arange(count, device=device)
+
+    def read(self, epoch: int, start: int) -> Iterator[Any]:
+        fetch = getattr(self.items, "__getitems__", None) or (lambda indices: [self.items[i] for i in indices])
+        wanted = self.order(epoch).tolist()
+        for batch in range(start, self.length):
+            yield self.collate(fetch(wanted[batch * self.batch_size : (batch + 1) * self.batch_size]))
+
+
+def _is_tensors(items: Any) -> bool:
+    return isinstance(items, TensorDataset) or (isinstance(items, Subset) and _is_tensors(items.dataset))
+
+
+class Loader:
+    """A DataLoader. Its generators are seeded from (seed, epoch), so that its order and its workers' random draws can be
+    resumed.
+
+    Resuming in the middle of an epoch reads and drops the batches before the position.
+    """
+
+    steady = False
+    shuffle = False  # by the feed; the loader's own sampler may
+
+    def __init__(self, loader: DataLoader, seed: int | None):
+        own = loader.generator or getattr(_sampler(loader), "generator", None)
+        self.seed = seed if seed is not None else (own.initial_seed() if own is not None else 0)
+        self.loader = loader
+        try:
+            self.length: int | None = len(loader)
+        except TypeError:
+            self.length = None
+        if self.length == 0:
+            raise ValueError("feed: source: the DataLoader has no batches, wanted at least one.")
+
+    def read(self, epoch: int, start: int) -> Iterator[Any]:
+        sampler = _sampler(self.loader)
+        self.loader.generator = _generator(self.seed, epoch, 0)
+        if hasattr(sampler, "generator"):
+            sampler.generator = _generator(self.seed, epoch, 1)
+        for part in (sampler, self.loader.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        return islice(self._start(), start, None)
+
+    def _start(self) -> Iterator[Any]:
+        """Start the workers here, in the caller's thread. Theirs is a collate that checks what it sends: a worker's queue
+        drops an item that cannot be pickled, and the DataLoader then waits for it for ever."""
+        if self.loader.num_workers == 0:
+            return iter(self.loader)
+        own = self.loader.collate_fn
+        self.loader.collate_fn = Sendable(own)
+        try:
+            return iter(self.loader)
+        finally:
+            self.loader.collate_fn = own
+
+
+def _sampler(loader: DataLoader) -> Any:
+    return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+
+
+def _generator(*words: int) -> torch.Generator:
+    return torch.Generator().manual_seed(signed(mix(*words)))
+
+
+class Sendable:
+    """A collate function for workers: calls the user's, then makes sure that a process can send the batch."""
+
+    def __init__(self, collate: Callable[[list], Any]):
+        self.collate = collate
+
+    def __call__(self, items: list) -> Any:
+        batch = self.collate(items)
+        tree = flatten(batch)
+        for path, leaf in zip(tree.paths, tree.leaves):
+            if isinstance(leaf, torch.Tensor | str | bytes | int | float | None):
+                continue
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:  # a __reduce__ may raise anything; what it said is passed on
+                raise DataError(
+                    f"feed: {name(path)}: a {type(leaf).__name__} cannot be sent from a DataLoader worker ({error}); "
+                    f"return tensors, numbers and strings, or set num_workers=0."
+                ) from None
+        return batch
+
+
+class Stream:
+    """Any other iterable, or a function that returns one. Resuming reads and drops what comes before the position."""
+
+    steady = False
+    length = None
+    shuffle = False
+
+    def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]], seed: int):
+        self.source, self.seed = source, seed
+        self.once = isinstance(source, Iterator)
+        self.spent = False
+
+    def read(self, epoch: int, start: int) -> Iterator[Any]:
+        if self.once and self.spent:
+            raise ValueError(
+                f"feed: source: a {type(self.source).__name__} can be read once and has been, wanted batches for epoch "
+                f"{epoch}; pass a list, a DataLoader, or a function that returns a fresh iterator."
+            )
+        self.spent = True
+        return islice(iter(self.source if isinstance(self.source, Iterable) else self.source()), start, None)
+
+
+def open_source(
+    source: Any, batch_size: int | None, seed: int | None, shuffle: bool, drop_last: bool, collate: Callable[[list], Any] | None
+) -> Source:
+    """The Source that reads `source`; every argument that would have no effect is refused."""
+    if isinstance(source, DataLoader):
+        for given, what in ((batch_size, "batch_size"), (shuffle, "shuffle"), (drop_last, "drop_last"), (collate, "collate")):
+            if given:
+                raise ValueError(f"feed: {what}= has no effect on a DataLoader; give it to the DataLoader itself.")
+        return Loader(source, seed)
+    if batch_size is not None:
+        return Items(source, batch_size, seed or 0, shuffle, drop_last, collate)
+    for given, what in ((drop_last, "drop_last"), (collate, "collate")):
+        if given:
+            raise ValueError(f"feed: {what}= has an effect only where the feed makes the batches; pass batch_size= too.")
+    if isinstance(source, list | tuple):
+        return BatchList(source, seed or 0, shuffle)
+    _refuse(source)
+    if shuffle:
+        raise ValueError(
+            f"feed: shuffle=True needs a list of batches, or items and batch_size=; a {type(source).__name__} yields in its "
+            "own order."
+        )
+    return Stream(source, seed or 0)
+
+
+def _refuse(source: Any) -> None:
+    kind = type(source).__name__
+    if isinstance(source, torch.Tensor | dict | str | bytes):
+        raise ValueError(
+            f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
+            f"or a Corpus; to serve one batch again and again pass [batch]."
+        )
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        raise ValueError(f"feed: source: got the map dataset {kind} of single items; pass batch_size= to have them collated.")
+    if not isinstance(source, Iterable) and not callable(source):
+        raise ValueError(f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader or a Corpus.")

@@ -1,0 +1,241 @@
+"""Tokenizers: train a small byte-level BPE, load a Hugging Face one, and turn texts and chats into ids with the mask of what
+to learn."""
+
+import hashlib
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..errors import DataError
+from .text import Document
+
+END_OF_TEXT = "<|endoftext|>"
+SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What `Corpus.build` needs of a tokenizer. `eos` is put after each document; None puts nothing."""
+
+    vocab_size: int
+    eos: int | None
+    fingerprint: str
+
+    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]: ...
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with what its tokenizer.json leaves out: which token ends a text, and how a chat is written."""
+
+    def __init__(self, inner: Any, eos_token: str | None, chat_template: str | None = None, bos_token: str | None = None):
+        if inner.truncation or inner.padding:  # set for a model's inputs; here it would cut documents short in silence
+            inner = _library().Tokenizer.from_str(inner.to_str())
+            inner.no_truncation()
+            inner.no_padding()
+        self.inner, self.eos_token, self.chat_template, self.bos_token = inner, eos_token, chat_template, bos_token
+        self.eos = inner.token_to_id(eos_token) if eos_token is not None else None
+        if eos_token is not None and self.eos is None:
+            raise ValueError(f"tokenizer: the end-of-text token {eos_token!r} is not in its vocabulary; name one that is.")
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        said = json.dumps([inner.to_str(), eos_token, chat_template])
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def __reduce__(self):
+        return _revive, (self.inner.to_str(), self.eos_token, self.chat_template, self.bos_token)
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """All cores at work, in the library's own threads."""
+        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts)]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def encode_chats(self, chats: list[list[dict[str, Any]]]) -> list[tuple[list[int], np.ndarray]]:
+        """(ids, mask) of each chat; the mask is 1 on the assistant's tokens, which are to be learnt, and 0 on the prompts."""
+        written = [self._write_chat(chat) for chat in chats]
+        encodings = self.inner.encode_batch([text for text, _ in written], add_special_tokens=False)
+        return [(encoding.ids, _mask(encoding.offsets, spans)) for encoding, (_, spans) in zip(encodings, written)]
+
+    def _write_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the spans of it that the assistant wrote: what each of its messages adds to the prompt before
+        it."""
+        text, spans = self.render(messages), []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt, answered = self.render(messages[:i], prompt=True), self.render(messages[: i + 1])
+                if not (answered.startswith(prompt) and text.startswith(answered)):
+                    raise DataError(
+                        "chat template: later messages change how earlier ones are written, so the prompts cannot be masked; "
+                        "use a template that writes every message once."
+                    )
+                spans.append((len(prompt), len(answered)))
+        return text, spans
+
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """The chat as text; `prompt` ends it where the assistant is to answer."""
+        if self.chat_template is None:
+            raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
+        from jinja2.sandbox import (
+            ImmutableSandboxedEnvironment,
+        )  # templates come with downloaded tokenizers: they get no access
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse_chat  # templates call it on chats that their model never saw
+        names = {"eos_token": self.eos_token or "", "bos_token": self.bos_token or ""}
+        return environment.from_string(self.chat_template).render(messages=messages, add_generation_prompt=prompt, **names)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+            "chat_template": self.chat_template,
+        }
+        config |= {"bos_token": self.bos_token} if self.bos_token else {}
+        for name, text in (("tokenizer.json", self.inner.to_str()), ("tokenizer_config.json", json.dumps(config))):
+            temporary = folder / f"{name}.{os.getpid()}.partial"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / name)
+
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
+        """From a tokenizer.json, or a folder that holds one (as every Hugging Face model with a fast tokenizer does)."""
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        file = folder / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        if not file.exists():
+            raise ValueError(f"tokenizer: {file} does not exist, wanted a tokenizer.json or a folder with one.")
+        try:
+            inner = _library().Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        chat = template.read_text(encoding="utf-8") if template.exists() else config.get("chat_template")
+        eos, bos = (_content(config.get(name)) for name in ("eos_token", "bos_token"))
+        return Tokenizer(inner, eos, chat if isinstance(chat, str) else None, bos)
+
+
+def _revive(text: str, *rest: Any) -> Tokenizer:
+    return Tokenizer(_library().Tokenizer.from_str(text), *rest)
+
+
+def _library() -> Any:
+    import tokenizers
+
+    return tokenizers
+
+
+def _content(token: Any) -> str | None:
+    """A special token as configurations write it: plain, or {"content": ..., "lstrip": ...}."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _refuse_chat(message: str) -> None:
+    raise DataError(f"chat template: {message}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON: {error}") from error
+
+
+def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
+    """1 for each token that begins inside one of `spans`, which are in order."""
+    begins = np.array([begin for begin, _ in offsets], dtype=np.int64)
+    edges = np.array([edge for span in spans for edge in span], dtype=np.int64)
+    return (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
+
+
+def adapt(tokenizer: Any) -> Encoder:
+    """`tokenizer` as an Encoder: ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or anything that
+    is one already."""
+    if isinstance(tokenizer, str | Path):
+        return Tokenizer.load(tokenizer)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is not None:
+        chat = getattr(tokenizer, "chat_template", None)
+        return Tokenizer(inner, tokenizer.eos_token, chat if isinstance(chat, str) else None, tokenizer.bos_token)
+    if hasattr(tokenizer, "encode_batch_fast"):
+        return Tokenizer(tokenizer, END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
+    if isinstance(tokenizer, Encoder):
+        return tokenizer
+    raise ValueError(
+        f"tokenizer: got a {type(tokenizer).__name__}, wanted a gpubound, tokenizers or fast transformers tokenizer, the "
+        f"path of one, or an object with encode_batch(texts), vocab_size, eos and fingerprint."
+    )
+
+
+def train_tokenizer(texts: Iterable[Document], vocab_size: int, progress: bool = False) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens learnt from `texts`: 256 bytes, a few special tokens, and the merges that save
+    most.
+
+    >>> tokenizer = train_tokenizer(["low lower lowest"] * 10, vocab_size=270)
+    >>> tokenizer.decode(tokenizer.encode("lowest low"))
+    'lowest low'
+    """
+    smallest = 256 + len(SPECIALS)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"train_tokenizer: vocab_size: got {vocab_size}, wanted at least {smallest}: 256 bytes and {len(SPECIALS)} "
+            "special tokens."
+        )
+    library = _library()
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    inner.train_from_iterator(_plain(texts), trainer)
+    return Tokenizer(inner, END_OF_TEXT, CHAT)
+
+
+def _plain(texts: Iterable[Document]) -> Iterator[str]:
+    for text in texts:
+        if isinstance(text, str):
+            yield text
+        else:
+            yield from (message["content"] for message in text)
+
+
+_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+
+
+def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
+    """Source files of this Python's standard library, each under its name as a comment, in the order of their names: a corpus
+    that every machine has. Stops before the file that would exceed `limit_bytes`."""
+    root, total = Path(sysconfig.get_paths()["stdlib"]), 0
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        name = path.relative_to(root)
+        if _SKIPPED.intersection(name.parts):
+            continue
+        with tokenize.open(path) as file:  # honours a coding line
+            text = f"# {name.as_posix()}\n{file.read()}"
+        total += len(text.encode())
+        if limit_bytes is not None and total > limit_bytes:
+            return
+        yield text

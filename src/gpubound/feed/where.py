@@ -1,0 +1,91 @@
+"""Which device a feed serves, how much memory it may take there, and sizes in words."""
+
+import math
+import os
+import re
+
+import torch
+
+from ..device import resolve
+
+
+def target(device: str | torch.device | None) -> torch.device:
+    """The device to serve: None and the policies of gpubound.device go through its test; any other torch device is taken as
+    it is."""
+    if device is None:
+        return concrete(resolve("auto"))
+    if isinstance(device, torch.device) and device.type == "cpu":
+        return concrete(device)
+    if str(device).partition(":")[0] in ("auto", "require", "cpu", "cuda"):
+        return concrete(resolve(device))
+    return concrete(torch.device(device))
+
+
+def concrete(device: torch.device, current: int | None = None) -> torch.device:
+    """The device as tensors report it: 'cuda' is 'cuda:0' (or the current one), 'cpu:0' is 'cpu'. Compared as given, they are
+    unequal.
+
+    >>> concrete(torch.device("cuda"), current=1)
+    device(type='cuda', index=1)
+    """
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None:
+        return device
+    if current is None:
+        ask = getattr(getattr(torch, device.type, None), "current_device", None)
+        current = ask() if ask else 0
+    return torch.device(device.type, current)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that could be allocated on `device` now, as measured; None where nothing measures it."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+# Without a word from the user a feed takes a quarter of what is free when it is made and leaves the rest to the model, its
+# gradients and the optimizer, which often come later. A billion 16-bit tokens are 2 GB, so a quarter of 140 GB is seldom the
+# limit.
+SHARE = 4
+
+
+def allowance(budget: int | str, keep: int | str | None, free: int | None) -> int | None:
+    """Bytes a feed may hold resident: what `budget` says, else what is free less `keep`. None is no limit."""
+    if budget != "auto":
+        if keep is not None:
+            raise ValueError(
+                "feed: got both budget= and keep=, wanted one; budget is what the feed may take, keep what it must leave."
+            )
+        return parse_bytes("budget", budget)
+    if free is None:
+        return None
+    return max(0, free - parse_bytes("keep", keep)) if keep is not None else free // SHARE
+
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(what: str, size: int | str) -> int:
+    """
+    >>> parse_bytes("budget", "1.5 GB")
+    1500000000
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = _UNITS.get(found[2].lower() if found[2].lower() != "b" else "") if found else None
+    if isinstance(size, bool) or found is None or unit is None:
+        raise ValueError(f"feed: {what}: got {size!r}, wanted a number of bytes, as in 2_000_000_000, '2 GB' or '1.9 GiB'.")
+    return int(float(found[1]) * unit)
+
+
+def readable(size: float) -> str:
+    """
+    >>> readable(1_500_000)
+    '1.5 MB'
+    """
+    power = min(int(math.log10(size)) // 3, 4) if size >= 1 else 0
+    return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

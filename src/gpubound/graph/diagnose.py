@@ -1,0 +1,72 @@
+"""Why a replay disagrees with eager: it ignores an input, fn differs from itself, or fn keeps something on the host."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .calls import Results, Subject, eager_call, replay_call
+from .memory import EQUAL, Difference, difference
+
+MOST_INPUTS = 16  # each costs two calls
+ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
+
+HOST_STATE = (
+    "fn keeps something on the host between calls (a number, a list, an attribute that it rebinds); "
+    "keep it in a tensor and update it in place"
+)
+
+
+def cause(subject: Subject, name: str, given: Sequence[Tensor], examples: Sequence[Tensor]) -> str:
+    """The likeliest cause of a difference in the tensor called `name`, and what to do."""
+    noise = _own_noise(subject, name, given)
+    if not noise.bitwise and noise.relative < ATOMIC:
+        return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
+    if not noise.bitwise:
+        return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
+    if ignored := _ignored(subject, given, examples):
+        return (
+            f"the replay ignores {' and '.join(ignored)}, which fn takes from the host (a Python number, a NumPy copy, "
+            "a cached tensor); compute from the input's tensor inside fn"
+        )
+    return f"eager agrees with itself, so {HOST_STATE}"
+
+
+def _own_noise(subject: Subject, name: str, given: Sequence[Tensor]) -> Difference:
+    """How far two eager calls from one state differ in the tensor called `name`."""
+    seen = []
+    for _ in range(2):
+        subject.reset()
+        results = eager_call(subject, given, made_up=True)
+        values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
+        values |= {memory.name: memory.tensor.clone() for memory in subject.snapshot.memories.values() if memory.name == name}
+        seen.append(values[name])
+    return difference(*seen) if isinstance(seen[0], Tensor) else EQUAL
+
+
+def _ignored(subject: Subject, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
+    """Inputs whose change alone moves eager's result and leaves the replay's as it was."""
+
+    def both(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        subject.reset()
+        eager = _copies(subject, eager_call(subject, tensors, made_up=True))
+        subject.reset()
+        return eager, _copies(subject, replay_call(subject, tensors))
+
+    names = [slot.name for slot in subject.layout.slots if slot.buffer is not None]
+    eager, replayed = both(examples)
+    found = []
+    for index, name in enumerate(names[:MOST_INPUTS]):
+        other, replayed_other = both([given[i] if i == index else example for i, example in enumerate(examples)])
+        if not _same(eager, other) and _same(replayed, replayed_other):
+            found.append(name)
+    return found
+
+
+def _copies(subject: Subject, results: Results) -> list[Tensor]:
+    """Everything that one call left: outputs, gradients, and the memory it may have written."""
+    values = [*results.outputs, *results.gradients.values(), *(memory.live for memory in subject.snapshot.memories.values())]
+    return [value.detach().clone() for value in values if isinstance(value, Tensor)]
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(some, others))

@@ -1,0 +1,328 @@
+"""What a function reads, what it writes, and what in it no graph can hold: found by watching eager calls.
+
+Operations pass through a dispatch mode, which autograd carries into its own threads. Python's own reads (`tolist`, `numpy`)
+pass through a function mode. Triton kernels and kernels compiled at run time pass through neither, so their launches are
+patched while a call is watched. What no one sees, an extension's own launches, must be named in `state=`.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from . import explain
+from .launches import patched
+from .memory import Memory, Snapshot
+from .places import Place, here
+from .reach import storage_key
+
+# A kernel may write all its tensor arguments. Weights and anything larger than this count as written when their bytes change.
+LARGE = 256 << 20
+
+_NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
+_CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the value
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+
+@dataclass
+class Seen:
+    """A tensor from outside that the function uses, where it was first read, and where it was first written."""
+
+    tensor: Tensor
+    read: Place | None
+    call: int  # in which watched call, counted from 1
+    written: Place | None = None
+    is_written: bool = False
+
+    def describe(self) -> str:
+        kind = f"the {str(self.tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(self.tensor.shape)}"
+        return f"{kind} used at {self.read}" if self.read else f"{kind} used in the backward pass"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a tensor began that the function made: filled with a value, uninitialised, or computed."""
+
+    place: Place | None
+    call: int
+    fill: Any = None
+    empty: bool = False
+
+
+class Watch:
+    """Watches calls of one function. `snapshot` receives what is written, before its first write."""
+
+    def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot) -> None:
+        self.device, self.snapshot = device, snapshot
+        self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
+        self.external: dict[int, Seen] = {}
+        self.leaves: dict[
+            int, tuple[Tensor, Tensor | None]
+        ] = {}  # those that want gradients, with the one they had at first sight
+        self._spots: set[tuple] = set()
+        self.generators: list[tuple[torch.Generator, Tensor]] = []  # with the state they had then
+        self.calls = 0
+        self.written_inputs: dict[int, Place | None] = {}
+        self.hazards: list[explain.Hazard] = []
+        self.made_before: dict[int, Origin] = {}
+        self._made: dict[int, Origin] = {}
+        self._forward: dict[int, Place | None] = {}
+        self._local = threading.local()
+        self.call: tuple = (None, ())  # the Python call that the current operation belongs to
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """One watched call. Tensors that earlier calls made and this one uses count as external: see `survivors`."""
+        self.calls += 1
+        self.made_before.update(self._made)
+        self.hazards, self._made, self._forward = [], {}, {}
+        with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self):
+            return call()
+
+    def survivors(self) -> dict[int, Origin]:
+        """What an earlier call made and a later one used, with how it began."""
+        return {key: self.made_before[key] for key in self.external if key in self.made_before}
+
+    def moves(self, key: int) -> bool:
+        """True when one call made it and the next read it, past the first call, which may make tables for all."""
+        made, seen = self.made_before[key].call, self.external[key].call
+        return made > 1 and seen == made + 1
+
+    def leaf(self, tensor: Tensor, certain: bool = False) -> None:
+        """Note a tensor that may be given a gradient. One from the backward pass may be an alias of one noted before."""
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+            spot = (tensor.data_ptr(), tensor.shape)
+            if certain or spot not in self._spots:
+                self.leaves[id(tensor)] = (tensor, tensor.grad)
+                self._spots.add(spot)
+
+    def draws(self, generator: torch.Generator) -> None:
+        if all(generator is not known for known, _ in self.generators):
+            self.generators.append((generator, generator.get_state()))
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Our own work, and the inside of a launch, are not the function's."""
+        before, self._local.quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self._local.quiet = before
+
+    @property
+    def is_quiet(self) -> bool:
+        return getattr(self._local, "quiet", False)
+
+    @contextlib.contextmanager
+    def inside_operation(self) -> Iterator[None]:
+        """What an operation (a custom op, say) allocates within itself is not seen: unknown tensors there are its own."""
+        before, self._local.inside = getattr(self._local, "inside", False), True
+        try:
+            yield
+        finally:
+            self._local.inside = before
+
+    def see(self, tensor: Tensor, place: Place | None) -> None:
+        key = storage_key(tensor)
+        if not key or key in self._made or key in self.inputs:
+            return
+        if key not in self.external:
+            self.external[key] = Seen(tensor, place, self.calls)
+        self.leaf(tensor)
+
+    def before_write(self, tensor: Tensor, place: Place | None) -> None:
+        key = storage_key(tensor)
+        if not key or key in self._made:
+            return
+        if key in self.inputs:
+            self.written_inputs.setdefault(self.inputs[key], place)
+            return
+        self.see(tensor, place)
+        seen = self.external[key]
+        if not seen.is_written:
+            seen.written, seen.is_written = place, True
+        if key not in self.made_before:
+            self.snapshot.add(tensor)
+
+    def made(self, tensor: Tensor, op: Any, args: tuple, place: Place | None, given: set[int]) -> None:
+        """Note a result that is no view of an argument. Freed memory may be taken again: the newest origin counts."""
+        key = storage_key(tensor)
+        if key and key not in given and key not in self.external and key not in self.inputs:
+            self._made[key] = _origin(op, args, tensor, place, self.calls)
+
+    def refill(self, tensor: Tensor, value: Any) -> None:
+        """`zero_()` or `fill_(value)` right after `empty()` is a filled tensor."""
+        key = storage_key(tensor)
+        if key in self._made and self._made[key].empty:
+            self._made[key] = Origin(self._made[key].place, self.calls, fill=value)
+
+    def hazard(self, what: str) -> None:
+        place, backward = here(), False
+        if place is None and (node := torch._C._current_autograd_node()) is not None:
+            place, backward = self._forward.get(node._sequence_nr()), True
+        self.hazards.append(explain.Hazard(place, what, backward))
+
+    def remember_forward(self, place: Place | None) -> None:
+        """Autograd numbers its nodes; the number leads from a node of the backward pass to the line of its forward."""
+        if torch._C._current_autograd_node() is None:
+            self._forward[torch._C._autograd._get_sequence_nr() - 1] = place
+
+    def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
+        """A kernel launch that no dispatcher sees. Any tensor it is given may be written."""
+        place, doubtful = here(), {}
+        with self.quietly():
+            for tensor in tensors:
+                key = storage_key(tensor)
+                if key not in self.external and key not in self.inputs and getattr(self._local, "inside", False):
+                    self._made.setdefault(key, Origin(place, self.calls, empty=True))
+                self.see(tensor, place)
+                if not key or key in self._made or key in doubtful:
+                    continue
+                known = key in self.external and self.external[key].is_written
+                weight = isinstance(tensor, nn.Parameter) or tensor.untyped_storage().nbytes() > LARGE
+                if key in self.inputs or (weight and not known):
+                    doubtful[key] = (tensor, Memory(tensor, ""))
+                else:
+                    self.before_write(tensor, place)
+            result = launch()
+            for key, (tensor, memory) in doubtful.items():
+                if memory.changed():
+                    if key not in self.inputs and key not in self.made_before:
+                        self.snapshot.adopt(key, memory)
+                    self.before_write(tensor, place)
+        return result
+
+
+def _without_compiler() -> contextlib.AbstractContextManager:
+    """A compiled function runs its plain form while watched: a compiler refuses to work under our modes."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+class _Calls(TorchFunctionMode):
+    """Calls of torch's Python interface."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        watch = self.watch
+        if watch.is_quiet:
+            return func(*args, **(kwargs or {}))
+        if what := explain.of_call(func, args, watch.device):
+            watch.hazard(what)
+        outer, watch.call = watch.call, (func, args)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            watch.call = outer
+
+
+class _Operations(TorchDispatchMode):
+    """Operations below autograd, forward and backward."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        watch = self.watch
+        if watch.is_quiet:
+            return func(*args, **kwargs)
+        place = here()
+        watch.remember_forward(place)
+        if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
+            watch.made(args[0], func, args, place, set())
+        given = [plain for tensor in explain.tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
+        for tensor in given:
+            watch.see(tensor, place)
+        with watch.quietly():
+            for tensor in _written(func, args, kwargs):
+                for plain in plain_tensors(tensor):
+                    watch.before_write(plain, place)
+                    self._check_host_write(func, plain, args)
+        for value in kwargs.values():
+            if isinstance(value, torch.Generator):
+                watch.draws(value)
+        if what := explain.of_operation(func, args, kwargs, watch.device, watch.call):
+            watch.hazard(what)
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
+            watch.refill(args[0], args[1] if len(args) > 1 else 0)
+        with watch.inside_operation():
+            out = func(*args, **kwargs)
+        keys = {storage_key(tensor) for tensor in given}
+        for tensor in explain.tensors_in(out):
+            for plain in plain_tensors(tensor):
+                watch.made(plain, func, args, place, keys)
+        return out
+
+    def _check_host_write(self, func, tensor: Tensor, args: tuple) -> None:
+        """A CPU tensor from outside that a GPU's function writes: the graph would not. A copy into pinned memory is a node."""
+        device = self.watch.device
+        if tensor.device.type != "cpu" or device.type == "cpu" or storage_key(tensor) not in self.watch.external:
+            return
+        if func is torch.ops.aten.copy_.default and args[1].device == device and tensor.is_pinned():
+            return
+        self.watch.hazard(explain.HOST_WRITE.format(device=device))
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory inside a wrapper (DTensor and its kin), or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    positions, names, every = _writes(func)
+    if every:
+        yield from explain.tensors_in((args, kwargs))
+        return
+    for position in positions:
+        if position < len(args):
+            yield from explain.tensors_in(args[position])
+    for name in names:
+        if name in kwargs:
+            yield from explain.tensors_in(kwargs[name])
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+    """Which arguments an operation writes, by its schema; all of them for a collective, whose schemas do not say."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return (), (), False
+    if schema.name.startswith("c10d::"):
+        return (), (), True
+    hit = [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _NORM_STATISTICS
+    ]
+    return tuple(position for position, _ in hit), tuple(name for _, name in hit), False
+
+
+def _origin(op: Any, args: tuple, made: Tensor, place: Place | None, call: int) -> Origin:
+    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
+    if name in _EMPTY:
+        return Origin(place, call, empty=True)
+    if name in _CONSTANTS:
+        return Origin(place, call, fill=_CONSTANTS[name])
+    if name in _FILLED and len(args) > _FILLED[name] and isinstance(args[_FILLED[name]], (bool, int, float)):
+        return Origin(place, call, fill=args[_FILLED[name]])
+    if name == "lift_fresh" and made.numel() == 1 and made.device.type == "cpu":
+        return Origin(place, call, fill=made.detach().numpy().item())
+    return Origin(place, call)

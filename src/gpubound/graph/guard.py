@@ -1,0 +1,172 @@
+"""What must still be true at a replay: every tensor the graph uses lies where it lay, and stands where it stood.
+
+Two kinds of change make a graph lie. A tensor moves (`.data =`, `.to()`, a resize): its address is compared at every call.
+Another tensor takes its place (`layer.weight = ...`, `load_state_dict`, `zero_grad`): what fn names directly is compared at
+every call; deeper places are walked again when torch registers any parameter, buffer or module anywhere, and at every 256th
+call besides, which catches what is written into a registry behind torch's back.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as nn_module
+
+from ..errors import GraphError
+from .reach import MISSING, Reach, Way
+
+WALK_EVERY = 256
+DIRECT = 32  # places compared at every call, beside the addresses of all tensors
+GRADIENTS = 8  # zero_grad(set_to_none=True) drops all of them together
+
+_gradient = attrgetter("grad")
+_registrations = 0
+_hooked = False
+
+
+def _count_registration(module: torch.nn.Module, name: str, value: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+def _hook() -> None:
+    """Count every registration in this process, from the first capture on."""
+    global _hooked
+    if not _hooked:
+        nn_module.register_module_parameter_registration_hook(_count_registration)
+        nn_module.register_module_buffer_registration_hook(_count_registration)
+        nn_module.register_module_module_registration_hook(_count_registration)
+        _hooked = True
+
+
+class Guard:
+    """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them."""
+
+    def __init__(self, held: list[tuple[str, Tensor]], reach: Reach, gradients: list[tuple[str, Tensor, Tensor]]) -> None:
+        _hook()
+        self.names = [name for name, _ in held]
+        self._tensors = [tensor for _, tensor in held]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._same_addresses = address_check(self._tensors, self._addresses)
+        # An alias of each keeps the old memory alive after `.data =`: a stale graph must never write into someone else's.
+        self._alive = [tensor.detach() for tensor in self._tensors]
+        mine = {id(tensor) for tensor in self._tensors}
+        self._places = [found for found in reach.tensors if id(found.tensor) in mine]
+        self._gradients = gradients
+        self._roots = [(way, way.find()) for way in reach.roots]
+        self._optimizers = reach.optimizers
+        self._values = reach.constants + reach.modes
+        on_gpu = any(tensor.is_cuda for tensor in self._tensors)
+        self._versions = (
+            [(name, t, t._version) for name, t in held if t.device.type == "cpu" and not t.is_inference()] if on_gpu else []
+        )
+        self._calls = 0
+        self._prepare()
+
+    def check(self) -> None:
+        """Raise GraphError for the first thing that is no longer as captured."""
+        self._calls += 1
+        if not self._same_addresses():
+            self._name_the_moved()
+        if self._seen != _registrations or self._calls % WALK_EVERY == 0 or not self._stands():
+            self._walk()
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise GraphError(
+                    f"{name}: got a CPU tensor written after capture, wanted its captured value: the graph has baked it in; "
+                    "keep it on the GPU, or call captured.recapture()."
+                )
+
+    def _prepare(self) -> None:
+        """The places and values compared at every call, as flat lists: a loop in C over (container, key) pairs is cheap."""
+        direct = [found for found in self._places if not _registered(found.way)][:DIRECT]
+        objects = [slot for found in direct if (slot := found.way.slot())]
+        objects += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
+        self._objects = ([c for c, _ in objects], [k for _, k in objects], [c[k] for c, k in objects])
+        shallow = [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
+        values = [slot for way in shallow if (slot := way.slot())]
+        self._scalars = ([c for c, _ in values], [k for _, k in values], [c[k] for c, k in values])
+        few = self._gradients[:GRADIENTS]
+        self._few = ([leaf for _, leaf, _ in few], [gradient for _, _, gradient in few])
+        self._seen = _registrations
+
+    def _stands(self) -> bool:
+        """Whether everything compared at every call is as it was."""
+        try:
+            containers, keys, wanted = self._objects
+            if not all(map(is_, map(getitem, containers, keys), wanted)):
+                return False
+            containers, keys, wanted = self._scalars
+            if list(map(getitem, containers, keys)) != wanted or not all(map(is_, map(_gradient, self._few[0]), self._few[1])):
+                return False
+            return all(way.root() is node for way, node in self._roots)
+        except (KeyError, IndexError, ValueError):  # something was deleted: the walk names it
+            return False
+
+    def _walk(self) -> None:
+        """Go every way again, and name what stands there instead."""
+        for way, node in self._roots:
+            if not isinstance(node, Tensor) and way.find() is not node:
+                self._replaced(way.name, way.find())
+        for name, leaf, gradient in self._gradients:
+            if leaf.grad is not gradient:
+                raise GraphError(
+                    f"{name}: got another gradient (or None) in its place, wanted the one that the graph writes; "
+                    "zero it inside the captured function, or with zero_grad(set_to_none=False)."
+                )
+        for found in self._places:
+            if found.way.find() is not found.tensor:
+                self._replaced(found.name, found.way.find())
+        for way, value in self._values:
+            now = way.find()
+            if now is not value and now != value:
+                raise GraphError(
+                    f"{way.name}: got {now!r}, wanted {value!r} as captured: a Python value is baked into the graph; "
+                    "make it a tensor on the device and write it with fill_(), or call captured.recapture()."
+                )
+        self._prepare()
+
+    def _name_the_moved(self) -> None:
+        for name, tensor, address in zip(self.names, self._tensors, self._addresses):
+            now = tensor.data_ptr()
+            if now == address:
+                continue
+            if now == 0:
+                raise GraphError(
+                    f"{name}: got freed memory, wanted the tensor that was captured: the graph would read whatever lies there "
+                    "now; load it again, then call captured.recapture()."
+                )
+            raise GraphError(
+                f"{name}: got other memory than captured (`.data =`, `.to()` and resharding move a tensor), wanted the same: "
+                "the graph still reads the old; write in place with copy_(), or call captured.recapture()."
+            )
+
+    @staticmethod
+    def _replaced(name: str, now: Any) -> None:
+        got = "nothing" if now is MISSING or now is None else "another tensor" if isinstance(now, Tensor) else "another object"
+        raise GraphError(
+            f"{name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
+            "write into it with copy_(), or call captured.recapture()."
+        )
+
+
+def _registered(way: Way) -> bool:
+    """True for a parameter, buffer or optimizer state: their number is large, and replacing one is noticed otherwise."""
+    return any(step in (("attribute", "_parameters"), ("attribute", "_buffers"), ("attribute", "state")) for step in way.steps)
+
+
+def address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[], bool]:
+    """A function that says whether every tensor still lies at its address, as fast as this build of torch allows.
+
+    CUDA builds have a loop in C++ for their own graphs. It is used when it answers right here; else a loop over `data_ptr`.
+    """
+    native = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    indices = list(range(len(tensors)))
+    if native is not None and tensors:
+        wrong = [*addresses[:-1], addresses[-1] + 1]
+        if native(tensors, addresses, indices) is True and native(tensors, wrong, indices) is False:
+            return lambda: native(tensors, addresses, indices)
+    data_ptr = Tensor.data_ptr
+    return lambda: list(map(data_ptr, tensors)) == addresses

@@ -1,0 +1,271 @@
+"""From a function to a graph: watch it, refuse what no graph can hold, put the state back, capture, put it back again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphError
+from . import explain
+from .discover import Watch
+from .guard import Guard
+from .layout import Layout
+from .memory import Generators, Snapshot
+from .poison import fill_results
+from .reach import Found, Reach, storage_key
+from .runner import runner_for
+
+
+class Preparation:
+    """One capture under way, and what it leaves: `runner`, `outputs`, `guard`."""
+
+    def __init__(self, name: str, fn: Callable, layout: Layout, state: Any, pool: Any, warmup: int) -> None:
+        self.name, self.fn, self.layout, self.state = name, fn, layout, state
+        self.before = Reach(fn, state)
+        self.device = choose_device(layout, self.before)
+        if torch.is_autocast_enabled(self.device.type):
+            raise GraphError(
+                f"{name}: got autocast around capture(), wanted none: its cached casts of the weights would go stale; "
+                "write `with torch.autocast(...)` inside the function."
+            )
+        self.runner = runner_for(self.device, pool)
+        self.snapshot = Snapshot()
+        self.watch = Watch(self.device, layout.buffers, self.snapshot)
+        self._bound: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self.leaves: dict[str, Tensor] = {}
+        self.generators = Generators(self.device)
+        for generator in self.before.generators:
+            self.generators.add(generator, generator.get_state())
+        for found in self.before.of_state:
+            self._take_state(found)
+        for found in self.before.tensors:
+            self.watch.leaf(found.tensor, certain=True)
+        try:
+            self._warm_up(warmup)
+            self._refuse()
+            self._look_for_waits()
+        except BaseException:
+            self._undo()
+            raise
+        self._settle()
+
+    def capture(self) -> None:
+        """Record the graph, and leave the state as it was before the first warm-up."""
+        for name, leaf in self.leaves.items():
+            leaf.grad = self._start[name]
+        try:
+            self.outputs = self.runner.record(self.name, self._call, self.generators.extra, self.foreign)
+        except BaseException:
+            self._undo()
+            raise
+        self._bound = {name: (leaf, leaf.grad) for name, leaf in self.leaves.items()}
+        self.reset()
+        self.guard = Guard(self._held(), self.reach, self._watched_gradients())
+
+    @property
+    def new_gradients(self) -> list[str]:
+        """The names of the gradients that a call of fn makes anew, instead of adding to what is there."""
+        return [
+            name
+            for name, (_, gradient) in self._bound.items()
+            if gradient is not None and gradient is not self._old_gradients[name] and storage_key(gradient) not in self.foreign
+        ]
+
+    @property
+    def foreign(self) -> set[int]:
+        """The memory that is not the graph's own."""
+        return {*self.watch.external, *self.watch.inputs}
+
+    def _call(self) -> Any:
+        return self.fn(*self.layout.static)
+
+    def eager(self, inputs: tuple) -> Any:
+        return self.runner.run(lambda: self.fn(*inputs))
+
+    def replay(self) -> None:
+        self.runner.replay()
+
+    def poison_results(self) -> None:
+        """NaN into whatever the next replay must write, so that an element it leaves out is seen."""
+        fill_results(self.outputs, self.made_gradients(), self.foreign)
+
+    def made_gradients(self) -> list[Tensor]:
+        """The gradients that the graph makes anew at every replay, in its own memory."""
+        made = [self._bound[name][1] for name in self.new_gradients] if self.runner.binds_gradients else []
+        return [gradient for gradient in made if gradient is not None]
+
+    def bind_gradients(self) -> None:
+        """Point every leaf at the gradient that the graph writes: an eager call between may have made another."""
+        for leaf, gradient in self._bound.values():
+            leaf.grad = gradient
+
+    def reset(self) -> None:
+        """The state before the first warm-up, bit for bit. A gradient that the graph makes starts from the old one, or zero."""
+        self.bind_gradients()
+        self.snapshot.restore()
+        self.generators.rewind()
+        for name, (_, gradient) in self._bound.items():
+            old = self._old_gradients[name]
+            if gradient is None or gradient is old or storage_key(gradient) in self.snapshot.memories:
+                continue
+            if old is not None and old.shape == gradient.shape:
+                gradient.detach().copy_(old)
+            else:
+                gradient.detach().zero_()
+
+    def release(self) -> None:
+        """Let go of the copies: a runner may keep this object alive."""
+        self.snapshot.memories.clear()
+        self._old_gradients.clear()
+
+    def _take_state(self, found: Found) -> None:
+        """A tensor given in `state=` counts as used, and unless it is a frozen weight as written: by what we cannot see."""
+        self.watch.see(found.tensor, None)
+        if not (isinstance(found.tensor, nn.Parameter) and not found.tensor.requires_grad):
+            self.snapshot.add(found.tensor, found.name)
+
+    def _warm_up(self, calls: int) -> None:
+        """Watched calls, until state that only a first call makes has been made and used."""
+        for _ in range(calls):
+            self.runner.run(lambda: self.watch.run(self._call))
+        for generator, state in self.watch.generators:
+            self.generators.add(generator, state)
+
+    def _look_for_waits(self) -> None:
+        """On a GPU: calls in which a wait for the device raises, also inside an operation, where the watch cannot see it."""
+        try:
+            self.runner.strictly(self._call)
+        except Exception as error:
+            if (refusal := explain.failed(self.name, error)) is not None:
+                raise refusal from error
+            raise
+
+    def _refuse(self) -> None:
+        """Raise for whatever the last warm-up showed that a graph cannot hold or repeat."""
+        watch = self.watch
+        if watch.hazards:
+            raise explain.refuse(self.name, watch.hazards)
+        names = [slot.name for slot in self.layout.slots if slot.buffer is not None]
+        for index, place in watch.written_inputs.items():
+            at = f" at {place}" if place else ""
+            raise GraphError(
+                f"{names[index]}: fn writes into it{at}, which would reach only the graph's own copy; "
+                "pass the tensor in state= and use it directly, or write into a new tensor."
+            )
+        for name, buffer in zip(names, self.layout.buffers):
+            if buffer.grad is not None:
+                raise GraphError(
+                    f"{name}: fn leaves a gradient on it, which would reach only the graph's own copy; "
+                    "return torch.autograd.grad(loss, input) instead."
+                )
+        for seen in watch.external.values():
+            there = seen.tensor.device
+            if there != self.device and there.type != "cpu":
+                raise GraphError(
+                    f"{self._name(seen.tensor)}: got a tensor on {there}, wanted {self.device}, where fn's inputs lie; "
+                    "capture one graph for each device."
+                )
+        for way, value in self.before.constants:
+            if (now := way.find()) is not value and now != value:
+                raise GraphError(
+                    f"{way.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do again; "
+                    "keep it in a tensor on the device and update it in place."
+                )
+
+    def _settle(self) -> None:
+        """After the warm-ups: name everything, put the state back, and find the gradients that a capture starts from."""
+        self.reach = Reach(self.fn, self.state)
+        self._old_gradients, self._start = {}, {}
+        for leaf, old in self.watch.leaves.values():
+            name = f"{self._name(leaf)}.grad"
+            self.leaves[name], self._old_gradients[name] = leaf, old
+            # Accumulated into from call to call: the capture must find it. Made anew at every call: it must not.
+            kept = leaf.grad is not None and storage_key(leaf.grad) in self.watch.external
+            self._start[name] = leaf.grad if kept else old
+        try:
+            self._restore_survivors()
+        except BaseException:
+            self._undo()
+            raise
+        for key, memory in self.snapshot.memories.items():
+            memory.name = self._name(self.watch.external[key].tensor) if key in self.watch.external else memory.name
+
+    def _restore_survivors(self) -> None:
+        """State that the first call made, an optimizer's moments say: back to what it began as, from then on like any other."""
+        self.snapshot.restore()
+        self.generators.rewind()
+        gradients = {storage_key(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None}
+        for key, origin in self.watch.survivors().items():
+            seen = self.watch.external[key]
+            if key in gradients:
+                seen.tensor.detach().zero_()
+            elif not seen.is_written:
+                if self.watch.moves(key):
+                    raise self._moving(seen.tensor, origin)
+                continue  # a table made once and only read
+            elif origin.fill is not None:
+                seen.tensor.detach().fill_(origin.fill)
+            elif not origin.empty:
+                raise self._moving(seen.tensor, origin)
+            self.snapshot.add(seen.tensor)
+
+    def _moving(self, tensor: Tensor, origin: Any) -> GraphError:
+        made = f"made at {origin.place}" if origin.place else "made in the backward pass"
+        if self.watch.moves(storage_key(tensor)):
+            return GraphError(
+                f"{self._name(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "
+                "make it before the capture and write into it with copy_()."
+            )
+        return GraphError(
+            f"{self._name(tensor)}: {made} by the first call and updated by later ones, so what it began as is lost; "
+            f"call {self.name} once yourself before capture()."
+        )
+
+    def _undo(self) -> None:
+        self.snapshot.restore()
+        self.generators.rewind()
+        for leaf, old in self.watch.leaves.values():
+            leaf.grad = old
+
+    def _name(self, tensor: Tensor) -> str:
+        reach = getattr(self, "reach", self.before)
+        if (name := reach.name(tensor)) is not None:
+            return name
+        for leaf, _ in self.watch.leaves.values():
+            if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
+                return f"{reach.name(leaf) or 'an unnamed leaf'}.grad"
+        return self.watch.external[storage_key(tensor)].describe()
+
+    def _held(self) -> list[tuple[str, Tensor]]:
+        """Every tensor from outside that the graph uses: all that have names, and one for each other piece of memory."""
+        used = set(self.watch.external)
+        named = {id(found.tensor): (self._name(found.tensor), found.tensor) for found in self.reach.tensors}
+        held = [(name, tensor) for name, tensor in named.values() if storage_key(tensor) in used]
+        covered = {storage_key(tensor) for _, tensor in held}
+        held += [(self._name(seen.tensor), seen.tensor) for key, seen in self.watch.external.items() if key not in covered]
+        return held + [(slot.name, slot.buffer) for slot in self.layout.slots if slot.buffer is not None]
+
+    def _watched_gradients(self) -> list[tuple[str, Tensor, Tensor]]:
+        return [
+            (name, leaf, gradient)
+            for name, (leaf, gradient) in self._bound.items()
+            if gradient is not None
+            and (
+                storage_key(gradient) in self.watch.external
+                or (self.runner.binds_gradients and gradient is not self._old_gradients[name])
+            )
+        ]
+
+
+def choose_device(layout: Layout, reach: Reach) -> torch.device:
+    """Where fn works: the GPU that anything it reaches lies on, else the CPU. Inputs must lie there too."""
+    named = [(slot.name, slot.buffer) for slot in layout.slots if slot.buffer is not None]
+    devices = list(dict.fromkeys([tensor.device for _, tensor in named] + reach.devices()))
+    device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+    for name, tensor in named:
+        if tensor.device != device:
+            raise GraphError(
+                f"{name}: got a tensor on {tensor.device}, wanted {device}, where fn works; move it before the capture."
+            )
+    return device

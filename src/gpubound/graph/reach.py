@@ -1,0 +1,245 @@
+"""What a function can reach: every tensor in its closure, globals, `self` and the given state, with a name and the way to it.
+
+The name is for messages ("model.layers.0.weight"). The way is walked again later: does the same tensor still stand there?
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# A step from an object to the next: an entry of its __dict__, an item, or a tensor's gradient.
+Step = tuple[str, Any]
+
+_MODULE_PARTS = frozenset(vars(nn.Module()))  # its registries, which are walked by themselves, and its hooks, which are not
+_PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
+_CLOSED = ("torch", "triton", "numpy", "logging", "threading", "_pytest")  # packages whose objects are not looked into
+_DEEPEST = 8
+_MOST = 50_000  # objects looked at: a function that reaches more holds a data set, not a model
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A name, where the walk starts, and its steps."""
+
+    name: str
+    root: Callable[[], Any]
+    steps: tuple[Step, ...] = ()
+
+    def to(self, label: str, *steps: Step) -> "Way":
+        return Way(self.name + label if self.name else label.lstrip("."), self.root, self.steps + steps)
+
+    def find(self) -> Any:
+        """What stands there now, or MISSING."""
+        try:
+            node = self.root()
+            for kind, key in self.steps:
+                node = node.grad if kind == "grad" else vars(node)[key] if kind == "attribute" else node[key]
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):  # ValueError: an emptied closure cell
+            return MISSING
+        return node
+
+    def slot(self) -> tuple[Any, Any] | None:
+        """The container and key of the last step, for a comparison without the walk; None where there is no such pair."""
+        if not self.steps or self.steps[-1][0] == "grad":
+            return None
+        owner = Way(self.name, self.root, self.steps[:-1]).find()
+        kind, key = self.steps[-1]
+        return (vars(owner) if kind == "attribute" else owner), key
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor, and one way to it."""
+
+    way: Way
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.way.name
+
+
+class Reach:
+    """Everything found from a function and its state. `roots` are where the walk began, `constants` the scalars baked in."""
+
+    def __init__(self, fn: Callable, state: Any) -> None:
+        self.tensors: list[Found] = []
+        self._names: dict[int, str] = {}  # by the tensor's id
+        self._lying: dict[int, str] = {}  # by its memory
+        self.generators: list[torch.Generator] = []
+        self.constants: list[tuple[Way, Any]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.modes: list[tuple[Way, Any]] = []
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []  # ids stay taken while we look
+        self.roots = sorted(_roots(fn), key=lambda way: _rank(way.find()))
+        for way in self.roots:
+            self._walk(way, way.find(), 0)
+        self.of_state: list[Found] = []
+        if state is not None:
+            _check_state(state, "state")
+            before, self._seen = len(self.tensors), set()
+            self._walk(Way("state", lambda: state), state, 0)
+            self.of_state = self.tensors[before:]
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The first name of this very tensor, else of one that shares its memory."""
+        if id(tensor) in self._names:
+            return self._names[id(tensor)]
+        if not self._lying:
+            for found in reversed(self.tensors):
+                self._lying[storage_key(found.tensor)] = found.name
+        key = storage_key(tensor)
+        return self._lying.get(key) if key else None
+
+    def devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(found.tensor.device for found in self.tensors))
+
+    def _walk(self, way: Way, node: Any, depth: int) -> None:
+        if isinstance(node, Tensor):
+            self._tensor(way, node)
+        if isinstance(node, (Tensor, *_PRIMITIVES)):
+            return
+        if depth > _DEEPEST or id(node) in self._seen or len(self._seen) > _MOST:
+            return
+        if isinstance(node, torch.Generator):
+            self.generators.append(node)
+        self._seen.add(id(node))
+        self._keep.append(node)
+        if isinstance(node, nn.Module):
+            self.modes.append((way.to(".training", ("attribute", "training")), node.training))
+        for following, value in self._children(way, node):
+            self._walk(following, value, depth + 1)
+        if isinstance(node, torch.optim.Optimizer):
+            self.optimizers.append(node)
+            self._scalars_of(way, node)
+
+    def _tensor(self, way: Way, tensor: Tensor) -> None:
+        self.tensors.append(Found(way, tensor))
+        self._names.setdefault(id(tensor), way.name)
+        if id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        self._keep.append(tensor)
+        if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+            self._tensor(way.to(".grad", ("grad", None)), tensor.grad)
+        for key, value in getattr(tensor, "__dict__", {}).items():  # main_grad and its kin
+            if isinstance(value, Tensor):
+                self._tensor(way.to(f".{key}", ("attribute", key)), value)
+
+    def _scalars_of(self, way: Way, optimizer: torch.optim.Optimizer) -> None:
+        """Learning rates and the like: Python numbers that a graph bakes in and a scheduler changes."""
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and _plain(value):
+                    steps: tuple[Step, ...] = (("attribute", "param_groups"), ("item", index), ("item", key))
+                    self.constants.append((way.to(f".param_groups[{index}][{key!r}]", *steps), value))
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, (int, float)):
+                    steps = (("attribute", "state"), ("item", parameter), ("item", key))
+                    self.constants.append((way.to(f".state[{self._label(parameter)}][{key!r}]", *steps), value))
+
+    def _label(self, key: Any) -> str:
+        return self._names.get(id(key), "...") if isinstance(key, Tensor) else repr(key)
+
+    def _children(self, way: Way, node: Any) -> Iterator[tuple[Way, Any]]:
+        if isinstance(node, nn.Module):
+            for registry in ("_parameters", "_buffers", "_modules"):
+                for key, value in list(vars(node)[registry].items()):
+                    yield way.to(f".{key}", ("attribute", registry), ("item", key)), value
+            yield from _attributes(way, node, [key for key in vars(node) if key not in _MODULE_PARTS])
+        elif isinstance(node, torch.optim.Optimizer):
+            yield from _attributes(way, node, ("param_groups", "state"))
+        elif isinstance(node, dict):
+            for key, value in list(node.items()):
+                yield way.to(f"[{self._label(key)}]", ("item", key)), value
+        elif isinstance(node, (list, tuple)):
+            for index, value in enumerate(node):
+                yield way.to(f"[{index}]", ("item", index)), value
+        elif isinstance(node, (types.ModuleType, type)) or _package(node) in _CLOSED:
+            return
+        elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
+            for root in _roots(node):
+                yield root, root.find()
+        elif hasattr(node, "__dict__"):
+            yield from _attributes(way, node, list(vars(node)))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Which memory a tensor lies in: the same for all views of it; 0 for one without memory of its own."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) and tensor.layout == torch.strided else 0
+
+
+def _package(node: Any) -> str:
+    """The package that a function, or the class of an object, comes from."""
+    owner = node if isinstance(node, types.FunctionType) else type(node)
+    return (owner.__module__ or "").partition(".")[0]
+
+
+def _attributes(way: Way, node: Any, keys) -> Iterator[tuple[Way, Any]]:
+    for key in keys:
+        yield way.to(f".{key}", ("attribute", key)), vars(node)[key]
+
+
+def _roots(fn: Callable) -> list[Way]:
+    """The function's closure cells, the globals its code names, its defaults, its `self`."""
+    if isinstance(fn, functools.partial):
+        bound = [_fixed(f"argument {i}", value) for i, value in enumerate(fn.args)]
+        return _roots(fn.func) + bound + [_fixed(f"argument {key!r}", value) for key, value in fn.keywords.items()]
+    if isinstance(fn, types.MethodType):
+        return [_fixed("" if isinstance(fn.__self__, nn.Module) else "self", fn.__self__), *_roots(fn.__func__)]
+    if not isinstance(fn, types.FunctionType):
+        return [_fixed("", fn)] if isinstance(fn, nn.Module) else [_fixed("self", fn)]
+    roots = [Way(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in _cells(fn)]
+    for name in sorted(_names(fn.__code__) & fn.__globals__.keys()):
+        if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
+            roots.append(Way(name, functools.partial(fn.__globals__.get, name)))
+    return roots + [_fixed(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
+
+
+def _cells(fn: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    return list(zip(fn.__code__.co_freevars, fn.__closure__ or ()))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The global names that the code and the functions defined inside it use."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _fixed(name: str, value: Any) -> Way:
+    return Way(name, lambda: value)
+
+
+def _rank(node: Any) -> int:
+    """Models name their tensors best, optimizers worst."""
+    order = (nn.Module, Tensor, object)
+    if isinstance(node, torch.optim.Optimizer):
+        return len(order)
+    return next(rank for rank, kind in enumerate(order) if isinstance(node, kind))
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(_plain, value)))
+
+
+def _check_state(state: Any, name: str) -> None:
+    if isinstance(state, (list, tuple)):
+        for index, item in enumerate(state):
+            _check_state(item, f"{name}[{index}]")
+    elif isinstance(state, dict):
+        for key, item in state.items():
+            _check_state(item, f"{name}[{key!r}]")
+    elif not isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor, torch.Generator)):
+        raise ValueError(
+            f"{name}: got {type(state).__name__}, wanted modules, optimizers, tensors or generators in any nesting; "
+            "leave it out."
+        )

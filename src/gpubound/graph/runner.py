@@ -1,0 +1,183 @@
+"""Who runs the function: a CUDA graph on a GPU, or plain eager calls through the same static buffers where there is none."""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import GraphError
+from . import explain
+from .reach import storage_key
+
+
+class EagerRunner:
+    """The CPU's form: a replay is a call of the function on the static inputs, its results copied into the static outputs.
+
+    What surrounds a replay does not reach a graph, so neither does it here: gradients are on or off as they were at the capture.
+    """
+
+    mode = "eager (no CUDA)"
+    binds_gradients = False  # every call may bind new ones, as eager calls do
+    pool = None
+    memory_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.grad_enabled = torch.is_grad_enabled()
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        with torch.set_grad_enabled(self.grad_enabled), torch.autocast(self.device.type, enabled=False):
+            return call()
+
+    def strictly(self, call: Callable[[], Any]) -> None:
+        """A CPU waits for no one: nothing to find."""
+
+    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
+        """Run once and keep the outputs. Those that lie in `foreign` memory (inputs, state) stay views of it."""
+        self._name, self._call, self._foreign = name, call, foreign
+        leaves, self._spec = tree_flatten(self.run(call))
+        self._outputs = [self._static(leaf) for leaf in leaves]
+        return tree_unflatten(self._outputs, self._spec)
+
+    def _static(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with torch.no_grad():
+            return leaf.detach() if storage_key(leaf) in self._foreign else leaf.detach().clone()
+
+    def replay(self) -> None:
+        leaves, spec = tree_flatten(self.run(self._call))
+        if spec != self._spec:
+            raise GraphError(
+                f"{self._name}: returned another nesting of outputs than when captured; return the same every time."
+            )
+        with torch.no_grad():
+            for index, (kept, new) in enumerate(zip(self._outputs, leaves)):
+                if isinstance(kept, Tensor) and storage_key(kept) not in self._foreign:
+                    if kept.shape != new.shape or kept.dtype != new.dtype:
+                        raise GraphError(
+                            f"{self._name}: output {index} is {new.dtype} {tuple(new.shape)}, wanted {kept.dtype} "
+                            f"{tuple(kept.shape)} as captured; a graph's shapes are fixed."
+                        )
+                    kept.copy_(new)
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one side stream of `device` on which everything is warmed up and captured.
+
+    torch.cuda.graph has one default stream for the process, made on the first device it saw; a capture on another device then
+    records nothing and its replay does nothing, without an error. So the stream is always our own, one a device: captures that
+    share a pool also want to share their stream.
+    """
+    if device.index not in _streams:
+        _streams[device.index] = torch.cuda.Stream(device)
+    return _streams[device.index]
+
+
+class GraphRunner:
+    """A GPU's form: the calls run on the capture stream, and one of them is captured into a graph."""
+
+    mode = "graph"
+    binds_gradients = True  # the graph writes into the very gradients that the capture made
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.device, self.stream = device, capture_stream(device)
+        self.pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        self.memory_bytes = 0
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        with torch.cuda.device(self.device), _without_capturable_warning():
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                result = call()
+            current.wait_stream(self.stream)
+        return result
+
+    def strictly(self, call: Callable[[], Any]) -> None:
+        """A run in which torch raises at the call that waits for the device, also where the wait is inside an operation."""
+        self.run(call)  # whatever compiles or searches at its first unwatched call may wait
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.run(call)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
+        """Capture one call. The default generator of the device registers itself; the others are registered here."""
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                self.graph.register_generator_state(generator)
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), _without_collector():
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(self.device)
+            try:
+                self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                outputs = call()
+                self.graph.capture_end()
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, Exception) and (refusal := explain.failed(name, error)) is not None:
+                    raise refusal from error
+                raise
+            self.memory_bytes = torch.cuda.memory_reserved(self.device) - before
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        leaves, spec = tree_flatten(outputs)
+        return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def _abandon(self) -> None:
+        """Leave a broken capture so that the process can go on. A step here may fail because the one before did its work."""
+        with contextlib.suppress(RuntimeError):  # the stream's capture is invalid: that is why we are here
+            self.graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # not recording to the pool any more: then the allocator is free already
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+        torch.cuda.synchronize(self.device)
+        try:
+            torch.rand(1, device=self.device)
+        except RuntimeError:  # the generator still believes in the capture: an empty one that ends well tells it otherwise
+            empty = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that the graph is empty
+                empty.capture_begin(capture_error_mode="thread_local")
+                empty.capture_end()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def runner_for(device: torch.device, pool: Any) -> EagerRunner | GraphRunner:
+    return GraphRunner(device, pool) if device.type == "cuda" else EagerRunner(device)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """No garbage collection inside a capture: it may free another graph, or memory that CUDA then must not release."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _without_capturable_warning() -> Iterator[None]:
+    """Optimizers built with capturable=True warn when they step outside a capture, which our warm-up is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+        yield

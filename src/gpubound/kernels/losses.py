@@ -1,0 +1,127 @@
+"""The doors of the losses: check, choose, call."""
+
+import torch
+from torch import Tensor
+
+from .choose import implementation
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy of logits (..., V) and integer labels (...), as torch's, with tanh soft-cap and z-loss beside.
+
+    The loss is float32. The mean is over the labels that are not `ignore_index`, counted on the device; when there are none
+    it is NaN, as torch's, so training on batches that may be masked whole wants reduction="sum". A label out of range makes
+    its loss and gradient NaN; asking the device for it would cost a wait.
+    """
+    if logits.dim() == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"cross_entropy: logits must be a floating-point tensor (..., V), got {logits.dtype} {tuple(logits.shape)}; "
+            f"cast it before the call."
+        )
+    _check_labels("cross_entropy", "logits", logits, labels)
+    _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
+    fast = implementation("cross_entropy", logits)
+    return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """cross_entropy(x weightᵀ + bias, labels) for x (..., H) and weight (V, H), whose logits never lie in memory whole.
+
+    Products run in x's dtype (under autocast, in autocast's). The loss is float32; options are those of `cross_entropy`. With
+    gradients wanted, forward computes them too, chunk by chunk. Memory on the way, for N tokens in numbers of s bytes:
+
+        chunk · V · s  logits  +  N · H · s  dx  +  V · H · 4  dweight, summed in fp32 (V · H · s if one chunk holds all)
+
+    `chunk` is the number of tokens taken at a time; left out, as many as 256 MiB of logits hold. What is frozen costs nothing.
+
+    A training step that knows its loss's factor (1 / tokens of all micro-batches) passes it as `grad_scale`, a float scalar
+    on the device. Loss and gradients are multiplied by it, and the caller promises to run backward once, from the loss
+    itself. No pass over the gradients is then left to do, and a weight with `main_grad` needs no dweight at all: forward's
+    products add to main_grad. That happens in forward, so do not call it with gradients on without wanting them (nor inside
+    activation checkpointing). Without grad_scale, main_grad gets its gradient in backward, and any upstream gradient and any
+    number of backwards are right.
+    """
+    _check_linear(x, weight, bias, chunk, grad_scale)
+    _check_labels("linear_cross_entropy", "x", x, labels)
+    _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
+    arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
+    if not torch.is_autocast_enabled(x.device.type):
+        return implementation("linear_cross_entropy", x)(x, *arguments)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):  # it would round the fp32 parts as well
+        return implementation("linear_cross_entropy", x)(x, *arguments)
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None, grad_scale: Tensor | None) -> None:
+    op = "linear_cross_entropy"
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{op}: x must be a floating-point tensor (..., H), got {x.dtype} {tuple(x.shape)}; cast it before the call."
+        )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.is_floating_point():
+        raise ValueError(
+            f"{op}: weight must be a floating-point matrix (V, {x.shape[-1]}) to match x, got {weight.dtype} "
+            f"{tuple(weight.shape)}; give the head as a linear layer holds it."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"{op}: bias must be a floating-point tensor ({weight.shape[0]},) to match weight, got {bias.dtype} "
+            f"{tuple(bias.shape)}; it needs one value for each word."
+        )
+    for name, t in (("weight", weight), ("bias", bias), ("grad_scale", grad_scale)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for 256 MiB of logits at a time.")
+    if grad_scale is not None and (grad_scale.dim() != 0 or not grad_scale.is_floating_point()):
+        raise ValueError(
+            f"{op}: grad_scale must be a floating-point scalar tensor, got {grad_scale.dtype} {tuple(grad_scale.shape)}; "
+            f"make it on the device, as in 1 / tokens."
+        )
+
+
+def _check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"{op}: labels must be integers of shape {tuple(rows.shape[:-1])}, one for each row of {name}, "
+            f"got {labels.dtype} {tuple(labels.shape)}; class probabilities are not supported."
+        )
+    if labels.device != rows.device:
+        raise ValueError(
+            f"{op}: labels are on {labels.device}, {name} on {rows.device}; move one of them to the other's device."
+        )
+
+
+def _check_options(
+    op: str, smoothing: float, softcap: float | None, z_loss: float, reduction: str, reductions: tuple[str, ...]
+) -> None:
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"{op}: label_smoothing must be at least 0 and below 1, got {smoothing}; 0 leaves the labels as they are."
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be above 0, got {softcap}; None leaves the logits as they are.")
+    if not z_loss >= 0:
+        raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss}; 0 switches it off.")
+    if reduction not in reductions:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")

@@ -1,0 +1,60 @@
+"""The doors of the rotary position embedding: check, choose, call."""
+
+import torch
+from torch import Tensor
+
+from .choose import implementation
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q (B, T, heads, D) and k (B, T, kv_heads, D) turned by their tokens' angles; any strides in, contiguous out.
+
+    cos and sin are float32, (T, P) or (B, T, P), for the pairs (i, i + P) of each head ("rotate half", as Hugging Face does).
+    P = D/2 turns whole heads; with fewer pairs the dimensions beyond 2P pass through. No gradient reaches cos and sin.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"rope: {name} must be a floating-point tensor (batch, tokens, heads, head size), got {x.dtype} "
+                f"{tuple(x.shape)}; bring it into that shape before the call."
+            )
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or k.dtype != q.dtype or k.device != q.device:
+        raise ValueError(
+            f"rope: k must match q in all but its heads, {tuple(q.shape)} {q.dtype} on {q.device}, "
+            f"got {tuple(k.shape)} {k.dtype} on {k.device}; cast, move or reshape one of them before the call."
+        )
+    _check_angles("rope", cos, sin, q.shape, q.shape[3], q.device)
+    return implementation("rope", q)(q, k, cos, sin)
+
+
+def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of the packed product qkv (B, T, (heads + 2 kv_heads) D), q and k turned as in `rope`, each contiguous.
+
+    The gradient of qkv is written as one packed tensor, so that nothing has to be stacked for the product's backward.
+    """
+    total = heads + 2 * kv_heads
+    if heads < 1 or kv_heads < 1:
+        raise ValueError(f"rope_qkv: heads and kv_heads must be at least 1, got {heads} and {kv_heads}; pass the model's own.")
+    if qkv.dim() != 3 or not qkv.is_floating_point() or qkv.shape[2] == 0 or qkv.shape[2] % total:
+        raise ValueError(
+            f"rope_qkv: qkv must be a floating-point tensor (batch, tokens, {total} heads x head size), got {qkv.dtype} "
+            f"{tuple(qkv.shape)}; its rows hold {heads} q heads, then {kv_heads} k heads, then {kv_heads} v heads."
+        )
+    _check_angles("rope_qkv", cos, sin, qkv.shape, qkv.shape[2] // total, qkv.device)
+    return implementation("rope.rope_qkv", qkv)(qkv, cos, sin, heads, kv_heads)
+
+
+def _check_angles(op: str, cos: Tensor, sin: Tensor, shape: torch.Size, size: int, device: torch.device) -> None:
+    batch, tokens = shape[:2]
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.dim() in (2, 3) and table.shape[-2] == tokens and 1 <= table.shape[-1] <= size // 2
+        if not fits or (table.dim() == 3 and table.shape[0] not in (1, batch)) or table.shape != cos.shape:
+            raise ValueError(
+                f"{op}: {name} must have shape ({tokens}, pairs) or ({batch}, {tokens}, pairs) with at most {size // 2} pairs, "
+                f"cos and sin alike, got {tuple(table.shape)}; give one angle a token and pair, not one a dimension."
+            )
+        if table.dtype != torch.float32 or table.device != device:
+            raise ValueError(
+                f"{op}: {name} must be torch.float32 on {device}, got {table.dtype} on {table.device}; "
+                f"16 bits cannot hold the angles of late positions."
+            )

@@ -1,0 +1,9 @@
+"""GeGLU: gelu(gate) · up in one pass each way (kernels in _gated.py)."""
+
+from torch import Tensor
+
+from ._gated import Gated
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    return Gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", "geglu")

@@ -1,0 +1,125 @@
+"""LayerNorm. One pass over memory each way; fp32 inside, the tensors' dtype at the edges.
+
+Backward: dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)) with g = dy · weight and x̂ = (x − mean) · rstd; dweight = Σ_rows dy ·
+x̂ and dbias = Σ_rows dy, summed by each program over its own rows, then over the programs: the same bits in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..accumulate import deliver
+from ._launch import first_order_only, rows_of, schedule
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+                    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                    WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    at = row[:, None].to(tl.int64) * COLS + col[None]
+    mask = (row < rows)[:, None] & (col < COLS)[None]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / COLS
+    centred = tl.where(mask, x - mean[:, None], 0.0)  # two passes over registers: E[x²] − mean² cancels when the mean is large
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / COLS + eps)
+    y = centred * rstd[:, None]
+    if WEIGHT:
+        y *= tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
+    if BIAS:
+        y += tl.load(b_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, rows,
+                     COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                     WEIGHT: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    if WEIGHT:
+        w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * COLS + col[None]
+        mask = (row < rows)[:, None] & (col < COLS)[None]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        x_hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+        if DX:
+            g = dy  # 0 where masked, so the sums below need no mask although x_hat is not 0 there
+            if WEIGHT:
+                g = dy * w[None]
+            dx = rstd * (g - (tl.sum(g, 1) / COLS)[:, None] - x_hat * (tl.sum(g * x_hat, 1) / COLS)[:, None])
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if DW:
+            dw += tl.sum(dy * x_hat, 0)
+        if DB:
+            db += tl.sum(dy, 0)
+    sums_ptr += tl.program_id(0) * (DW + DB) * COLS + col
+    if DW:
+        tl.store(sums_ptr, dw, mask=col < COLS)
+    if DB:
+        tl.store(sums_ptr + DW * COLS, db, mask=col < COLS)
+
+
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd)."""
+    rows, cols = rows_of(x)
+    y = torch.empty_like(x)
+    mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
+    plan = schedule(cols, x.device)
+    _forward_kernel[plan.grid(rows)](
+        x, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, mean, rstd, rows, eps,
+        cols, plan.block, plan.rows, weight is not None, bias is not None, num_warps=plan.warps,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), the last two in fp32; each None when not needed."""
+    rows, cols = rows_of(x)
+    sums = need_dw + need_db
+    plan = schedule(cols, x.device, backward=True, sums=max(1, sums))
+    grid = plan.grid(rows)
+    dx = torch.empty_like(x) if need_dx else None
+    partial = torch.empty(*grid, sums, cols, device=x.device, dtype=torch.float32)
+    _backward_kernel[grid](
+        dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, partial, rows,
+        cols, plan.block, plan.rows, weight is not None, need_dx, need_dw, need_db, num_warps=plan.warps,
+    )  # fmt: skip
+    if not sums:
+        return dx, None, None
+    total = partial.sum(0)
+    return dx, total[0] if need_dw else None, total[-1] if need_db else None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        x = x.contiguous()
+        y, mean, rstd = _forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.weight, ctx.bias = weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        first_order_only("layer_norm")
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dw, db = _backward(dy.contiguous(), x, weight, mean, rstd, *ctx.needs_input_grad[:3])
+        dw = None if dw is None else deliver(ctx.weight, dw)
+        db = None if db is None else deliver(ctx.bias, db)
+        return dx, dw, db, None
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return _LayerNorm.apply(x, weight, bias, eps)

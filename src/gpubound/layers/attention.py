@@ -1,0 +1,108 @@
+"""Causal self-attention with rotary positions: one product for q, k, v, one kernel that turns and splits it, torch's SDPA.
+
+Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
+Heads stay behind the tokens, (B, T, H, D), as the product writes them; SDPA gets transposed views and picks its own kernel
+(cuDNN or flash on a GPU), which needs no copy either way.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels import rope, rope_qkv
+from .norm import RMSNorm
+from .product import Stacked, cut_to_size, linear, plain
+from .rope import Rope
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. `qk_norm` is an eps: q and k heads are then RMS-normed before they are turned (Qwen3)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    dropout: float = 0.0
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        qk_norm: float | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"Attention: heads must be a multiple of kv_heads, got {heads} and {kv_heads}; choose kv_heads that divides it."
+            )
+        self.heads, self.kv_heads, self.head_dim, self.scaling = heads, kv_heads, head_dim, head_dim**-0.5
+        where = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias, **where)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias, **where)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias, **where)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False, **where)
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = RMSNorm(head_dim, qk_norm, **where), RMSNorm(head_dim, qk_norm, **where)
+        self.stacked = Stacked()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        cut_to_size([self.q_proj, self.k_proj, self.v_proj])
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+        return self.mix(x, rope, mask)
+
+    def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden). Causal when `mask` is None; else a mask as SDPA takes it."""
+        q, k, v = self.project(x, rope)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scaling, dropout)
+        return self.output(y.flatten(-2))
+
+    def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
+        children: dict[str, Any] = self._modules
+        layers = children["q_proj"], children["k_proj"], children["v_proj"]
+        q_norm = children.get("q_norm")
+        packed = self.stacked.product(x, layers)
+        if packed is not None and q_norm is None and turn is not None:
+            return rope_qkv(packed, *turn, self.heads, self.kv_heads)
+        if packed is not None:
+            wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            q, k, v = packed.split([wide, narrow, narrow], -1)
+        else:
+            q, k, v = (layer(x) for layer in layers)
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = q.view(shape), k.view(shape), v.view(shape)
+        if q_norm is not None:
+            q, k = q_norm(q), children["k_norm"](k)
+        if turn is not None:
+            q, k = rope(q, k, *turn)
+        return q, k, v
+
+    def output(self, y: Tensor) -> Tensor:
+        layer: Any = self._modules["o_proj"]
+        return linear(y, layer._parameters["weight"], layer._parameters["bias"]) if plain(layer) else layer(y)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
+    """SDPA on q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal when `mask` is None.
+
+    With a mask, k and v are repeated rather than shared (enable_gqa): CUDA has masked kernels only for equal head counts,
+    and would fall to the one that stores the whole T × T matrix.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None:
+        groups = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None and q.shape[2] > 1, scale=scale, enable_gqa=grouped
+    )
+    return y.transpose(1, 2)

@@ -1,0 +1,55 @@
+"""The decoder's loop. The residual add lives inside the next norm, across the borders of sub-layers and blocks.
+
+A pre-norm block is x += attention(norm(x)); x += mlp(norm(x)). Written so, each add is a pass over memory of its own. Here
+a sub-layer's result stays *pending* until the next norm, which adds and norms in one pass; the last one is taken up by the
+final norm.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from .attention import Attention
+from .mlp import MLP
+from .norm import RMSNorm
+from .rope import Rope
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block, its children named as Hugging Face names them."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, attention: Attention, mlp: MLP, hidden: int, eps: float = 1e-6, device=None, dtype=None) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+        x, pending = run_block(self, x, None, rope, mask)
+        return x + pending.to(x.dtype)
+
+
+def run_block(
+    block: Any, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One block on the stream (x, what is still to be added to it). `block` has the children of `Block`."""
+    children = block._modules
+    y, x = children["input_layernorm"].add(x, pending)
+    y, x = children["post_attention_layernorm"].add(x, children["self_attn"].mix(y, rope, mask))
+    return x, children["mlp"].mix(y)
+
+
+def run_blocks(blocks: Iterable[Any], final_norm: RMSNorm, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden)."""
+    pending = None
+    for block in blocks:
+        if block.gradient_checkpointing and block.training:
+            again = partial(run_block, block, rope=rope, mask=mask)
+            x, pending = block._gradient_checkpointing_func(again, x, pending)
+        else:
+            x, pending = run_block(block, x, pending, rope, mask)
+    return final_norm.add(x, pending)[0]

@@ -1,0 +1,50 @@
+"""The gated MLP: down(activation(gate(x)) · up(x)), with gate and up as one product."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernels import geglu, swiglu
+from .product import Stacked, cut_to_size, linear, plain
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class MLP(nn.Module):
+    """Gate and up as one product, the activation and the multiplication as one kernel, then down."""
+
+    activation: str = "silu"
+
+    def __init__(
+        self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu", device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+        where = {"device": device, "dtype": dtype}
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias, **where)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias, **where)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias, **where)
+        self.activation = activation
+        self.stacked = Stacked()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        cut_to_size([self.gate_proj, self.up_proj])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+    def mix(self, x: Tensor) -> Tensor:
+        children: dict[str, Any] = self._modules
+        layers = children["gate_proj"], children["up_proj"]
+        packed = self.stacked.product(x, layers)
+        y = self._gated(packed) if packed is not None else self._gated(*(layer(x) for layer in layers))
+        down = children["down_proj"]
+        return linear(y, down._parameters["weight"], down._parameters["bias"]) if plain(down) else down(y)
+
+    def _gated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """`gate` alone is the packed product [gate | up]."""
+        if self.activation == "silu":
+            return swiglu(gate, up)
+        return geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")

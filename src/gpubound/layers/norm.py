@@ -1,0 +1,36 @@
+"""RMSNorm, alone or with the residual add inside."""
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x²) + eps) · weight.
+
+    `add` is the form that a decoder block wants: it adds what the last sub-layer computed to the residual stream and norms
+    the sum, in one pass over memory.
+    """
+
+    eps: float
+
+    def __init__(self, hidden: int, eps: float = 1e-6, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._parameters["weight"], self.eps)
+
+    def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
+        weight = self._parameters["weight"]
+        if pending is None:
+            return rms_norm(x, weight, self.eps), x
+        if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
+            pending = pending.to(x.dtype)
+        return add_rms_norm(x, pending, weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -1,0 +1,235 @@
+"""Linear products: one weight, or several at once.
+
+q, k and v read the same x, and so do gate and up: stacked by rows they are one matrix and one product, which reads x once,
+fills the GPU better than three small products, and gives back one input gradient instead of three to be added.
+
+The stacked matrix is no parameter of its own. q_proj.weight, k_proj.weight and v_proj.weight stay the parameters, each a
+row slice of one buffer, so everything that goes by name or by Parameter object works as before: state_dict,
+save_pretrained, optimizers, adapters. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
+`load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be
+moved (a sharded or offloaded weight) is multiplied on its own: a fallback, with its reason.
+
+Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import GraphError
+from ..kernels.accumulate import deliver, join_rows, weight_gradients
+from ..trace import fallback
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weightᵀ + bias.
+
+    A weight with a main_grad gets its gradient there (kernels/accumulate.py); otherwise this is F.linear.
+    """
+    if getattr(weight, "main_grad", None) is None:
+        return F.linear(x, weight, bias)
+    return _multiply(x, weight.detach(), None if bias is None else bias.detach(), [weight], [] if bias is None else [bias])
+
+
+def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
+    """x times several weights, their outputs side by side: (..., ΣO).
+
+    One product when the weights lie one behind the other in memory (`Stacked` puts them so), else one each. The gradients
+    go to the weights themselves.
+    """
+    _check(x, weights, biases)
+    whole = join_rows([w.detach() for w in weights])
+    whole_bias = None if biases is None else join_rows([b.detach() for b in biases])
+    if whole is None or (biases is not None and whole_bias is None):
+        each = biases if biases is not None else [None] * len(weights)
+        return torch.cat([linear(x, w, b) for w, b in zip(weights, each)], -1)
+    return _multiply(x, whole, whole_bias, weights, biases or ())
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
+    if not weights:
+        raise ValueError("fused_linear: weights is empty; pass at least one.")
+    for i, weight in enumerate(weights):
+        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"fused_linear: weights[{i}] must have shape (outputs, {x.shape[-1]}) to match x, got {tuple(weight.shape)}; "
+                f"each row holds one output's factors for x's last dimension."
+            )
+    if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
+        raise ValueError(
+            f"fused_linear: biases must have shapes {[tuple(w.shape[:1]) for w in weights]} to match the weights, "
+            f"got {[tuple(b.shape) for b in biases]}; pass one for each weight, or None."
+        )
+
+
+def _multiply(x: Tensor, whole: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_grad_enabled():
+        return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return _Product.apply(x, whole, bias, len(weights), *weights, *biases)
+
+
+class _Product(torch.autograd.Function):
+    """y = x wholeᵀ + bias, with the gradients handed to the parameters that `whole` and `bias` are made of.
+
+    The parameters are kept on ctx rather than saved: activation checkpointing gives back detached copies of what was saved,
+    and those carry no main_grad. What save_for_backward would have seen to, that nobody changed them meanwhile, is checked
+    here.
+    """
+
+    @staticmethod
+    def forward(ctx, x, whole, bias, count, *parameters):
+        ctx.save_for_backward(x)
+        ctx.whole, ctx.count, ctx.parameters = whole, count, parameters
+        ctx.versions = [p._version for p in parameters]
+        return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        if [p._version for p in ctx.parameters] != ctx.versions:
+            raise RuntimeError(
+                "a weight of a fused product was changed in place between forward and backward, so its gradient would be "
+                "wrong; step the optimizer after backward."
+            )
+        dx = g @ ctx.whole.to(g.dtype) if ctx.needs_input_grad[0] else None
+        flat_g = g.reshape(-1, g.shape[-1])
+        weights, biases = ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
+        wanted = ctx.needs_input_grad[4:]
+        dw = _weight_gradients(weights, wanted, flat_g, x) if any(wanted[: ctx.count]) else [None] * len(weights)
+        db = _bias_gradients(biases, wanted[ctx.count :], flat_g)
+        return dx, None, None, None, *dw, *db
+
+
+def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tensor, x: Tensor) -> list[Tensor | None]:
+    """One product when every weight trains; else only the rows of those that do."""
+    x = x.reshape(-1, x.shape[-1])
+    if all(wanted[: len(weights)]):
+        return list(weight_gradients(weights, g, x))
+    parts = g.split([w.shape[0] for w in weights], 1)
+    return [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
+
+
+def _bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
+    if not any(wanted):
+        return [None] * len(biases)
+    sums = g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)).split([b.shape[0] for b in biases])
+    return [deliver(b, s) if want else None for b, s, want in zip(biases, sums, wanted)]
+
+
+def plain(layer: Any) -> bool:
+    """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
+    return (
+        type(layer) is nn.Linear
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and type(layer._parameters.get("weight")) is nn.Parameter
+    )
+
+
+class Stacked:
+    """Keeps the weights of some nn.Linear as row slices of one buffer, and multiplies by that buffer.
+
+    It holds no parameter, only the buffer's address. Copies and pickles of a module start with an empty one.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] = ()
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.fallbacks: Counter[str] = Counter()
+
+    def __reduce__(self):
+        return Stacked, ()
+
+    def product(self, x: Tensor, layers: Sequence[Any]) -> Tensor | None:
+        """The layers' outputs side by side, or None when they cannot be one product now; `fallbacks` then holds why."""
+        if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
+            return None
+        for layer in layers:
+            if not plain(layer):
+                return self._refuse(f"{describe(layer)}, so it is called as it is")
+        weights = [layer._parameters["weight"] for layer in layers]
+        biases = [b for layer in layers if (b := layer._parameters["bias"]) is not None]
+        if tuple(p.data_ptr() for p in weights + biases) != self._addresses:
+            if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
+                return self._refuse("FSDP shards the weights and manages their memory")
+            if why := self.repack(weights, biases):
+                return self._refuse(why)
+        assert self._weight is not None
+        return _multiply(x, self._weight, self._bias, weights, biases)
+
+    def repack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> str | None:
+        """Make the weights (and biases) neighbours again. None when that is done, else why it may not be."""
+        if biases and len(biases) != len(weights):
+            return "some of the layers have a bias and some have none"
+        for group, before in ((weights, self._weight), (biases, self._bias)):
+            if group and (why := _immovable(group, before)):
+                return why
+        self._weight = _stack(weights)
+        self._bias = _stack(biases) if biases else None
+        self._addresses = tuple(p.data_ptr() for p in [*weights, *biases])
+        return None
+
+    def _refuse(self, why: str) -> Tensor | None:
+        self._addresses, self._weight, self._bias = (), None, None  # hold no memory that nobody multiplies by
+        self.fallbacks[why] += 1
+        fallback("layers: several weights as one product", why)
+        return None
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor over `parts`: the memory they share if they are neighbours, else a new buffer that they become slices of."""
+    if (joined := join_rows([p.detach() for p in parts])) is not None:
+        return joined
+    if parts[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GraphError(
+            "fused weights lost their common buffer (the model was moved, copied or loaded since its last call) and cannot get "
+            "a new one inside a graph capture: run the model once before capturing it."
+        )
+    whole = torch.cat([p.detach() for p in parts])
+    for part, rows in zip(parts, whole.split([p.shape[0] for p in parts])):
+        part.data = rows
+    return whole
+
+
+def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
+    """Why these parameters may not be moved into a buffer of ours: somebody else manages the memory they lie in."""
+    if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
+        return "the weights differ in dtype, device or input width"
+    if join_rows([p.detach() for p in parts]) is not None:
+        return None
+    for part in parts:
+        if hasattr(part, "ds_id"):
+            return "the weights are sharded by DeepSpeed"
+        if part.device.type == "cpu" and part.is_shared():
+            return "the weights lie in memory shared between processes"
+        home = part.untyped_storage()
+        if home.nbytes() != part.nbytes and (before is None or home.data_ptr() != before.untyped_storage().data_ptr()):
+            return "the weights are slices of a buffer that something else owns (a sharding or flattening wrapper)"
+    return None
+
+
+def cut_to_size(layers: Sequence[nn.Module]) -> None:
+    """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
+    for group in zip(*(layer.parameters() for layer in layers)):
+        if join_rows([p.detach() for p in group]) is None:
+            for p in group:
+                if p.untyped_storage().nbytes() != p.nbytes:
+                    p.data = p.data.clone()
+
+
+def describe(layer: nn.Module) -> str:
+    """What keeps a layer from being multiplied by its weight alone, in words."""
+    kind = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
+    if type(layer) is not nn.Linear:
+        return f"a projection is {kind}, not nn.Linear"
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
+    return "a projection carries hooks"

@@ -1,0 +1,148 @@
+"""This machine's measured limits: what every percentage the project prints (of bandwidth, matrix rate, MFU) is a share of.
+
+They are measured once and kept in a file whose name holds the GPU, the driver, torch and CUDA: change one, and they are
+measured again.
+"""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ..device import resolve
+from ..errors import MeasureError
+from ..trace import notice
+from . import limits
+from .facts import machine
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_PRECISION_OF = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device does at best, in bytes, operations and microseconds. None: not on this device, or see `missing`."""
+
+    device: str  # "cuda" or "cpu"
+    name: str
+    key: str
+    date: str
+    quick: bool
+    copy_bytes_per_s: float
+    """Device memory to device memory, bytes read plus bytes written."""
+    read_bytes_per_s: float
+    fp32_flops_per_s: float
+    """Products of fp32 matrices with tf32 off."""
+    bf16_flops_per_s: float
+    launch_us: float
+    """Host time of one eager launch of a tiny kernel (on a CPU: of one tiny operation)."""
+    tf32_flops_per_s: float | None = None
+    fp16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    pinned_h2d_bytes_per_s: float | None = None
+    pageable_h2d_bytes_per_s: float | None = None
+    graph_node_us: float | None = None
+    """Device time of one tiny kernel inside a CUDA graph: the floor under a kernel's cost."""
+    item_us: float | None = None
+    """One `.item()`: the round trip in which the host waits and the device idles."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Figure -> why it could not be measured here."""
+
+    def flops_per_s(self, precision: str | torch.dtype) -> float:
+        """The matrix rate for 'bf16', torch.bfloat16 and so on; MeasureError where it was not measured."""
+        short = _PRECISION_OF.get(precision, "") if isinstance(precision, torch.dtype) else precision
+        if short not in PRECISIONS:
+            raise ValueError(
+                f"flops_per_s: got {precision!r}, wanted one of {', '.join(PRECISIONS)} or a floating torch.dtype."
+            )
+        figure = getattr(self, f"{short}_flops_per_s")
+        if figure is None:
+            why = self.missing.get(f"{short}_flops_per_s", f"it is not measured on a {self.device} device")
+            raise MeasureError(f"no {short} matrix rate for {self.name}: {why}.")
+        return figure
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
+    """The limits of `device`: from the cache, else measured now (under 10 s; quick: about 2 s, fewer runs on smaller data).
+
+    `quick` takes full figures when the cache holds them. `refresh` measures again in any case.
+    """
+    where = resolve(device)
+    key = _key(where)
+    if not refresh:
+        for kind in ("", "-quick") if quick else ("",):
+            if (kept := _read(cache_file(key + kind))) is not None:
+                return kept
+    found = _measure(where, key, quick)
+    _write(cache_file(key + ("-quick" if quick else "")), found)
+    return found
+
+
+def cache_file(key: str) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "gpubound" / f"ceilings-{key}.json"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine().cpu
+
+
+def _key(device: torch.device) -> str:
+    here = machine()
+    if device.type == "cuda":
+        parts = [_name(device), f"driver {here.driver}", f"torch {here.torch}", f"cuda {here.cuda}"]
+    else:
+        parts = [_name(device), f"{here.threads} threads", f"torch {here.torch}"]
+    return re.sub(r"[^a-z0-9.]+", "-", " ".join(parts).lower()).strip("-")
+
+
+def _measure(device: torch.device, key: str, quick: bool) -> Ceilings:
+    measured = limits.of_gpu(device, quick) if device.type == "cuda" else limits.of_cpu(quick)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Ceilings(device=device.type, name=_name(device), key=key, date=date, quick=quick, **measured)
+
+
+def _read(path: Path) -> Ceilings | None:
+    """What the file holds; None when there is none, or, with a notice, when it is not what this version writes."""
+    if not path.exists():
+        return None
+    try:
+        return _checked(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        notice(f"{path} is not readable as measured ceilings ({error}): measuring again.")
+        return None
+
+
+def _checked(row: object) -> Ceilings:
+    wanted = {f.name for f in fields(Ceilings)}
+    if not isinstance(row, dict) or set(row) != wanted:
+        differing = sorted(set(row) ^ wanted) if isinstance(row, dict) else [type(row).__name__]
+        raise ValueError(f"its fields are not this version's: {', '.join(differing)}")
+    for name, figure in row.items():
+        if name.endswith(("_per_s", "_us")) and not (figure is None or (isinstance(figure, float) and figure > 0)):
+            raise ValueError(f"{name} is {figure!r}")
+    return Ceilings(**row)
+
+
+def _write(path: Path, found: Ceilings) -> None:
+    """Written beside and renamed, so that another process never reads half of it. A read-only home costs the cache only."""
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError as error:
+        notice(f"the measured ceilings cannot be kept in {path} ({error.strerror}): they will be measured again next time.")

@@ -1,0 +1,130 @@
+"""Two or more things beside each other: in turn, in random order, with an interval on the ratio.
+
+A clock that drifts (heat, another process, power) moves neighbours alike, so the ratio is taken inside each round, and then the
+median over rounds. Timing one thing fully and then the other would book the drift on one of them.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .timing import Timing, Work, check_counts, clock_for, in_words, place_of
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How often ours fits into the peer's time: above 1, ours is faster. `low` to `high` is the 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        """Half the interval, relative to the value: read it as plus or minus."""
+        return (self.high - self.low) / (2 * self.value)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}x ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found: a Timing for each name, and for each peer the Ratio of ours over it."""
+
+    ours: str
+    timings: dict[str, Timing]
+    ratios: dict[str, Ratio]
+
+    @property
+    def ratio(self) -> float:
+        return self._only().value
+
+    @property
+    def spread(self) -> float:
+        return self._only().spread
+
+    def _only(self) -> Ratio:
+        if len(self.ratios) != 1:
+            raise ValueError(
+                f"comparison: {len(self.ratios)} peers were timed ({', '.join(self.ratios)}); take one of comparison.ratios."
+            )
+        return next(iter(self.ratios.values()))
+
+    def __str__(self) -> str:
+        width = max(map(len, self.timings))
+        lines = [f"{self.ours:{width}}  {in_words(self.timings[self.ours].median_s):>8}"]
+        for name, ratio in self.ratios.items():
+            lines.append(f"{name:{width}}  {in_words(self.timings[name].median_s):>8}  {self.ours} is {ratio}")
+        return "\n".join(lines)
+
+
+def compare(
+    works: Mapping[str, Work],
+    *,
+    rounds: int = 20,
+    warmup: int = 3,
+    cold_l2: bool = False,
+    host_ahead: bool = False,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Time `works` in turn; the first is ours, the others are its peers. The options are those of `time`."""
+    if len(works) < 2:
+        raise ValueError(
+            f"compare: got {len(works)} callables, wanted ours and at least one peer, as in {{'ours': f, 'peer': g}}."
+        )
+    check_counts("compare", rounds=(rounds, 3), warmup=(warmup, 0))
+    clock = clock_for("compare", place_of(device), cold_l2, host_ahead)
+    order = list(works)
+    handles: dict[str, list[Any]] = {name: [] for name in works}
+    shuffle = random.Random(seed).shuffle
+    for name in order:
+        with _naming(name):
+            clock.warm(name, works[name], warmup)
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            with _naming(name):
+                handles[name].append(clock.run(name, works[name]))
+    return compare_samples({name: clock.read(handles[name]) for name in works}, clock=clock.name)
+
+
+def compare_samples(seconds: Mapping[str, list[float]], *, clock: str = "given") -> Comparison:
+    """The comparison of samples taken elsewhere: `seconds[name][i]` is round i. The first name is ours."""
+    names = list(seconds)
+    rounds = len(seconds[names[0]])
+    if len(names) < 2 or any(len(samples) != rounds for samples in seconds.values()):
+        raise ValueError(
+            "compare_samples: got "
+            + ", ".join(f"{len(s)} rounds of {n!r}" for n, s in seconds.items())
+            + "; wanted the same number for ours and at least one peer."
+        )
+    ours = np.asarray(seconds[names[0]])
+    ratios = {name: _interval(np.asarray(seconds[name]) / ours) for name in names[1:]}
+    return Comparison(names[0], {name: Timing.of(list(samples), clock) for name, samples in seconds.items()}, ratios)
+
+
+def _interval(per_round: np.ndarray) -> Ratio:
+    """The median and its 95 % bootstrap interval; the seed is fixed, so the same samples give the same interval."""
+    picks = np.random.default_rng(0).integers(0, len(per_round), (RESAMPLES, len(per_round)))
+    medians = np.median(per_round[picks], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return Ratio(float(np.median(per_round)), float(low), float(high))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """An error inside says which of the works raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"compare: raised by {name!r}")
+        raise

@@ -1,0 +1,160 @@
+"""The measurements behind `ceilings`. Random data throughout: products of zeros draw less power and run up to 13 % faster."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MeasureError
+from .facts import machine
+from .timing import time
+
+MIB = 1 << 20
+
+
+def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:
+    """The fields of Ceilings that a GPU has. Medians: sustained clocks, as a training run sees them."""
+    with torch.cuda.device(device), _explained(device):
+        runs = 5 if quick else 15
+        found = _gpu_memory(device, 256 if quick else 1024, runs)
+        found |= _gpu_products(device, 4096 if quick else 8192, runs)
+        found |= _transfers(device, 64 if quick else 256)
+        return found | _gpu_host_costs(device, 500 if quick else 2000)
+
+
+def of_cpu(quick: bool = False) -> dict[str, Any]:
+    """The fields of Ceilings that a CPU has. Lower quartiles: another process only ever makes a run slower."""
+    cpu = torch.device("cpu")
+    runs = 3 if quick else 7
+
+    def best(fn: Callable[[], Any]) -> float:
+        return time(fn, warmup=1, runs=runs, device=cpu).low_s
+
+    source = _random_floats(_cpu_buffer_bytes(quick), cpu)
+    target = torch.empty_like(source)
+    found: dict[str, Any] = {"copy_bytes_per_s": 2 * source.nbytes / best(lambda: target.copy_(source))}
+    found["read_bytes_per_s"] = source.nbytes / best(source.sum)
+    size = 1024 if quick else 2048
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        found[f"{name}_flops_per_s"] = 2 * size**3 / best(partial(torch.matmul, a, b))
+    return found | {"launch_us": _launch_us(cpu, 5_000)}
+
+
+def _cpu_buffer_bytes(quick: bool) -> int:
+    """Twice the last-level cache where the system tells its size, so that memory is measured; at most 1/16 of it, or 1 GiB."""
+    stated = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    cache_kib = int(stated.read_text().strip().removesuffix("K")) if stated.exists() else 32 * 1024
+    memory = machine().host_memory_bytes or 8 << 30
+    return min(max(2 * cache_kib * 1024, 64 * MIB), memory // 16, 256 * MIB if quick else 1024 * MIB)
+
+
+def _random_floats(size_bytes: int, device: torch.device) -> Tensor:
+    """fp32 noise; on a CPU one MiB of it over and over, because drawing a GiB takes longer than measuring with it."""
+    count = size_bytes // 4
+    if device.type == "cuda":
+        return torch.randn(count, device=device)
+    return torch.randn(MIB // 4).repeat(max(1, count // (MIB // 4)))
+
+
+def _gpu_memory(device: torch.device, wanted_mib: int, runs: int) -> dict[str, Any]:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    size = min(wanted_mib * MIB, free_bytes // 4)
+    if size < 64 * MIB:
+        raise MeasureError(
+            f"ceilings: only {free_bytes // MIB} MiB are free on {device}, 256 are needed; stop what holds them."
+        )
+    source = _random_floats(size, device)
+    target = torch.empty_like(source)
+    copy = time(lambda: target.copy_(source), runs=runs, device=device).median_s
+    read = time(source.sum, runs=runs, device=device).median_s
+    return {"copy_bytes_per_s": 2 * source.nbytes / copy, "read_bytes_per_s": source.nbytes / read}
+
+
+def _gpu_products(device: torch.device, size: int, runs: int) -> dict[str, Any]:
+    """Square products of `size`; half that for fp32 without tf32, which is more than ten times slower."""
+
+    def rate(fn: Callable[[], Any], n: int = size) -> float:
+        return 2 * n**3 / time(fn, runs=runs, device=device).median_s
+
+    found: dict[str, Any] = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        found[f"{name}_flops_per_s"] = rate(partial(torch.matmul, a, b))
+    for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
+        a, b = (torch.randn(size // 2, size // 2, device=device) for _ in range(2))
+        with _fp32_products(mode):
+            found[f"{name}_flops_per_s"] = rate(partial(torch.matmul, a, b), size // 2)
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return found | {"missing": {"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"}}
+    one = torch.ones((), device=device)
+    a8, b8 = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    try:  # the second operand must be column-major
+        fp8 = rate(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    except (RuntimeError, TypeError) as error:  # a private function: its demands differ between builds
+        return found | {"missing": {"fp8_flops_per_s": str(error).strip().splitlines()[0]}}
+    return found | {"fp8_flops_per_s": fp8}
+
+
+@contextmanager
+def _fp32_products(mode: str) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = mode
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _transfers(device: torch.device, mib: int) -> dict[str, Any]:
+    pageable = _random_floats(mib * MIB, torch.device("cpu"))
+    pinned = pageable.pin_memory()
+    there = torch.empty_like(pageable, device=device)
+    slow = time(lambda: there.copy_(pageable), warmup=1, runs=5, device=device).median_s
+    fast = time(lambda: there.copy_(pinned, non_blocking=True), warmup=1, runs=5, device=device).median_s
+    return {"pageable_h2d_bytes_per_s": pageable.nbytes / slow, "pinned_h2d_bytes_per_s": pageable.nbytes / fast}
+
+
+def _gpu_host_costs(device: torch.device, count: int) -> dict[str, Any]:
+    x = torch.ones((), device=device)
+    chain = 100  # nodes a call, so that the graph's start costs each of them under a nanosecond
+    node = time(lambda: [x.add_(1) for _ in range(chain)], graph=True, runs=20, device=device).median_s / chain
+    x.item()
+    start = perf_counter()
+    for _ in range(count):
+        x.item()
+    item_us = (perf_counter() - start) / count * 1e6
+    return {"launch_us": _launch_us(device, 2 * count), "graph_node_us": node * 1e6, "item_us": item_us}
+
+
+def _launch_us(device: torch.device, count: int) -> float:
+    """Host time of a tiny in-place add: the best of five stretches of `count`. A full queue makes it the device's."""
+    x = torch.ones(16, device=device)
+    stretches = []
+    for _ in range(6):  # the first warms up
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = perf_counter()
+        for _ in range(count):
+            x.add_(1)
+        stretches.append((perf_counter() - start) / count * 1e6)
+    return min(stretches[1:])
+
+
+@contextmanager
+def _explained(device: torch.device) -> Iterator[None]:
+    """Whatever CUDA raises while measuring becomes one sentence; a figure is never guessed."""
+    try:
+        yield
+    except MeasureError:
+        raise
+    except RuntimeError as error:
+        cause = str(error).strip().splitlines()[0]
+        raise MeasureError(
+            f"ceilings: measuring {device} failed: {cause}. Free the GPU, then run `gpubound env --refresh`."
+        ) from error

@@ -1,0 +1,136 @@
+"""The decoder: a Llama-shaped language model over the library's layers.
+
+Grouped-query attention, rotary positions, RMSNorm and a gated MLP, with the options that set Llama, Mistral, Qwen2, Qwen3 and
+SmolLM apart: biases on q, k and v, normed q and k heads, tied embeddings. Parameters are named as Hugging Face names them, so
+weights.py moves a checkpoint in or out without renaming.
+
+Legend: B batch, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.attention import Attention, Rope
+from ..layers.block import Block, run_blocks
+from ..layers.head import LMLoss, lm_loss
+from ..layers.mlp import MLP
+from ..layers.norm import RMSNorm
+from ..layers.rope import RopeTable, RotaryAngles
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape. What is derived from it (head_dim, counts) is computed here and nowhere else."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+    head_width: int | None = None  # None: hidden / heads
+    rope_theta: float = 10000.0
+    eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    positions: int = 4096  # the longest sequence it is meant for; written to HF's config, not a limit of the code
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads and self.head_width is None:
+            raise ValueError(f"DecoderConfig: hidden {self.hidden} is not a multiple of heads {self.heads}; give head_width.")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"DecoderConfig: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; choose one that divides it."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def product_parameters(self) -> int:
+        """Parameters that are multiplied with every token: the floor of its arithmetic. The embedding's lookup is none."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
+
+
+PRESETS = {
+    "tiny": DecoderConfig(64, 128, 2, 4, 2, 256, tied=True),
+    "10m": DecoderConfig(256, 768, 10, 4, 2, 8192, tied=True),
+    "135m": DecoderConfig(576, 1536, 30, 9, 3, 49152, tied=True),
+    "350m": DecoderConfig(1024, 4096, 24, 16, 4, 32768),
+    "1b": DecoderConfig(2048, 8192, 16, 32, 8, 128256, tied=True, rope_theta=500000.0),
+    "8b": DecoderConfig(4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0),
+}
+
+
+class Trunk(nn.Module):
+    """Everything below the head: token ids (B, T) to the last hidden state (B, T, hidden)."""
+
+    def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
+        super().__init__()
+        where = {"device": device, "dtype": dtype}
+        qk_norm = config.eps if config.qk_norm else None
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
+        self.layers = nn.ModuleList(
+            Block(
+                Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, config.qkv_bias, qk_norm, **where),
+                MLP(config.hidden, config.intermediate, **where),
+                config.hidden,
+                config.eps,
+                **where,
+            )
+            for _ in range(config.layers)
+        )
+        self.norm = RMSNorm(config.hidden, config.eps, **where)
+        self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), self.turn(ids, positions), mask)
+
+    def turn(self, ids: Tensor, positions: Tensor | None) -> Rope:
+        return self.rope.first(ids.shape[1], ids.device) if positions is None else self.rope.angles(positions)
+
+
+class Decoder(nn.Module):
+    """`Decoder(PRESETS["10m"])`. Calling it gives logits; `loss` gives the loss, never holding the logits whole."""
+
+    def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config, device, dtype)
+        self.lm_head = LMLoss(config.hidden, config.vocabulary, device=device, dtype=dtype)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.initialise()
+
+    @property
+    def base_model(self) -> Trunk:
+        """Everything below the head, by the name that Hugging Face gives it."""
+        return self.model
+
+    def get_output_embeddings(self) -> LMLoss:
+        return self.lm_head
+
+    @torch.no_grad()
+    def initialise(self, std: float = 0.02) -> None:
+        """Normal weights; what writes into the residual stream is smaller, so that the stream does not widen with the depth."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if into_stream else std)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, T, vocabulary). Causal, or as `mask` says (an SDPA mask)."""
+        return self.lm_head(self.model(input_ids, position_ids, mask))
+
+    def loss(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, total: Tensor | float | None = None
+    ) -> Tensor:
+        """Mean cross-entropy of the next token over the labels that are not -100, or their sum divided by `total`."""
+        return lm_loss(self.model(input_ids, position_ids), self.lm_head.weight, labels, total=total)

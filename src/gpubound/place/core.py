@@ -1,0 +1,204 @@
+"""Placing a model: look, move, swap what can be swapped, verify each swap, then the whole.
+
+The order matters. The whole model runs forward and backward on its device before anything is changed: that is what the end
+is compared with. Leaves (norms, attention, MLPs) are swapped one at a time, each verified tightly against itself in a wider
+dtype; then the decoder loop and the loss, each by a run of what it wraps. A swap that fails is taken back, with its reason.
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import device as facts
+from ..errors import FallbackError, GpuboundError, PlaceError
+from ..kernels.choose import implementation
+from ..trace import fallback
+from . import exercise, families, guard
+from .swap import Fused, adopt, release
+from .table import Note, Placement, forget_slow_calls
+from .verify import Verdict, verify
+
+
+def place(
+    model: nn.Module, device: str | torch.device = "auto", fuse: bool = True, strict: bool = False, example: Any = None
+) -> Placement:
+    """Move `model` to `device` and swap its supported modules, on this instance, for fused ones that compute the same.
+
+    device: auto, require, cpu, cuda or cuda:<index> (device.py). fuse=False only moves and exercises. strict: a module that
+    could not be swapped, or fails its verification, raises PlaceError instead of staying as it was. example: a batch to run
+    models with whose input nobody can guess: a dict of keywords, a tuple of arguments, or one argument.
+
+    Parameters keep their names and identity, so state_dict, save_pretrained and an optimizer built before keep working.
+    """
+    begin = time.perf_counter()
+    guard.check(model)
+    there = facts.resolve(device)
+    if guard.devices(model) - {there}:
+        guard.check_movable(model, there)
+        model.to(there)
+    run, before, trouble = _first_run(model, example)
+    placer, verdict, verified = _Placer(strict), trouble, False
+    try:
+        if fuse:
+            placer.leaves(model)
+            placer.wholes(model)
+        if run is not None and before is not None:
+            verdict, verified = _last_run(model, run, before, placer)
+        placer.report()
+    except GpuboundError:  # strict: nothing stays half swapped
+        placer.release_all()
+        raise
+    notes = placer.notes(model)
+    for note in notes:
+        forget_slow_calls(note.module)  # the exercises' own
+    return Placement(model, there, notes, verdict, verified, time.perf_counter() - begin)
+
+
+def _first_run(model: nn.Module, example: Any) -> tuple[exercise.Exercise | None, exercise.Sketch | None, str]:
+    """The whole model as it came, on its device: how to run it, what came out, or why nothing did."""
+    run = exercise.exercise_for(model, example)
+    if run is None:
+        return None, None, "nobody knows what to feed it; pass example=<a batch>"
+    try:
+        return run, run(), ""
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        return None, None, f"its own forward and backward raised {_said(error)}"
+
+
+def _last_run(model: nn.Module, run: exercise.Exercise, before: exercise.Sketch, placer: "_Placer") -> tuple[str, bool]:
+    """The whole model as it is now, against what it was. Taken back whole when it differs."""
+    verdict = _compared(run, before, model)
+    if verdict.ok:
+        return str(verdict), True
+    why = f"the whole model with every swap in it: {verdict}"
+    placer.take_back(why)
+    return why, False
+
+
+def _compared(run: exercise.Exercise, before: exercise.Sketch, model: nn.Module) -> Verdict:
+    try:
+        return exercise.compare(run(), before, _dtype(model))
+    except FallbackError:
+        raise
+    except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
+        return Verdict("", 0.0, 0.0, f"raised {_said(error)}")
+
+
+class _Placer:
+    """Swaps candidates one by one and remembers what came of each."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.decided: dict[str, Note] = {}
+        self.refusals: Counter[tuple[str, str]] = Counter()
+
+    def leaves(self, model: nn.Module) -> None:
+        for candidate in families.leaves(model):
+            why = candidate.refusal or guard.leave_alone(candidate.module)
+            if why:
+                self.refuse(candidate, why)
+            else:
+                self.settle(candidate, self._verified(candidate))
+
+    def wholes(self, model: nn.Module) -> None:
+        for candidate in families.wholes(model):
+            if candidate.refusal:
+                self.refuse(candidate, candidate.refusal)
+            else:
+                self.settle(candidate, self._exercised(candidate))
+
+    def _verified(self, c: families.Candidate) -> Verdict:
+        try:
+            return verify(c.module, c.cases, lambda: adopt(c.module, c.part, c.attributes))
+        except FallbackError:
+            raise
+        except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
+            return Verdict("", 0.0, 0.0, f"its verification raised {_said(error)}")
+
+    def _exercised(self, c: families.Candidate) -> Verdict:
+        """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
+        run, before, trouble = _first_run(c.module, None)
+        if run is None or before is None:
+            return Verdict("", 0.0, 0.0, trouble)
+        adopt(c.module, c.part, c.attributes)
+        return _compared(run, before, c.module)
+
+    def settle(self, c: families.Candidate, verdict: Verdict) -> None:
+        if verdict.ok:
+            self.decided[c.name] = Note(c.name, c.module, _kernel(c), f"verified: {verdict}", verdict=verdict)
+            return
+        if isinstance(c.module, Fused):
+            release(c.module)
+        self.refuse(c, str(verdict))
+
+    def refuse(self, c: families.Candidate, why: str) -> None:
+        if self.strict:
+            raise PlaceError(f"place: {c.name or 'the model'} ({type(c.module).__name__}) was not swapped: {why}.")
+        self.decided[c.name] = Note(c.name, c.module, "torch", f"not swapped: {why}", refused=True)
+        self.refusals[type(c.module).__name__, why] += 1
+
+    def take_back(self, why: str) -> None:
+        if self.strict:
+            raise PlaceError(f"place: {why}; every swap was taken back.")
+        self.release_all()
+        for name, note in self.decided.items():
+            if not note.refused:
+                self.decided[name] = Note(name, note.module, "torch", f"taken back: {why}", refused=True)
+        self.refusals["the model", why] += 1
+
+    def release_all(self) -> None:
+        for note in self.decided.values():
+            if isinstance(note.module, Fused):
+                release(note.module)
+
+    def report(self) -> None:
+        """One fallback for each kind of module and reason, however many layers there are."""
+        for (kind, why), often in self.refusals.items():
+            fallback(f"place: {kind} x{often}" if often > 1 else f"place: {kind}", why)
+
+    def notes(self, model: nn.Module) -> list[Note]:
+        """Every module that was decided on, and every other that holds parameters of its own, in the model's order."""
+        notes = []
+        for name, module in model.named_modules():
+            if name in self.decided:
+                notes.append(self.decided[name])
+            elif module._parameters and not self._within_swapped(name):
+                notes.append(Note(name, module, "torch", "as it was"))
+        return notes
+
+    def _within_swapped(self, name: str) -> bool:
+        """Inside a leaf that was swapped: its row speaks for its projections."""
+        parents = [name[:i] for i, c in enumerate(name) if c == "."]
+        return any(
+            p in self.decided and isinstance(self.decided[p].module, Fused) and _is_leaf(self.decided[p]) for p in parents
+        )
+
+
+def _is_leaf(note: Note) -> bool:
+    return families.role_of(note.module) in ("Attention", "MLP")
+
+
+def _kernel(c: families.Candidate) -> str:
+    """The candidate's kernels in words, each op under the implementation that its door chooses for this module's tensors."""
+    p = next(c.module.parameters(), torch.empty(1))
+    chosen: dict[str, list[str]] = {}
+    for op in c.ops:
+        x = torch.empty(1, device=p.device, dtype=p.dtype)
+        source = implementation(op, x).__module__.split(".")[-2]
+        chosen.setdefault(source, []).append(op.rpartition(".")[2])
+    return c.kernels.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The coarsest dtype of the model's parameters: it decides how far two right runs may differ."""
+    found = {p.dtype for p in model.parameters()}
+    return max(found & set(exercise.LIMIT), key=exercise.LIMIT.__getitem__, default=torch.float32)
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    known = isinstance(error, GpuboundError)
+    return f"{type(error).__name__}: {text[0]}" if text and not known else (text[0] if text else type(error).__name__)

@@ -1,0 +1,158 @@
+"""A whole model, forward and backward, before and after: too large to be copied into a wider dtype, so the two runs are
+compared as they are. Each swap inside was judged tightly on its own (verify.py); this catches what only shows in the whole:
+the loop, the masks, the positions, the loss. Such mistakes are of the order of 1; what two right 16-bit runs differ by
+grows with depth to a few hundredths.
+
+Gradients are reduced to a sketch, 4,096 elements of each and nothing more, so the two runs never hold two models' worth of
+them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .verify import Verdict, bare, mode, noise
+
+LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+ELEMENTS = 4096
+BATCH, TOKENS = 2, 16
+
+Sketch = list[tuple[str, Tensor | None]]
+Exercise = Callable[[], Sketch]
+
+
+def exercise_for(model: nn.Module, example: Any = None) -> Exercise | None:
+    """How to run `model` forward and backward, or None when nobody knows what to feed it."""
+    if example is not None:
+        return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
+    if not _reads_tokens(model):
+        return None
+    if hasattr(model, "lm_head") or "ForCausalLM" in type(model).__name__:
+        return lambda: _sketched(model, lambda: _language_loss(model), training=True) + _padded_logits(model)
+    return lambda: _sketched(model, lambda: _call(model, {"input_ids": _tokens(model)[:1]}), training=True)
+
+
+def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
+    floor = 1e-3 * torch.stack([t.norm() for _, t in before if t is not None]).max()
+    errors, names = [], []
+    for (name, a), (_, b) in zip(after, before):
+        if (a is None) != (b is None):
+            return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if a is None else 'there'}, unlike the original's")
+        if a is not None and b is not None:
+            errors.append((a - b).norm() / torch.maximum(b.norm(), floor))
+            names.append(name)
+    values = torch.stack(errors).tolist()
+    worst = max(range(len(values)), key=lambda i: values[i] if values[i] == values[i] else float("inf"))
+    return Verdict(names[worst], values[worst], LIMIT[dtype])
+
+
+def _sketched(model: nn.Module, outputs: Callable[[], tuple[list, list]], training: bool) -> Sketch:
+    """Outputs and gradients of one forward and backward. `outputs` gives named outputs, and inputs that want a gradient."""
+    with ExitStack() as stack:
+        stack.enter_context(_quietly(model))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(mode(model, training))
+        named, inputs = outputs()
+        leaves = [*inputs, *((f"gradient of {name}", p) for name, p in model.named_parameters() if p.requires_grad)]
+        total = sum((t.float() * noise(t.shape, t.float(), seed=1)).sum() for _, t in named if t.requires_grad)
+        gradients: tuple = ()
+        if leaves and isinstance(total, Tensor):
+            gradients = torch.autograd.grad(total, [t for _, t in leaves], allow_unused=True)
+        return [(name, _sample(t)) for name, t in named] + [
+            (name, None if g is None else _sample(g)) for (name, _), g in zip(leaves, gradients)
+        ]
+
+
+def _language_loss(model: Any) -> tuple[list, list]:
+    """The training path: a loss over labels of which some are ignored, with a gradient back to the embeddings."""
+    ids = _tokens(model)
+    embeddings = model.get_input_embeddings()(ids)
+    if not embeddings.requires_grad:
+        embeddings.requires_grad_()
+    labels = ids.clone()
+    labels[:, : TOKENS // 4] = -100
+    loss = model(inputs_embeds=embeddings, labels=labels).loss
+    return [("loss", loss)], [("gradient of the embeddings", embeddings)]
+
+
+def _padded_logits(model: Any) -> Sketch:
+    """The reading path: eval mode, one row shorter than the other."""
+    ids = _tokens(model)
+    mask = torch.ones_like(ids)
+    mask[1, -TOKENS // 3 :] = 0
+    with torch.no_grad(), _quietly(model), mode(model, training=False):
+        return [("logits of a padded batch", _sample(model(input_ids=ids, attention_mask=mask).logits))]
+
+
+def _call(model: nn.Module, example: Any) -> tuple[list, list]:
+    """Any model on the user's example: a dict of keywords, a tuple of arguments, or one argument."""
+    device = next((p.device for p in model.parameters()), None)
+    example = _moved(example, device) if device is not None else example
+    if isinstance(example, dict):
+        result = model(**example)
+    else:
+        result = model(*example) if isinstance(example, tuple) else model(example)
+    return [(f"output {name}".strip(), t) for name, t in _tensors(result)], []
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}".strip("."))
+    elif isinstance(value, list | tuple):
+        for key, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{key}".strip("."))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}
+    return type(value)(_moved(v, device) for v in value) if isinstance(value, list | tuple) else value
+
+
+def _reads_tokens(model: Any) -> bool:
+    """A Hugging Face model of text, read left to right: it can be fed made-up tokens."""
+    config = getattr(model, "config", None)
+    return (
+        getattr(model, "main_input_name", None) == "input_ids"
+        and hasattr(model, "get_input_embeddings")
+        and hasattr(config, "vocab_size")
+        and not getattr(config, "is_encoder_decoder", False)
+    )
+
+
+def _tokens(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (BATCH, TOKENS), generator=generator, device="cpu")
+    return ids.to(next(model.parameters()).device)
+
+
+def _sample(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to(torch.promote_types(t.dtype, torch.float32))
+
+
+@contextmanager
+def _quietly(model: nn.Module) -> Iterator[None]:
+    """The same random numbers in every run, the user's own undisturbed, and no accumulator written to."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    before = [g.get_state() for g in generators]
+    try:
+        for g in generators:
+            g.manual_seed(0)
+        with bare(model, all_train=False):
+            yield
+    finally:
+        for g, state in zip(generators, before):
+            g.set_state(state)

@@ -1,0 +1,205 @@
+"""Which modules can be swapped, for what, and on which inputs each is verified.
+
+Hugging Face's modules are known by name and home: `LlamaMLP` of transformers.models.llama.modeling_llama, and its like. A
+subclass of a user's own lives elsewhere, may compute something else, and is left alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import RopeTable, Stacked
+from ..layers.product import plain
+from . import torch_parts
+from .verify import Case, noise
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length of what they read
+CALLED = "projections as they are"  # adapters, hooks, subclasses: each is called, and its output taken from there
+
+BATCH, TOKENS = 2, 16
+
+
+@dataclass
+class Candidate:
+    """A module that can be swapped: for which part, with which attributes, verified on which cases."""
+
+    name: str
+    module: nn.Module
+    part: type
+    kernels: str  # in words; {} stands for the kernels of `ops`, each under the implementation that runs it
+    ops: tuple[str, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    cases: tuple[Case, ...] = ()
+    refusal: str = ""
+
+
+def leaves(model: nn.Module) -> Iterator[Candidate]:
+    """Every norm, attention and MLP that there is a part for, nested ones included."""
+    rotary = _rotary_of(model)
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind in torch_parts.PARTS:
+            yield _torch_norm(name, module)
+        elif role := role_of(module):
+            if role == "RMSNorm":
+                yield _norm(name, module)
+            elif role == "MLP":
+                yield _mlp(name, module)
+            elif role == "Attention":
+                yield _attention(name, module, rotary.get(name.rpartition(".layers.")[0]))
+
+
+def wholes(model: nn.Module) -> Iterator[Candidate]:
+    """The decoder stacks, then the language models around them: verified by exercise, once their leaves are swapped."""
+    for wanted, make in (("Model", _decoder), ("ForCausalLM", _causal_lm)):
+        for name, module in model.named_modules():
+            if role_of(module) == wanted:
+                yield make(name, module)
+
+
+def role_of(module: nn.Module) -> str | None:
+    """'RMSNorm', 'Attention', 'MLP', 'DecoderLayer', 'Model' or 'ForCausalLM' for a module of a known family, else None."""
+    kind = getattr(type(module), "original", type(module))
+    for family, prefix in FAMILIES.items():
+        if kind.__module__ == f"transformers.models.{family}.modeling_{family}":
+            return kind.__name__.removeprefix(prefix)
+    return None
+
+
+def _parts() -> Any:
+    """hf_parts imports transformers: only a model of Hugging Face's leads here, so it is imported already."""
+    from . import hf_parts
+
+    return hf_parts
+
+
+def _rotary_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The rotary module of each decoder stack, by the stack's name."""
+    return {
+        name: module.rotary_emb
+        for name, module in model.named_modules()
+        if role_of(module) == "Model" and isinstance(getattr(module, "rotary_emb", None), nn.Module)
+    }
+
+
+def _torch_norm(name: str, module: Any) -> Candidate:
+    width = getattr(module, "normalized_shape", (getattr(module, "num_channels", 0),))
+    shape = (BATCH, width[0], 4, 4) if isinstance(module, nn.GroupNorm) else (BATCH, TOKENS, *width)
+    part: Any = torch_parts.PARTS[type(module)]
+    refusal = f"it norms over {len(width)} dimensions, the kernel over one" if len(width) > 1 else ""
+    return Candidate(name, module, part, "{}", part.ops, cases=(_case(module, shape),), refusal=refusal)
+
+
+def _norm(name: str, module: Any) -> Candidate:
+    shape = (BATCH, TOKENS, module.weight.shape[0])
+    ops = ("rms_norm", "rms_norm.add_rms_norm")
+    return Candidate(name, module, _parts().HFNorm, "{}", ops, {"eps": module.variance_epsilon}, (_case(module, shape),))
+
+
+def _mlp(name: str, module: Any) -> Candidate:
+    activation = ACTIVATIONS.get(getattr(module.config, "hidden_act", ""))
+    product = "gate and up as one product" if plain(module.gate_proj) and plain(module.up_proj) else CALLED
+    return Candidate(
+        name,
+        module,
+        _parts().HFMLP,
+        f"{product}; {{}}",
+        ("swiglu" if activation == "silu" else "geglu",),
+        {"stacked": Stacked(), "activation": activation},
+        (_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
+        "" if activation else f"no kernel for the activation {module.config.hidden_act!r}",
+    )
+
+
+def _attention(name: str, module: Any, rotary: Any) -> Candidate:
+    config, part = module.config, _parts().HFAttention
+    refusal = "it lies outside a decoder stack with a rotary_emb" if rotary is None else ""
+    if config._attn_implementation != "sdpa":
+        refusal = f"the config asks for {config._attn_implementation!r} attention; load with attn_implementation='sdpa'"
+    attributes = {
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "dropout": module.attention_dropout,
+        "turns": bool(getattr(module, "use_rope", True)),
+        "stacked": Stacked(),
+        "delegated": Counter(),
+    }
+    cases = tuple(_attention_case(module, rotary, masked) for masked in (False, True))
+    one = all(plain(projection) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    product = "q, k, v as one product" if one else CALLED
+    op = "rope.rope_qkv" if one and not hasattr(module, "q_norm") else "rope"
+    return Candidate(
+        name, module, part, f"{product}; {{}}; SDPA", (op,) if attributes["turns"] else (), attributes, cases, refusal
+    )
+
+
+def _decoder(name: str, module: Any) -> Candidate:
+    parts = _parts()
+    rope_type = getattr(module.rotary_emb, "rope_type", None)
+    refusal = "" if rope_type in ROPE_TYPES else f"rope_type {rope_type!r} changes its frequencies as it reads"
+    for i, layer in enumerate(module.layers):
+        for child, part in parts.PARTS.items():
+            if not isinstance(getattr(layer, child), part):
+                refusal = refusal or f"layers.{i}.{child} was not swapped"
+    if not isinstance(module.norm, parts.HFNorm):
+        refusal = refusal or "norm was not swapped"
+    attributes: dict[str, Any] = {
+        "table": RopeTable(parts.HFAngles(module.rotary_emb)),
+        "window": _window(module),
+        "delegated": Counter(),
+    }
+    ops = ("rms_norm.add_rms_norm",)
+    return Candidate(name, module, parts.HFDecoder, "residual adds inside the norms: {}", ops, attributes, refusal=refusal)
+
+
+def _causal_lm(name: str, module: Any) -> Candidate:
+    kernels, ops = "head and loss without whole logits: {}", ("linear_cross_entropy",)
+    return Candidate(name, module, _parts().HFCausalLM, kernels, ops, {"delegated": Counter()})
+
+
+def _window(decoder: Any) -> int | None:
+    """The narrowest sliding window of any layer: up to that length all of them are plainly causal."""
+    of_config = getattr(decoder.config, "sliding_window", None)
+    windows = [getattr(layer.self_attn, "sliding_window", of_config) for layer in decoder.layers]
+    return min((w for w in windows if w is not None), default=None)
+
+
+def _case(module: nn.Module, shape: tuple[int, ...]) -> Case:
+    own, device = _dtype_and_device(module)
+
+    def case(dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+        return _x(shape, own, dtype, device), {}
+
+    return case
+
+
+def _attention_case(module: Any, rotary: Any, masked: bool) -> Case:
+    """Random hidden states at positions 0, 1, ...; masked: causal, and the second row a few tokens shorter."""
+    own, device = _dtype_and_device(module)
+
+    def case(dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+        x = _x((BATCH, TOKENS, module.config.hidden_size), own, dtype, device)
+        positions = torch.arange(TOKENS, device=device)[None]
+        mask = None
+        if masked:
+            mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+            mask[1, :, :, -TOKENS // 3 :] = False
+        return x, {"position_embeddings": rotary(x, positions), "attention_mask": mask}
+
+    return case
+
+
+def _x(shape: tuple[int, ...], own: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rounded to the module's own dtype, whatever dtype it is wanted in: every run reads the same numbers."""
+    return noise(shape, torch.empty(0, device=device, dtype=own)).to(dtype)
+
+
+def _dtype_and_device(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    p = next(module.parameters(), torch.empty(0))
+    return p.dtype, p.device

@@ -1,0 +1,158 @@
+"""What placing did, as a table read from the modules themselves: where their tensors are, how often each was slower."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import device as facts
+from .swap import Fused, release
+from .verify import Verdict
+
+
+@dataclass(frozen=True)
+class Row:
+    module: str
+    kind: str
+    device: str
+    dtype: str
+    kernel: str
+    why: str
+    error: float | None  # the worst that its verification found, relative
+    limit: float | None  # what that may be
+    fallbacks: int
+    reasons: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was decided about one module."""
+
+    name: str
+    module: nn.Module
+    kernel: str
+    why: str
+    refused: bool = False
+    verdict: Verdict | None = None
+
+
+class Placement:
+    """The record of `place`. `str()` is the table; `undo()` gives the model its own classes back."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, notes: list[Note], verdict: str, verified: bool, seconds: float
+    ) -> None:
+        self.model, self.device, self.verified, self.seconds = model, device, verified, seconds
+        self._notes, self._verdict = notes, verdict
+
+    @property
+    def rows(self) -> list[Row]:
+        """One for each module that holds parameters of its own or was swapped, as things stand now."""
+        return [_row(note) for note in self._notes]
+
+    @property
+    def swapped(self) -> int:
+        return sum(isinstance(note.module, Fused) for note in self._notes)
+
+    @property
+    def refused(self) -> int:
+        return sum(note.refused for note in self._notes)
+
+    @property
+    def fallbacks(self) -> int:
+        return sum(row.fallbacks for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """The last line: where the model is, and whether it was seen to work there."""
+        swaps = f"{self.swapped} swapped, {self.refused} refused, {self.seconds:.1f} s"
+        where = facts.label(self.device)
+        if not self.verified:
+            return f"On {where}, not verified as a whole: {self._verdict}. {swaps}."
+        if self.device.type == "cuda":
+            return f"GPU ready: {where}. Whole model, forward and backward: {self._verdict}. {swaps}."
+        kernels = "Triton's interpreter (slow, for tests)" if facts.interpreted() else "reference kernels"
+        return f"{where}: {kernels if self.swapped else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "device": str(self.device),
+            "verified": self.verified,
+            "summary": self.summary,
+            "swapped": self.swapped,
+            "refused": self.refused,
+            "fallbacks": self.fallbacks,
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def undo(self) -> None:
+        """Every swapped module its own class again. The weights stay on their device, in the same memory."""
+        for note in self._notes:
+            if isinstance(note.module, Fused):
+                release(note.module)
+
+    def __str__(self) -> str:
+        columns = ("module", "device", "dtype", "kernel", "fallbacks", "why")
+        lines = [columns, *((g.module, g.device, g.dtype, g.kernel, str(g.fallbacks), g.why) for g in _grouped(self.rows))]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
+        text = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines]
+        return "\n".join([*text, self.summary])
+
+
+def _row(note: Note) -> Row:
+    tensors = [*note.module.parameters(), *note.module.buffers()]
+    where = _joined(str(t.device) for t in tensors)
+    dtypes = _joined(str(p.dtype).removeprefix("torch.") for p in note.module.parameters())
+    reasons = slow_calls(note.module)
+    why = note.why
+    if reasons:
+        reason, often = reasons.most_common(1)[0]
+        why = f"{why}; {often} calls: {reason}"
+    kind = note.module._get_name()
+    error, limit = (note.verdict.error, note.verdict.limit) if note.verdict else (None, None)
+    name, often = note.name or "(the model)", sum(reasons.values())
+    return Row(name, kind, where, dtypes, note.kernel, why, error, limit, often, dict(reasons))
+
+
+def slow_calls(module: nn.Module) -> Counter[str]:
+    """Calls of a swapped module that took a slower path, by reason."""
+    return sum(_counters(module), Counter())
+
+
+def forget_slow_calls(module: nn.Module) -> None:
+    for counter in _counters(module):
+        counter.clear()
+
+
+def _counters(module: nn.Module) -> list[Counter[str]]:
+    if not isinstance(module, Fused):
+        return []
+    own = module.__dict__
+    return [*([own["delegated"]] if "delegated" in own else []), *([own["stacked"].fallbacks] if "stacked" in own else [])]
+
+
+def _joined(values: Iterable[str]) -> str:
+    return "+".join(sorted(set(values)))
+
+
+def _grouped(rows: list[Row]) -> list[Row]:
+    """Rows that differ only in the layer's number, as one, in their order: layers.*.mlp (24). The worst of them speaks."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        what = "" if row.error is not None else row.why
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.device, row.dtype, row.kernel, what)
+        groups.setdefault(key, []).append(row)
+    return [_merged(key[0], group) for key, group in groups.items()]
+
+
+def _merged(name: str, group: list[Row]) -> Row:
+    if len(group) == 1:
+        return group[0]
+    worst = max(group, key=lambda r: (r.fallbacks, (r.error or 0.0) / (r.limit or 1.0)))
+    reasons = sum((Counter(r.reasons) for r in group), Counter())
+    return replace(worst, module=f"{name} ({len(group)})", fallbacks=reasons.total(), reasons=dict(reasons))

@@ -1,0 +1,141 @@
+"""Whether a swapped module computes what it replaces: output, input gradient and every parameter gradient, on random input.
+
+The measure is the original in a wider dtype (fp32 for 16-bit modules, fp64 for fp32 ones). The original in its own dtype
+misses that by its rounding; the swapped one may miss it by FACTOR times as much, and one unit in the last place. So the
+limit grows where rounding is large (long sums, deep inside a module) and is tight where it is not; a wrong formula misses
+by orders of magnitude.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FACTOR = 2.0
+
+# One unit in the last place, relative, and a little for the order of sums. The fp64 figure is not fp64's: Hugging Face's
+# norms and rotary angles are computed in fp32 whatever the model's dtype.
+UNIT = {torch.float64: 1e-6, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float64,
+    torch.float64: torch.float64,
+}
+
+Named = list[tuple[str, Tensor | None]]
+Case = Callable[[torch.dtype], tuple[Tensor, dict[str, Any]]]
+"""dtype -> (x, keywords): x gets a gradient; the same values in every dtype"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst of all compared tensors, and what it may be."""
+
+    where: str
+    error: float
+    limit: float
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.why and self.error <= self.limit
+
+    def __str__(self) -> str:
+        if self.why:
+            return self.why
+        return f"{self.where} off by {self.error:.1e} ({'allowed' if self.ok else 'limit'} {self.limit:.1e})"
+
+
+def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Verdict:
+    """Run `module` on every case, call `swap`, run it again, and judge the second run by the first."""
+    cases = list(cases)
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    config = getattr(module, "config", None)
+    wide = deepcopy(module, {id(config): config}).to(WIDER[dtype])
+    truth, own = run(wide, cases, WIDER[dtype]), run(module, cases, dtype)
+    del wide
+    swap()
+    return judge(run(module, cases, dtype), own, truth, dtype)
+
+
+def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
+    """Outputs and gradients by name, in eval mode (dropout off), with fixed upstream gradients.
+
+    Leaves no trace on the parameters.
+    """
+    named: Named = []
+    with ExitStack() as stack:
+        stack.enter_context(bare(module, all_train=True))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(mode(module, training=False))
+        parameters = dict(module.named_parameters())
+        for number, case in enumerate(cases):
+            x, keywords = case(dtype)
+            x.requires_grad_()
+            y = module.forward(x, **keywords)  # not __call__: hooks are the user's business
+            y = y[0] if isinstance(y, tuple) else y
+            upstream = noise(y.shape, y, seed=1)
+            gradients = torch.autograd.grad(y, [x, *parameters.values()], upstream, allow_unused=True)
+            names = ["output", "input gradient", *(f"gradient of {name}" for name in parameters)]
+            label = f" (case {number + 1})" if number else ""
+            named += [(name + label, t) for name, t in zip(names, [y.detach(), *gradients])]
+    return named
+
+
+def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
+    """The worst pair. Nothing is read from the device until all is computed."""
+    errors, names = [], []
+    # A gradient that is zero in exact arithmetic is nothing but rounding: measure it against a thousandth of the largest.
+    floor = 1e-3 * torch.stack([t.double().norm() for _, t in truth if t is not None]).max()
+    for (name, n), (_, o), (_, t) in zip(new, own, truth):
+        if (n is None) != (o is None):
+            return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if n is None else 'there'}, unlike the original's")
+        if n is None or o is None or t is None:
+            continue
+        if n.dtype != o.dtype or n.shape != o.shape:
+            return Verdict(name, 0.0, 0.0, f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
+        scale = torch.maximum(t.double().norm(), floor)
+        errors.append(torch.stack([(a.double() - t.double()).norm() / scale for a in (n, o)]))
+        names.append(name)
+    pairs = [(e, FACTOR * own_error + UNIT[dtype]) for e, own_error in torch.stack(errors).tolist()]
+    worst = max(range(len(pairs)), key=lambda i: pairs[i][0] / pairs[i][1] if pairs[i][0] == pairs[i][0] else float("inf"))
+    return Verdict(names[worst], *pairs[worst])
+
+
+def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
+    """Unit normal numbers, the same on every device and dtype, drawn aside from the user's random state."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(like.device, like.dtype)
+
+
+@contextmanager
+def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
+    """No parameter has an accumulator, and with `all_train` every one trains, for as long as the block lasts."""
+    parameters = list(module.parameters())
+    before = [(p.requires_grad, p.__dict__.pop("main_grad", None)) for p in parameters]
+    try:
+        for p in parameters if all_train else ():
+            p.requires_grad_(p.is_floating_point())
+        yield
+    finally:
+        for p, (trains, main) in zip(parameters, before):
+            p.requires_grad_(trains)
+            if main is not None:
+                p.__dict__["main_grad"] = main
+
+
+@contextmanager
+def mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training or eval mode in all of `module`, and each sub-module's own again afterwards."""
+    before = [(m, m.training) for m in module.modules()]
+    try:
+        module.train(training)
+        yield
+    finally:
+        for m, was in before:
+            m.training = was

@@ -1,0 +1,15 @@
+"""Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
+
+TrainStep      micro-batches in, weights updated, one launch where it can be captured     step.py
+AdamW          its numbers                                                               optimizer.py
+Schedule       learning rates, counted in updates                                        schedule.py
+Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
+StepResult     device scalars; read() gives StepValues without holding the device up      result.py
+"""
+
+from .accumulate import Accumulators as Accumulators
+from .optimizer import AdamW as AdamW
+from .result import StepResult as StepResult
+from .result import StepValues as StepValues
+from .schedule import Schedule as Schedule
+from .step import TrainStep as TrainStep

@@ -1,0 +1,63 @@
+"""Gradients summed in fp32, in one flat buffer, over any number of backward passes, without a host sync.
+
+In bf16, 256 + 1 is 256: a gradient that is summed in the weights' own 16 bits loses small contributions, the more so the more
+micro-batches there are. Here every parameter has a `main_grad`, an fp32 view of one flat buffer. The products of our own
+layers add into it as they compute (kernels/accumulate.py); for all other parameters a hook adds what autograd computed, once a
+backward pass, also for a weight that is used twice.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from .flat import Layout, lay_out
+
+
+class Accumulators:
+    """fp32 gradients of `named` parameters (as from model.named_parameters()) as `gradient`, flat, and parameter.main_grad.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> sums = Accumulators([("weight", weight)])
+    >>> for _ in range(257):
+    ...     (weight * 1).sum().backward()
+    >>> weight.main_grad
+    tensor([257., 257.])
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]] | None = None, layout: Layout | None = None):
+        if (named is None) == (layout is None):
+            raise ValueError("Accumulators: got both or neither of named parameters and a layout, wanted one of them.")
+        self.layout = layout or lay_out(named or [])
+        for slot in self.layout.slots:
+            if hasattr(slot.parameter, "main_grad"):
+                raise ValueError(
+                    f"Accumulators: {slot.name} already has a main_grad, so its gradients would be counted for one owner only; "
+                    f"call release() on the other Accumulators (close() on the other TrainStep) first."
+                )
+        self.gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.layout.device)
+        self._hooks = []
+        for slot in self.layout.slots:
+            slot.parameter.grad = None
+            slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_move_into_main))
+
+    def zero(self) -> None:
+        """Begin a new sum: one memset."""
+        self.gradient.zero_()
+
+    def release(self) -> None:
+        """Take the hooks and main_grad off again; gradients go to parameter.grad from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        for slot in self.layout.slots:
+            if hasattr(slot.parameter, "main_grad"):
+                del slot.parameter.main_grad
+        self._hooks = []
+
+
+def _move_into_main(parameter: Any) -> None:
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None

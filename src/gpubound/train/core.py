@@ -1,0 +1,109 @@
+"""The step itself: what the device does, from zeroed accumulators to updated weights. Straight-line code, run or captured.
+
+Each micro-batch's loss is a sum over its items and goes backward undivided. The number of items of all micro-batches is known
+when the last forward is done, and the one division by it is folded into the update's own factor (kernels/optim.py). So an
+uneven window is exact, nothing need be counted in advance, and the division costs nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accumulate import Accumulators
+from .loss import CausalLM
+from .optimizer import FlatAdamW
+from .precision import Precision, products
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
+Reduce = Callable[[Tensor, Tensor], None]
+"""(flat gradient, totals) summed over all ranks, in place"""
+
+
+class Core:
+    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | CausalLM,
+        accumulators: Accumulators,
+        optimizer: FlatAdamW,
+        precision: Precision,
+        reduce: Reduce | None,
+    ):
+        self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
+        self.precision, self.reduce = precision, reduce
+        self.device = accumulators.layout.device
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.one = torch.ones((), device=self.device)
+
+    def run(self, batches: Sequence[Any]) -> Tensor:
+        """Forward and backward of every batch, one update; the report of kernels.plan_update."""
+        gradient, totals = self.accumulators.gradient, self.totals
+        self.accumulators.zero()
+        totals.zero_()
+        with torch.enable_grad(), products(self.precision.products):
+            for batch in batches:
+                self._add(batch)
+        if self.reduce is not None:
+            self.reduce(gradient, totals)
+        return self.optimizer.update(gradient, totals)
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step writes, beside the model's own buffers."""
+        optimizer = self.optimizer
+        masters = [master for master in optimizer.weights.masters if master is not None]
+        return [
+            self.accumulators.gradient,
+            self.totals,
+            optimizer.state,
+            optimizer.m,
+            optimizer.v,
+            *optimizer.weights.flat,
+            *masters,
+        ]
+
+    def _add(self, batch: Any) -> None:
+        scale = self.optimizer.loss_scale
+        if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
+            result = self.loss(self.model, batch, scale=self.one if scale is None else scale.float())
+            total, items = _checked(result, self.device)
+        else:
+            total, items = _checked(self.loss(self.model, batch), self.device)
+            total = total if scale is None else total.float() * scale.float()
+        total.backward()
+        self.totals[0].add_(total.detach())
+        self.totals[1].add_(items)
+
+
+def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:
+    """What a loss gave, by its outside alone: looking at the numbers would be a wait."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"loss: got {_words(result)}, wanted two things, the sum of the loss over the valid items and their number; "
+            f"return (loss.sum(), count), not a mean."
+        )
+    total, items = result
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point() or not total.requires_grad:
+        raise ValueError(
+            f"loss: its sum is {_words(total)}, wanted a floating-point scalar that requires grad; "
+            f"reduce it with .sum() and keep it attached to the model."
+        )
+    if isinstance(items, Tensor):
+        if items.dim() or items.device != device:
+            raise ValueError(
+                f"loss: its number of items is {_words(items)}, wanted a scalar on {device}, or a Python number; "
+                f"count on the device, as in (labels != -100).sum()."
+            )
+    elif not isinstance(items, int | float) or isinstance(items, bool):
+        raise ValueError(f"loss: its number of items is {_words(items)}, wanted a scalar tensor or a Python number.")
+    return total, items
+
+
+def _words(thing: Any) -> str:
+    if isinstance(thing, Tensor):
+        grad = ", requires_grad" if thing.requires_grad else ""
+        return f"a {thing.dtype} tensor of shape {tuple(thing.shape)} on {thing.device}{grad}"
+    return f"a {type(thing).__name__}"

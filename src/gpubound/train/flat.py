@@ -1,0 +1,219 @@
+"""Where every parameter lies in the flat buffers, and the weights moved into them.
+
+One buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one launch
+each, whatever the model. The order is dtype by dtype and, within a dtype, first what decays, then what does not.
+
+Parameters that already lie side by side in one storage (q, k and v cut from one buffer, so that one product serves all three)
+stay side by side in the same order: their gradients then come from one product, too.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
+SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: `start` counts elements from the beginning of the flat buffers."""
+
+    name: str
+    parameter: Parameter
+    start: int
+
+    def view(self, buffer: Tensor, base: int = 0) -> Tensor:
+        """This parameter's elements of `buffer` (which begins at element `base`), in the parameter's own shape and strides."""
+        strides = torch.empty_like(self.parameter, device="meta").stride()  # contiguous where the parameter's have gaps
+        return buffer.as_strided(self.parameter.shape, strides, buffer.storage_offset() + self.start - base)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one dtype: elements start to stop of the flat buffers, of which those before decay_stop decay."""
+
+    dtype: torch.dtype
+    start: int
+    decay_stop: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole plan. Nothing is allocated by it."""
+
+    slots: tuple[Slot, ...]
+    groups: tuple[Group, ...]
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.groups[-1].stop
+
+    def slots_of(self, group: Group) -> list[Slot]:
+        return [slot for slot in self.slots if group.start <= slot.start < group.stop]
+
+
+def matrices(name: str, parameter: Parameter) -> bool:
+    """The usual rule of weight decay: matrices and tables do, gains and biases do not."""
+    return parameter.dim() > 1
+
+
+def lay_out(
+    named: Iterable[tuple[str, Parameter]],
+    dtype: torch.dtype | None = None,
+    decays: Callable[[str, Parameter], bool] = matrices,
+) -> Layout:
+    """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own."""
+    chosen = _trained(named)
+    kinds = {id(p): (dtype or p.dtype, decays(name, p)) for name, p in chosen}
+    names = {id(p): name for name, p in chosen}
+    slots, groups, at = [], [], 0
+    for wanted in dict.fromkeys(kind for kind, _ in kinds.values()):
+        start = at
+        for decaying in (True, False):
+            for run in _runs([p for _, p in chosen if kinds[id(p)] == (wanted, decaying)]):
+                for parameter in run:
+                    slots.append(Slot(names[id(parameter)], parameter, at))
+                    at += parameter.numel()
+                at = -(-at // ALIGN) * ALIGN
+            if decaying:
+                decay_stop = at
+        groups.append(Group(wanted, start, decay_stop, at))
+    return Layout(tuple(slots), tuple(groups), chosen[0][1].device)
+
+
+def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    first: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.numel():
+            first.setdefault(id(parameter), (name, parameter))
+    if not first:
+        raise ValueError(
+            "parameters: none of them has requires_grad=True, wanted at least one; unfreeze what is to be trained."
+        )
+    chosen = list(first.values())
+    for name, parameter in chosen:
+        if parameter.is_meta:
+            raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
+        if parameter.dtype not in SUPPORTED:
+            raise ValueError(
+                f"parameters: {name} is {parameter.dtype}, wanted torch.float32, torch.bfloat16 or torch.float16; "
+                f"cast it, or freeze it with requires_grad_(False)."
+            )
+        if parameter.device != chosen[0][1].device:
+            raise ValueError(
+                f"parameters: {name} is on {parameter.device}, {chosen[0][0]} on {chosen[0][1].device}; "
+                f"move the model to one device before it is trained."
+            )
+    _check_apart(chosen)
+    return chosen
+
+
+def _check_apart(chosen: list[tuple[str, Parameter]]) -> None:
+    """Two Parameters over the same memory are one weight to the user, but would be two after the move."""
+    placed = sorted((_begin(p), _end(p), name) for name, p in chosen if p.is_contiguous())
+    for (_, end, name), (begin, _, other) in pairwise(placed):
+        if begin < end and begin[0] == end[0]:
+            raise ValueError(
+                f"parameters: {name} and {other} are two Parameters over the same memory; "
+                f"tie them by giving both modules the one Parameter object."
+            )
+
+
+def _runs(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """The parameters in their order, those that lie one behind the other in one storage together and in the storage's order."""
+    begins = {_begin(p): p for p in parameters if p.is_contiguous()}
+    ends = {_end(p): p for p in begins.values()}
+    taken: set[int] = set()
+    runs = []
+    for parameter in parameters:
+        if id(parameter) in taken:
+            continue
+        head = parameter
+        while parameter.is_contiguous() and (before := ends.get(_begin(head))) is not None:
+            head = before
+        run = [head]
+        while parameter.is_contiguous() and (behind := begins.get(_end(run[-1]))) is not None:
+            run.append(behind)
+        taken.update(id(p) for p in run)
+        runs.append(run)
+    return runs
+
+
+def _begin(p: Tensor) -> tuple[int, int]:
+    return p.untyped_storage().data_ptr(), p.data_ptr()
+
+
+def _end(p: Tensor) -> tuple[int, int]:
+    return p.untyped_storage().data_ptr(), p.data_ptr() + p.nbytes
+
+
+class Weights:
+    """The parameters moved into flat buffers, one a group, with fp32 masters behind 16-bit ones when wanted.
+
+    The Parameter objects stay: state_dict, tied weights and optimizers made elsewhere still see them.
+    """
+
+    def __init__(self, layout: Layout, masters: bool):
+        self.layout = layout
+        self.flat: list[Tensor] = []
+        self.masters: list[Tensor | None] = []
+        for group in layout.groups:
+            size = group.stop - group.start
+            flat = torch.zeros(size, dtype=group.dtype, device=layout.device)
+            master = (
+                torch.zeros(size, dtype=torch.float32, device=layout.device)
+                if masters and group.dtype != torch.float32
+                else None
+            )
+            for slot in layout.slots_of(group):
+                home, parameter = slot.view(flat, group.start), slot.parameter
+                home.copy_(parameter.detach())
+                if master is not None:
+                    slot.view(master, group.start).copy_(parameter.detach())  # from the original: an fp32 one is kept whole
+                parameter.grad = None  # of another dtype it could not stay
+                parameter.data = home
+            self.flat.append(flat)
+            self.masters.append(master)
+
+        self._addresses = [slot.parameter.data_ptr() for slot in layout.slots]
+        self._versions = [slot.parameter._version for slot in layout.slots]
+
+    def check(self) -> None:
+        """That every parameter still lies where it was put, or the update would miss it (a cast, a move, an assigning load).
+
+        New values copied into the weights since, as by load_state_dict, become their masters' too.
+        """
+        now = [slot.parameter.data_ptr() for slot in self.layout.slots]
+        if now != self._addresses:
+            moved = next(slot.name for slot, a, b in zip(self.layout.slots, now, self._addresses) if a != b)
+            raise ValueError(
+                f"parameters: {moved} no longer lies in the flat buffer it was moved to (a .to(), .data = or "
+                f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
+            )
+        versions = [slot.parameter._version for slot in self.layout.slots]
+        if versions != self._versions:
+            self._versions = versions
+            self._read_back()
+
+    def _read_back(self) -> None:
+        """Where a 16-bit weight is not its master rounded, somebody wrote it and the master follows; elsewhere it stays."""
+        for flat, master in zip(self.flat, self.masters):
+            if master is not None:
+                master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
+
+    def finest(self) -> list[Tensor]:
+        """The flat buffers that the update is kept in: the masters where there are any."""
+        return [flat if master is None else master for flat, master in zip(self.flat, self.masters)]
+
+    def round_masters(self) -> None:
+        """The 16-bit weights from their masters, as after an update."""
+        for flat, master in zip(self.flat, self.masters):
+            if master is not None:
+                flat.copy_(master)

@@ -1,0 +1,75 @@
+"""Learning-rate schedules, counted in updates, read on the device.
+
+A schedule becomes a table on the GPU with one rate per update (4 million updates are 32 MB), and the step looks its rate up by
+the device's own count of updates. So any Python function may be a schedule, nothing of it is computed in the step, and a step
+that was skipped, because its gradient was not finite, does not use up a rate.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SHAPES = ("constant", "linear", "cosine", "wsd")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factor on the learning rate at update 1, 2, … `steps`; the last one holds after that.
+
+    shape    constant; linear or cosine from 1 to `final`; wsd (warm-up, stable, decay): 1, then linear to `final` over the last
+             `decay` part; or a function from the update's number (1, 2, …) to the factor
+    steps    how many updates the run is planned for; only a constant one may do without
+    warmup   updates, or below 1 a fraction of `steps`, in which the factor rises in equal steps; the first is above 0
+    """
+
+    shape: str | Callable[[int], float] = "constant"
+    steps: int | None = None
+    warmup: float = 0
+    final: float = 0.0
+    decay: float = 0.2
+
+    def __post_init__(self):
+        if not callable(self.shape) and self.shape not in SHAPES:
+            raise ValueError(
+                f"Schedule: shape must be one of {', '.join(SHAPES)} or a function of the update, got {self.shape!r}."
+            )
+        if self.steps is None and (self.shape != "constant" or 0 < self.warmup < 1):
+            raise ValueError(
+                f"Schedule: shape={self.shape!r} with warmup={self.warmup} needs steps, got None; "
+                f"say how many updates the run is planned for."
+            )
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"Schedule: steps must be at least 1, got {self.steps}.")
+        if self.warmup < 0 or (self.steps is not None and self.warmup_steps > self.steps):
+            raise ValueError(f"Schedule: warmup must lie between 0 and steps={self.steps}, got {self.warmup}.")
+        for name, value in (("final", self.final), ("decay", self.decay)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"Schedule: {name} must lie between 0 and 1, got {value}.")
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.warmup * (self.steps or 1)) if self.warmup < 1 else int(self.warmup)
+
+    def factor(self, update: int) -> float:
+        """The factor of this update, counted from 1."""
+        if callable(self.shape):
+            return float(self.shape(update))
+        warmup = self.warmup_steps
+        if update <= warmup:
+            return update / warmup
+        if self.shape == "constant" or self.steps is None:
+            return 1.0
+        done = min(1.0, (update - 1 - warmup) / max(1, self.steps - warmup))  # of what comes after the warm-up
+        if self.shape == "wsd":
+            left = 1 - self.decay
+            done = 0.0 if done <= left else (done - left) / self.decay
+        falling = 0.5 * (1 + math.cos(math.pi * done)) if self.shape == "cosine" else 1 - done
+        return self.final + (1 - self.final) * falling
+
+    def table(self, lr: float, device: torch.device | str = "cpu") -> Tensor:
+        """The rates of update 1, 2, … as fp64, ending with the one that holds."""
+        length = (self.steps if self.steps is not None else self.warmup_steps) + 1
+        return torch.tensor([lr * self.factor(update) for update in range(1, length + 1)], dtype=torch.float64).to(device)

@@ -1,0 +1,198 @@
+"""TrainStep: one call, one optimizer step, on any nn.Module; the whole of it one launch where it can be captured.
+
+    feed = gpubound.feed(corpus, seq=1024, batch_size=16)
+    schedule = Schedule("cosine", steps=10_000, warmup=0.02)
+    step = TrainStep(model, "next_token", AdamW(lr=3e-4), accumulate=8, clip=1.0, schedule=schedule)
+    for _ in range(10_000):
+        result = step(feed)
+
+What it changes about the model: the trainable parameters move into flat buffers, in the precision's dtype, and get a main_grad;
+frozen parameters and buffers stay as they are. `close()` takes everything off again but the dtype and the place in memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..feed.where import readable
+from ..graph import Captured
+from ..trace import notice, span
+from .accumulate import Accumulators
+from .batches import gather, take_apart
+from .core import Core, Loss, Reduce
+from .flat import Weights, lay_out
+from .graphs import MODES as GRAPH_MODES
+from .graphs import Graphs
+from .loss import CausalLM
+from .optimizer import AdamW, FlatAdamW, memory
+from .precision import precision as precision_named
+from .recompute import MODES as RECOMPUTE_MODES
+from .recompute import recompute_blocks
+from .result import Mail, StepResult
+from .schedule import Schedule
+
+LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
+OPTIMIZERS = {"adamw": AdamW}
+
+
+class TrainStep:
+    """One optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, one clip, one update, no host sync.
+
+    loss       "causal_lm" (labels as Hugging Face's, the tokens themselves), "next_token" (labels are the next tokens already,
+               as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
+    optimizer  an AdamW(...), or "adamw" for its defaults
+    clip       the largest global gradient norm; None does not clip
+    precision  bf16 (fp32 masters), bf16-pure (rounded at random), fp16 (fp32 masters, loss scale), tf32 or fp32
+    graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
+    schedule   a Schedule; None keeps the rate
+    recompute  none, or blocks: keep only each block's input and compute the rest again in backward
+    reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is taken
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Loss,
+        optimizer: str | AdamW = "adamw",
+        *,
+        accumulate: int = 1,
+        clip: float | None = None,
+        precision: str = "bf16",
+        graph: str = "auto",
+        schedule: Schedule | None = None,
+        recompute: str = "none",
+        reduce: Reduce | None = None,
+        seed: int = 0,
+    ):
+        _check(accumulate, clip, graph, recompute)
+        numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
+        layout = lay_out(model.named_parameters(), numbers.dtype, config.decays)
+        self.memory = memory(layout, numbers)
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
+        notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
+        self._accumulators = Accumulators(layout=layout)
+        self._weights = Weights(layout, numbers.masters)
+        self._optimizer = FlatAdamW(config, self._weights, numbers, clip, schedule or Schedule(), seed)
+        self._core = Core(model, lossy, self._accumulators, self._optimizer, numbers, reduce)
+        self.model, self.accumulate, self.device = model, accumulate, layout.device
+        self._graphs = Graphs(self._core, graph)
+        self._mail = Mail(self.device)
+        self._undo = []
+        if recompute == "blocks":
+            self._undo.append(recompute_blocks(model))
+        if numbers.dtype != torch.float32:
+            self._undo.append(_cast_inputs(model, numbers.dtype).remove)
+
+    def __call__(self, micro_batches: Any) -> StepResult | None:
+        """One step over a list of micro-batches, one batch, or what is drawn from a feed (epoch after epoch) or an iterator.
+
+        None when an iterator has no more. A shorter list, or the rest of an iterator, is a shorter window, and as exact.
+        """
+        batches = gather(micro_batches, self.accumulate)
+        if not batches:
+            return None
+        with span("train.step"):
+            self._weights.check()
+            tensors, key, form = take_apart(batches, self.device)
+            return self._mail.post(self._graphs.run(tensors, key, form))
+
+    @property
+    def lr(self) -> float:
+        """The base learning rate; set it and the next step uses it, captured or not."""
+        return self._optimizer.config.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._optimizer.set_lr(lr)
+
+    @property
+    def captured(self) -> list[Captured]:
+        """The captures, one for each shape of window that runs as a graph, each with its certificate."""
+        return self._graphs.captured
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next step depends on besides the model's own state_dict: moments and masters by parameter name, counters.
+
+        The tensors are the live ones, not copies.
+        """
+        state = {"state": self._optimizer.state}
+        for kind, slot, view in self._named_state():
+            state[f"{kind}.{slot}"] = view
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue where `state` was taken, bit for bit once the model's own state is loaded too, before or after."""
+        here = self.state_dict()
+        for name in here.keys() | state.keys():
+            if name not in state or name not in here or state[name].shape != here[name].shape:
+                got = "nothing" if name not in state else f"shape {tuple(state[name].shape)}"
+                wanted = "nothing" if name not in here else f"shape {tuple(here[name].shape)}"
+                raise ValueError(
+                    f"load_state_dict: {name}: got {got}, wanted {wanted}; "
+                    f"the state is another model's, or another precision's."
+                )
+        for name, tensor in here.items():
+            tensor.copy_(state[name])
+        self._weights.round_masters()
+
+    def _named_state(self):
+        layout, optimizer = self._weights.layout, self._optimizer
+        for slot in layout.slots:
+            yield "m", slot.name, slot.view(optimizer.m)
+            yield "v", slot.name, slot.view(optimizer.v)
+        for group, master in zip(layout.groups, self._weights.masters):
+            if master is not None:
+                for slot in layout.slots_of(group):
+                    yield "master", slot.name, slot.view(master, group.start)
+
+    def close(self) -> None:
+        """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""
+        self._graphs.drop()
+        self._accumulators.release()
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def _check(accumulate: int, clip: float | None, graph: str, recompute: str) -> None:
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"TrainStep: accumulate must be a whole number of at least 1, got {accumulate!r}.")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"TrainStep: clip must be above 0, got {clip}; None does not clip.")
+    for name, value, known in (("graph", graph, GRAPH_MODES), ("recompute", recompute, RECOMPUTE_MODES)):
+        if value not in known:
+            raise ValueError(f"TrainStep: {name} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _optimizer(optimizer: str | AdamW) -> AdamW:
+    if isinstance(optimizer, AdamW):
+        return optimizer
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]()
+    raise ValueError(
+        f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))} or an AdamW(...) of gpubound.train, "
+        f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}."
+    )
+
+
+def _loss(loss: str | Loss) -> Loss | CausalLM:
+    if isinstance(loss, str) and loss in LOSSES:
+        return LOSSES[loss]()
+    if callable(loss):
+        return loss
+    raise ValueError(f"TrainStep: loss must be {' or '.join(map(repr, LOSSES))} or a function of (model, batch), got {loss!r}.")
+
+
+def _cast_inputs(model: nn.Module, dtype: torch.dtype):
+    """Give the model's forward its floating-point inputs in the weights' dtype: there is no product of fp32 with bf16."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
+
+    def before(module, args, kwargs):
+        return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
+
+    return model.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,0 +1,175 @@
+"""`with no_stall():` raises at the line where the host would wait for the device.
+
+    with no_stall(allow=("d2h",)):
+        step(batch)
+
+Three kinds: "sync" (a value or a size is read back: .item(), a boolean mask, synchronize(), print), "h2d" and "d2h" (a copy
+that is blocking or goes through pageable memory). A line that must wait says so and why, and is counted in `guard.allowed`:
+
+    if loss > limit:  # gpubound: allow(sync) stop a diverged run before it spoils the checkpoint
+
+The guard belongs to the thread that entered it, and to the backward passes that this thread starts: it is a dispatch mode,
+and autograd's device threads take over the modes of the thread that called backward. Other threads go on as they were. The
+innermost guard decides. It is for tests and for finding the line: an op costs about 10 µs more inside.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ContextDecorator
+
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ..errors import StallError
+from . import calls, ops
+from .names import nearest
+from .site import Origins, Place, Site, here
+
+KINDS = ("sync", "h2d", "d2h")
+
+REMEDIES = {
+    "sync": (
+        "keep the value on the device and read it later (once a step, pinned and non_blocking), or work with "
+        "torch.where and fixed shapes"
+    ),
+    "h2d": (
+        "put the batch into pinned memory and copy it with non_blocking=True (gpubound.feed does both), or "
+        "make it on the device"
+    ),
+    "d2h": "copy into pinned memory with non_blocking=True and read it a step later",
+}
+
+_COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
+
+
+class Guard(ContextDecorator):
+    """What `no_stall` makes. `allowed` counts, by line, the stalls that a comment permitted."""
+
+    def __init__(self, allow: frozenset[str], message: str | None):
+        self.allow, self.message = allow, message
+        self.allowed: Counter[str] = Counter()
+        self._entered = threading.local()
+
+    def __enter__(self) -> Guard:
+        calls.listen(_called)
+        mode = _GuardMode(self)
+        mode.__enter__()
+        self._modes().append(mode)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._modes().pop().__exit__(*error)
+        calls.leave(_called)
+
+    def _modes(self) -> list[_GuardMode]:
+        if not hasattr(self._entered, "modes"):
+            self._entered.modes = []
+        return self._entered.modes
+
+    def meet(self, kind: str, what: str, device: str, origins: Origins | None) -> None:
+        """The thread is about to stall: pass if that is allowed here, else raise."""
+        if kind in self.allow:
+            return
+        place = here(origins)
+        site = place.site or place.built
+        refused = ""
+        if site is not None:
+            permitted, refused = comment(site, kind)
+            if permitted:
+                self.allowed[str(site)] += 1
+                return
+        raise StallError(self._sentence(kind, what, device, place, refused))
+
+    def _sentence(self, kind: str, what: str, device: str, place: Place, refused: str) -> str:
+        site = place.site or place.built
+        where = f"{site}: `{site.code}`" if site is not None else "a line that is not on this thread's stack"
+        if place.node:
+            built = f", built at {place.built}" if place.built is not None and place.site is not None else ""
+            where += f" (in backward of {place.node}{built})"
+        via = f", via {place.via}" if place.via else ""
+        note = f" {refused}" if refused else ""
+        own = f"{self.message}: " if self.message else ""
+        return (
+            f"{own}{where} makes the host wait for {device} ({kind}: {what}{via}). What to do: {REMEDIES[kind]}; "
+            f"or say on that line `# gpubound: allow({kind}) <why>`.{note}"
+        )
+
+
+class _GuardMode(TorchDispatchMode):
+    def __init__(self, guard: Guard):
+        super().__init__()
+        self.guard = guard
+        self.origins = Origins()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch.compile would run eagerly inside a guard
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.origins.note(func._opname)
+        if _settled.inside:  # an inner guard has decided about this op
+            return func(*args, **kwargs)
+        if ops.composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        for move in ops.moves(func, args, kwargs):
+            if move.stalls:
+                self.guard.meet(
+                    move.kind, f"{move.what}, {move.manner}" if move.bytes else move.what, str(move.device), self.origins
+                )
+        _settled.inside = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _settled.inside = False
+
+
+class _Settled(threading.local):
+    inside = False
+
+
+_settled = _Settled()
+
+
+def _called(what: str, device_type: str) -> None:
+    """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _GuardMode)]
+    if modes and not _settled.inside:
+        modes[-1].guard.meet("sync", what, device_type, modes[-1].origins)
+
+
+def comment(site: Site, kind: str) -> tuple[bool, str]:
+    """(whether a comment in this statement permits `kind`, what is wrong with one that does not)."""
+    for line in range(site.line, site.end + 1):
+        found = _COMMENT.search(linecache.getline(site.file, line))
+        if found is None:
+            continue
+        kinds = [name.strip() for name in found[1].split(",")]
+        for name in kinds:
+            if name not in KINDS:
+                return False, f"The comment there allows {name!r}, which is none of {', '.join(KINDS)}{nearest(name, KINDS)}"
+        if kind in kinds and found[2].strip():
+            return True, ""
+        if kind in kinds:
+            return False, "The comment there gives no reason."
+        return False, f"The comment there allows {', '.join(kinds)} only."
+    return False, ""
+
+
+def no_stall(allow: Iterable[str] = (), message: str | None = None) -> Guard:
+    """A guard, as `with no_stall():` or `@no_stall()`: StallError at the line where this thread would wait for a device.
+
+    allow    kinds of stall to let through: "sync", "h2d", "d2h".
+    message  what the error shall begin with.
+    """
+    if isinstance(allow, str):
+        allow = (allow,)
+    kinds = frozenset(allow)
+    for name in sorted(kinds - set(KINDS), key=str):
+        raise ValueError(f"no_stall: allow: got {name!r}, wanted kinds among {', '.join(KINDS)}{nearest(name, KINDS)}")
+    return Guard(kinds, message)

@@ -1,0 +1,296 @@
+"""`with watch() as ledger:` counts what makes a GPU wait for its host, each with the user's source line.
+
+A ledger locates; it does not time. Its sensors slow the host down (a dispatch mode makes an op cost about 20 µs more), so
+no duration in it would be worth printing, except a garbage collector's pause. It prints which sensors ran and what they are
+blind to, and it refuses to vouch for a count that no sensor could make.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import BudgetError
+from .names import nearest
+from .site import Origins, Place, here
+
+# Totals by name: which rows they add up, and what of each.
+TOTALS: dict[str, tuple[str, str]] = {
+    "syncs": ("sync", "count"),
+    "h2d_copies": ("h2d", "count"),
+    "h2d_bytes": ("h2d", "bytes"),
+    "d2h_copies": ("d2h", "count"),
+    "d2h_bytes": ("d2h", "bytes"),
+    "pageable_copies": ("h2d d2h", "pageable"),
+    "repeated_uploads": ("repeat", "count"),
+    "dead_clones": ("clone", "count"),
+    "launches": ("launch", "count"),
+    "cpu_ops": ("cpu_op", "count"),
+    "allocations": ("alloc", "count"),
+    "frees": ("free", "count"),
+    "alloc_retries": ("retry", "count"),
+    "pinned_allocations": ("pin", "count"),
+    "recompiles": ("compile", "count"),
+    "gc_pauses": ("gc", "count"),
+    "gc_ms": ("gc", "ms"),
+    "fallbacks": ("fallback", "count"),
+}
+
+
+@dataclass
+class Row:
+    """All occurrences of one thing at one place. `kind` is a key of TOTALS' rows: sync, h2d, d2h, launch, ..."""
+
+    kind: str
+    what: str
+    place: Place
+    detail: str = ""
+    count: int = 0
+    bytes: int = 0
+    ms: float = 0.0
+
+    @property
+    def pageable(self) -> int:
+        return self.count if self.detail.startswith("pageable") else 0
+
+    def as_dict(self) -> dict:
+        place = self.place
+        return {
+            "kind": self.kind,
+            "what": self.what,
+            "detail": self.detail,
+            "count": self.count,
+            "bytes": self.bytes,
+            "ms": round(self.ms, 3),
+            "site": place.site.as_dict() if place.site else None,
+            "via": place.via,
+            "node": place.node,
+            "built": place.built.as_dict() if place.built else None,
+            "thread": place.thread,
+        }
+
+
+@dataclass
+class _Here(threading.local):
+    """What this thread is in the middle of."""
+
+    op: str = ""
+    triton: int = 0
+    outer: list[str] = field(default_factory=list)
+
+
+class Ledger:
+    """What was counted. Made by `watch`; readable while it runs and after."""
+
+    def __init__(self, device: torch.device | None, gputrace: bool | None, launches: str, without: frozenset[str]):
+        self.device, self.asked_gputrace, self.launches = device, gputrace, launches
+        self.steps = 0
+        self.origins = Origins()
+        self._without = without
+        self._rows: dict[tuple, Row] = {}
+        self._lock = threading.RLock()  # a collection may start while a row is written, and be recorded itself
+        self._here = _Here()
+        self._running: list = []
+        self._absent: dict[str, str] = {}
+
+    def __enter__(self) -> Ledger:
+        from .sensors import SENSORS
+
+        if self._running:
+            raise ValueError("watch: this ledger was used already; call watch() again for a new one.")
+        for sensor in (make(self) for make in SENSORS):
+            why = "left out" if sensor.name in self._without else sensor.absent()
+            if why is None:
+                self._running.append(sensor)
+            else:
+                self._absent[sensor.name] = why
+        self.origins.home = threading.get_ident()
+        with ExitStack() as started:
+            for sensor in self._running:
+                sensor.start()
+                started.callback(sensor.stop)
+            self._started = started.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._started.close()
+
+    def step(self) -> None:
+        """Mark the end of a step, so that the table gives rates."""
+        self.steps += 1
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row, the most frequent first within its kind."""
+        kinds = list(dict.fromkeys(kind for kinds, _ in TOTALS.values() for kind in kinds.split()))
+        with self._lock:
+            return sorted(self._rows.values(), key=lambda row: (kinds.index(row.kind), -row.count, str(row.place.site)))
+
+    @property
+    def totals(self) -> dict[str, int | float]:
+        """Sums by name, for what a sensor could count; a name that nothing counted is missing."""
+        counted, rows = self.counted, self.rows
+        return {
+            name: round(sum(getattr(row, what) for row in rows if row.kind in kinds.split()), 3)
+            for name, (kinds, what) in TOTALS.items()
+            if name in counted
+        }
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """The totals that some running sensor vouches for."""
+        return frozenset().union(*(sensor.counts for sensor in self._running))
+
+    @property
+    def sensors(self) -> dict[str, str]:
+        """The sensors that ran, with what they are blind to."""
+        return {sensor.name: sensor.blind for sensor in self._running}
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """The sensors that did not run, with why."""
+        return dict(self._absent)
+
+    def assert_within(self, **limits: float) -> None:
+        """Raise BudgetError with the offending lines if any total is above its limit, or could not be counted.
+
+        >>> ledger.assert_within(syncs=0, h2d_bytes=0)  # doctest: +SKIP
+        """
+        check_limits("assert_within", limits)
+        totals = self.totals
+        unknown = [name for name in limits if name not in totals]
+        over = {name: limit for name, limit in limits.items() if name in totals and totals[name] > limit}
+        if unknown:
+            raise BudgetError(self._uncounted(unknown))
+        if over:
+            from .table import offenders
+
+            said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
+            raise BudgetError(f"over budget: {said}.\n{offenders(self, over)}")
+
+    def _uncounted(self, names: list[str]) -> str:
+        why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
+        return (
+            f"not counted: {', '.join(names)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
+            "pretend device "
+            f"(gpubound.watch.simgpu). Sensors that did not run: {why or 'none'}."
+        )
+
+    def as_dict(self) -> dict:
+        """Everything as plain values, for JSON."""
+        return {
+            "version": 1,
+            "steps": self.steps,
+            "totals": self.totals,
+            "per_step": {name: round(value / self.steps, 3) for name, value in self.totals.items()} if self.steps else None,
+            "rows": [row.as_dict() for row in self.rows],
+            "sensors": self.sensors,
+            "absent": self.absent,
+        }
+
+    def __str__(self) -> str:
+        from .table import render
+
+        return render(self)
+
+    # What the sensors call.
+
+    def runs(self, name: str) -> bool:
+        return any(sensor.name == name for sensor in self._running)
+
+    def wants(self, device: torch.device) -> bool:
+        mine = self.device
+        return mine is None or (mine.type == device.type and mine.index in (None, device.index))
+
+    def wants_type(self, device_type: str) -> bool:
+        return self.device is None or self.device.type == device_type
+
+    def here(self) -> Place:
+        return here(self.origins)
+
+    def record(
+        self,
+        kind: str,
+        what: str,
+        count: int = 1,
+        bytes: int = 0,
+        ms: float = 0.0,
+        detail: str = "",
+        place: Place | None = None,
+        lost: bool = False,
+    ) -> None:
+        """Add to the row of this thing at this place: the caller's, unless `place` is given or the line is `lost`."""
+        place = place or (Place() if lost else self.here())
+        with self._lock:
+            row = self._rows.setdefault((kind, what, detail, place), Row(kind, what, place, detail))
+            row.count += count
+            row.bytes += bytes
+            row.ms += ms
+
+    def enter_op(self, op: str) -> int:
+        self._here.outer.append(self._here.op)
+        self._here.op = op
+        return self._here.triton
+
+    def leave_op(self) -> int:
+        self._here.op = self._here.outer.pop()
+        return self._here.triton
+
+    def current_op(self) -> str:
+        return self._here.op
+
+    def triton_launched(self) -> None:
+        self._here.triton += 1
+
+
+def check_limits(who: str, limits: dict[str, float]) -> None:
+    if not limits:
+        raise ValueError(f"{who}: got no limits, wanted at least one of {', '.join(TOTALS)}.")
+    for name, limit in limits.items():
+        if name not in TOTALS:
+            raise ValueError(f"{who}: got {name!r}, wanted one of {', '.join(TOTALS)}{nearest(name, TOTALS)}")
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+            raise ValueError(f"{who}: {name}: got {limit!r}, wanted a number from 0 up; it is the most that may be counted.")
+
+
+def watch(
+    *,
+    device: str | torch.device | None = None,
+    gputrace: bool | None = None,
+    launches: str = "ops",
+    without: Iterable[str] = (),
+) -> Ledger:
+    """A ledger, to be used as `with watch() as ledger:`.
+
+    device    count only what concerns this device ("cuda", "cuda:1", "simgpu"); None: every device but the CPU. gputrace
+    True: turn torch's own sync hook on. It misses nothing that torch does, in any thread, but stays on in this process and
+              costs every allocation 4 µs. None: use it if it is on already. False: never.
+    launches  "ops": one a dispatched device op, and Triton's, with their lines. "kernels": the driver's launch calls, by
+    Kineto. without   names of sensors to leave out.
+    """
+    from .sensors import NAMES
+
+    left_out = frozenset([without] if isinstance(without, str) else without)
+    for name in sorted(left_out - set(NAMES)):
+        raise ValueError(f"watch: without: got {name!r}, wanted sensors among {', '.join(NAMES)}{nearest(name, NAMES)}")
+    if launches not in ("ops", "kernels"):
+        raise ValueError(f"watch: launches: got {launches!r}, wanted 'ops' or 'kernels'.")
+    if gputrace not in (True, False, None):
+        raise ValueError(f"watch: gputrace: got {gputrace!r}, wanted True, False or None.")
+    return Ledger(_device(device), gputrace, launches, left_out)
+
+
+def _device(spec: str | torch.device | None) -> torch.device | None:
+    if spec is None:
+        return None
+    try:
+        device = torch.device(spec)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"watch: device: got {spec!r}, wanted an accelerator such as 'cuda' or 'simgpu'.") from error
+    if device.type in ("cpu", "meta"):
+        raise ValueError(f"watch: device: got {str(spec)!r}, wanted an accelerator: the host cannot stall itself.")
+    return device

@@ -1,0 +1,209 @@
+"""A pretend GPU, so that a project can assert "this step has no host sync" in CI on a machine without one.
+
+    from gpubound.watch.simgpu import simgpu
+
+    device = simgpu()                     # torch.device("simgpu:0")
+    model.to(device); batch.to(device)    # the values are right; the speed says nothing
+
+Tensors there hold a CPU tensor and compute with it, but torch treats them as lying on a device of their own: mixing them
+with CPU tensors is refused, reading a value needs a copy, and backward runs on a device thread, as on CUDA. Every op, in
+whatever thread, is told to `observers` before it runs.
+
+Not pretended: streams (work runs in order), a generator of its own (the CPU's is used), `torch.empty(pin_memory=True)`
+(`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from ..errors import DeviceError
+from .calls import announce
+from .ops import composite, on_host, tensors
+
+NAME = "simgpu"
+
+observers: list[Callable] = []
+"""Called as observer(func, args, kwargs) before each op on the pretend device."""
+
+_registered: list[object] = []  # torch keeps no reference of its own to a Python backend's parts
+
+
+def simgpu() -> torch.device:
+    """Make the pretend device usable in this process, and return it. Calling it again changes nothing."""
+    if not _registered:
+        _refuse()
+        from .simdevice import register
+
+        _registered.extend(register())
+    return torch.device(NAME, 0)
+
+
+def ready() -> bool:
+    """True when `simgpu()` has been called in this process."""
+    return bool(_registered)
+
+
+def _refuse() -> None:
+    from torch.utils import backend_registration
+
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != "privateuseone":
+        raise DeviceError(
+            f"simgpu: this process already has the backend {taken!r} in torch's one free place (PrivateUse1), "
+            "which can be named "
+            "once; run the pretend device in a process of its own."
+        )
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        raise DeviceError(
+            f"simgpu: torch {torch.__version__} has no Python backends; the pretend device needs torch 2.11 or newer."
+        )
+    if torch.cuda.is_available():
+        raise DeviceError(
+            "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned "
+            "memory in this process; "
+            "start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
+        )
+
+
+class SimTensor(torch.Tensor):
+    """A tensor that says it lies on simgpu:0 and holds a CPU tensor, `elem`, of the same shape and strides."""
+
+    elem: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.shape,
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            device=torch.device(NAME, 0),
+        )
+        self.elem = elem
+        return self
+
+    # Without these two, Module.to would replace parameters instead of changing them in place, and tied weights would
+    # come apart.
+    def __tensor_flatten__(self):
+        return ["elem"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["elem"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        if composite(func):
+            return func.decompose(*args, **kwargs)
+        for observe in tuple(observers):
+            observe(func, args, kwargs)
+        return _run(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents=None):
+        if self.numel():
+            announce("print", NAME)
+        text = repr(self.elem.detach())
+        text = f"{text[:-1]}, device='{self.device}'"
+        if self.grad_fn is not None:
+            return f"{text}, grad_fn=<{self.grad_fn.name()}>)"
+        return f"{text}, requires_grad=True)" if self.requires_grad else f"{text})"
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __setitem__(self, index, value):
+        if isinstance(value, (bool, int, float)):  # as on CUDA, a number comes as a CPU scalar, and so may cost a copy
+            value = torch.tensor(value, dtype=self.dtype)
+        super().__setitem__(index, value)
+
+    def tolist(self):
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False):
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it to the host first."
+            )
+        return self.detach().cpu().numpy()
+
+    def __array__(self, dtype=None):
+        return self.numpy()
+
+    def data_ptr(self) -> int:
+        return self.elem.data_ptr()
+
+    def untyped_storage(self):
+        return self.elem.untyped_storage()
+
+    def __reduce_ex__(self, protocol):
+        return self.detach().cpu().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+        twin: torch.Tensor = SimTensor(self.elem.detach().clone())
+        if isinstance(self, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, self.requires_grad)
+        else:
+            twin.requires_grad_(self.requires_grad)
+        twin.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = twin
+        return twin
+
+
+# A CPU tensor with dimensions may meet a device tensor only here; anywhere else CUDA refuses it, and so do we.
+_MIXING = {
+    "_to_copy",
+    "copy_",
+    "_foreach_copy_",
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "set_",
+}
+
+
+def _run(func, args, kwargs):
+    """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op says so."""
+    if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):
+        return func.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs
+        )  # a custom op's body runs on the pretend device too
+    if func._opname not in _MIXING:
+        strays = [t for t in tensors(args) if on_host(t) and t.dim() > 0]
+        if strays and any(isinstance(t, SimTensor) for t in tensors(args)):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {func._opname} got one on {NAME}:0 and one of shape "
+                f"{tuple(strays[0].shape)} on {strays[0].device}"
+            )
+    inner = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    target = inner.get("device")
+    if target is not None:
+        inner["device"] = torch.device("cpu") if torch.device(target).type == NAME else target
+    out = func(*tree_map_only(SimTensor, _elem, args), **tree_map_only(SimTensor, _elem, inner))
+    if target is not None and torch.device(target).type != NAME:
+        return out
+    if func._opname == "copy_" and not isinstance(args[0], SimTensor):
+        return args[0]
+    return return_and_correct_aliasing(func, args, kwargs, tree_map_only(torch.Tensor, SimTensor, out))
+
+
+@functools.cache
+def _has_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "PrivateUse1")
+
+
+def _elem(t: SimTensor) -> torch.Tensor:
+    return t.elem

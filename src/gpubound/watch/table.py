@@ -1,0 +1,119 @@
+"""The ledger as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .site import Place
+
+if TYPE_CHECKING:
+    from .ledger import Ledger, Row
+
+HEADS = ("kind", "what", "times", "amount", "where", "code")
+LAUNCH_LINES = 12  # a step launches from hundreds of lines; the busiest tell the story
+CODE = 72  # columns of source shown
+
+
+def render(ledger: Ledger) -> str:
+    from .ledger import TOTALS
+
+    steps = f"{ledger.steps} steps" if ledger.steps != 1 else "1 step"
+    totals = ledger.totals
+    some = [f"{name} {_total(value, ledger.steps)}" for name, value in totals.items() if value]
+    lines = [f"ledger: {steps if ledger.steps else 'no steps marked'}", f"counted: {', '.join(some) or 'nothing'}"]
+    if none := [name for name, value in totals.items() if not value]:
+        lines.append(f"zero: {', '.join(none)}")
+    if missing := [name for name in TOTALS if name not in totals]:
+        lines.append(f"not counted: {', '.join(missing)}")
+    launches = _by_line(row for row in ledger.rows if row.kind == "launch")
+    shown = [row for row in ledger.rows if row.kind != "launch"] + launches[:LAUNCH_LINES]
+    if shown:
+        lines += ["", *_table(shown)]
+    if len(launches) > LAUNCH_LINES:
+        lines.append(f"... and {len(launches) - LAUNCH_LINES} more lines that launch")
+    lines += ["", "sensors", *(f"  {sensor.name:<9}  {sensor.sees}" for sensor in ledger._running)]
+    if blind := {name: what for name, what in ledger.sensors.items() if what}:
+        lines += ["blind to", *(f"  {name:<9}  {what}" for name, what in blind.items())]
+    if ledger.absent:
+        lines += ["did not run", *(f"  {name:<9}  {why}" for name, why in ledger.absent.items())]
+    return "\n".join(lines)
+
+
+def offenders(ledger: Ledger, names: Iterable[str]) -> str:
+    """The rows behind these totals."""
+    from .ledger import TOTALS
+
+    picked = [row for row in ledger.rows if any(row.kind in TOTALS[n][0].split() and getattr(row, TOTALS[n][1]) for n in names)]
+    return "\n".join(_table(picked))
+
+
+def _by_line(rows: Iterable[Row]) -> list[Row]:
+    """One row a place, whatever was launched there."""
+    from .ledger import Row
+
+    places: dict[tuple, list[Row]] = {}
+    for row in rows:
+        places.setdefault((row.place.site or row.place.built, bool(row.place.node)), []).append(row)
+    merged = []
+    for (site, backward), same in places.items():
+        names = list(dict.fromkeys(row.what for row in same))
+        what = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+        place = Place(None, node="nodes", built=site) if backward else Place(site)
+        if len(same) == 1:
+            place = same[0].place
+        merged.append(Row("launch", what, place, count=sum(row.count for row in same)))
+    return sorted(merged, key=lambda row: -row.count)
+
+
+def _total(value: float, steps: int) -> str:
+    return f"{value:g} ({value / steps:.3g} a step)" if steps > 1 else f"{value:g}"
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    cells = [HEADS]
+    notes: list[str] = [""]
+    for row in rows:
+        site = row.place.site or row.place.built
+        what = f"{row.what} [{row.detail}]" if row.detail else row.what
+        cells.append(
+            (row.kind, what, str(row.count), _amount(row), str(site or "line unknown"), _cut(site.code) if site else "")
+        )
+        notes.append(_note(row.place))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS) - 1)]
+    lines = []
+    for line, note in zip(cells, notes):
+        lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip())
+        if note:
+            lines.append(f"  {note}")
+    return lines
+
+
+def _cut(code: str) -> str:
+    return code if len(code) <= CODE else f"{code[: CODE - 4]} ..."
+
+
+def _note(place: Place) -> str:
+    parts = []
+    if place.node and place.site is not None:
+        parts.append(f"in backward of {place.node}" + (f", built at {place.built}: {place.built.code}" if place.built else ""))
+    elif place.node:
+        parts.append(f"in backward of {place.node}, which this line built" if place.built else f"in backward of {place.node}")
+    if place.via:
+        parts.append(f"via {place.via}")
+    if place.thread and place.thread != "autograd":
+        parts.append(f"on thread {place.thread}")
+    return "; ".join(parts)
+
+
+def _amount(row: Row) -> str:
+    if row.kind == "gc":
+        return f"{row.ms:.1f} ms"
+    if not row.bytes:
+        return ""
+    size, unit = float(row.bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,78 @@
+"""Padding to a few shapes: sizes, named leaves only, rows of the last batch, sentences."""
+
+import pytest
+import torch
+
+from gpubound.feed import feed
+from gpubound.feed.bucket import Padding, bucket_size
+from gpubound.feed.tree import flatten
+
+
+@pytest.mark.parametrize(
+    "size, bucket, want",
+    [
+        (1, "pow2", 1), (5, "pow2", 8), (8, "pow2", 8), (0, "pow2", 0),
+        (65, 64, 128), (64, 64, 64), (3, [8, 4], 4), (9, [8, 4], None),
+        (7, None, 7),
+    ],
+)  # fmt: skip
+def test_bucket_size(size, bucket, want):
+    assert bucket_size(size, bucket) == want
+
+
+def padded(batch, **options):
+    tree = flatten(batch)
+    Padding(**options).apply(tree)
+    return tree.rebuild(tree.leaves)
+
+
+def test_only_named_leaves_with_their_own_values():
+    batch = {"ids": torch.ones(2, 5, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long), "other": torch.ones(2, 5)}
+    new = padded(batch, values={"ids": 0, "labels": -100}, bucket="pow2")
+    assert new["ids"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
+    assert new["labels"].tolist() == [[1, 1, 1, 1, 1, -100, -100, -100]] * 2
+    assert new["other"] is batch["other"]
+
+
+def test_a_named_dimension_and_rows():
+    new = padded((torch.ones(3, 2, 4), torch.ones(3)), values={0: (7.0, 1), 1: -1.0}, bucket=[3], rows=5)
+    assert new[0].shape == (5, 3, 4) and new[0][:3, :2].eq(1).all() and new[0][3:].eq(7).all() and new[0][:, 2].eq(7).all()
+    assert new[1].tolist() == [1, 1, 1, -1, -1]
+
+
+def test_a_padded_feed_has_one_shape_and_the_same_values():
+    lengths = [3, 6, 7, 2]
+    batches = [{"x": torch.full((2, n), float(n))} for n in lengths]
+    for mode in ("resident", "ring", "direct"):
+        got = [batch["x"] for batch in feed(batches, device="cpu", mode=mode, pad={"x": -1.0}, bucket=[8])]
+        assert [x.shape for x in got] == [(2, 8)] * 4
+        for n, x in zip(lengths, got):
+            assert x[:, :n].eq(n).all() and x[:, n:].eq(-1).all()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"bucket": "pow3", "values": {"x": 0}}, "feed: bucket: got 'pow3', wanted 'pow2', a multiple, or a list of sizes."),
+        ({"bucket": [], "values": {"x": 0}}, "feed: bucket: got [], wanted 'pow2', a multiple, or a list of sizes."),
+        ({"rows": 0, "values": {"x": 0}}, "feed: rows: got 0, wanted the number of rows of a whole batch."),
+        (
+            {"bucket": "pow2"},
+            "feed: bucket= and rows= pad only the leaves that pad= names; pass pad={'input_ids': 0, 'labels': -100} or the "
+            "like.",
+        ),
+        ({"values": {"y": 0}}, "feed: pad: no leaf is called 'y'; this batch has batch['x']."),
+        (
+            {"values": {"x": 0}, "bucket": [2, 4]},
+            "feed: batch['x'] is 5 long, wanted at most 4, the largest bucket; add a larger bucket or cut the data.",
+        ),
+        (
+            {"values": {"x": (0, 2)}, "bucket": "pow2"},
+            "feed: pad: batch['x'] has 2 dimensions, wanted one numbered 2; name another.",
+        ),
+    ],
+)
+def test_sentences(options, sentence):
+    with pytest.raises(ValueError) as error:
+        padded({"x": torch.ones(2, 5)}, **options)
+    assert str(error.value) == sentence

@@ -1,0 +1,263 @@
+"""Building: what lands on the disk, alone or with workers, after being killed, and everything that must not be overwritten."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from gpubound.errors import DataError
+from gpubound.feed import Corpus, Tokenizer, train_tokenizer
+from gpubound.feed.corpus import CLAIM, MANIFEST
+from gpubound.feed.shards import write_shard
+
+from .conftest import TEXTS, Bytes
+from .test_tokenizer import CHAT
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in sorted(path.glob("*.gbt"))}
+
+
+def build(path, texts=TEXTS, tokenizer=None, **options):
+    return Corpus.build(texts, tokenizer or Bytes(), path, **{"shard_tokens": 300, "progress": False} | options)
+
+
+def refused(*args, kind=DataError, **options):
+    with pytest.raises(kind) as error:
+        build(*args, **options)
+    return str(error.value)
+
+
+def test_every_document_is_there_in_order_and_whole(corpus):
+    assert corpus.documents == 60 and len(corpus.parts) > 2 and corpus.dtype == np.uint16
+    assert [bytes(corpus.document(i)[:-1].tolist()).decode() for i in range(60)] == TEXTS
+    assert all(corpus.document(i)[-1] == 256 for i in range(60))
+    assert corpus.tokens == sum(map(len, TEXTS)) + 60 and corpus.offsets()[-1] == corpus.tokens
+    assert str(corpus) == f"Corpus({corpus.tokens:,} tokens, 60 documents, uint16, vocabulary 257)"
+    with pytest.raises(IndexError, match="there are 60, counted from 0"):
+        corpus.document(60)
+
+
+def test_opened_again_it_is_the_same(corpus):
+    again = Corpus.open(corpus.path)
+    listed = Corpus.open(sorted(corpus.path.glob("*.gbt")))
+    for other in (again, listed):
+        assert other.identity() == corpus.identity() and np.array_equal(
+            other.read(np.arange(corpus.tokens)), corpus.read(np.arange(corpus.tokens))
+        )
+    assert Corpus.open(corpus.path / "shard-00001.gbt").tokens == len(corpus.parts[1].tokens)
+
+
+def test_random_reads_across_shards(corpus):
+    whole = np.concatenate([part.tokens for part in corpus.parts])
+    index = np.random.default_rng(0).integers(0, corpus.tokens, (7, 11))
+    assert np.array_equal(corpus.read(index), whole[index])
+
+
+def test_a_split_is_by_documents(corpus):
+    train, held_out = corpus.split(0.1)
+    assert (train.documents, held_out.documents) == (54, 6) and train.tokens + held_out.tokens == corpus.tokens
+    assert all(np.array_equal(train.document(i), corpus.document(i)) for i in range(54))
+    assert all(np.array_equal(held_out.document(i), corpus.document(54 + i)) for i in range(6))
+    assert train.identity() != corpus.identity()
+    with pytest.raises(ValueError) as error:
+        corpus.split(0.001)
+    assert str(error.value) == "Corpus.split: 0.001 of 60 documents is 0, wanted at least one on either side."
+
+
+def test_workers_make_the_same_files(corpus, tmp_path):
+    build(tmp_path / "other", workers=2)
+    assert contents(tmp_path / "other") == contents(corpus.path)
+
+
+def test_workers_with_a_trained_tokenizer(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 280)
+    alone, spawned = build(tmp_path / "a", tokenizer=tokenizer), build(tmp_path / "b", tokenizer=tokenizer, workers=1)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") and alone.fingerprint == tokenizer.fingerprint
+    assert isinstance(spawned.tokenizer(), Tokenizer) and spawned.tokenizer().decode(spawned.document(3)[:-1]) == TEXTS[3]
+
+
+def test_the_vocabulary_chooses_the_dtype(tmp_path):
+    class Wide(Bytes):
+        vocab_size, fingerprint = 70_000, "wide"
+
+        def encode_batch(self, texts):
+            return [[60_000 + byte * 9 for byte in text.encode()] for text in texts]
+
+    wide = build(tmp_path / "wide", ["ab" * 20], Wide())
+    assert wide.dtype == np.uint32 and wide.document(0)[1] == 60_000 + 98 * 9
+    assert build(tmp_path / "forced", dtype="uint32").dtype == np.uint32
+    assert refused(tmp_path / "no", tokenizer=Wide(), dtype="uint16", kind=ValueError) == (
+        "Corpus.build: dtype: uint16 holds 65536 ids, the vocabulary has 70000; pass dtype='uint32'."
+    )
+    assert refused(tmp_path / "no", dtype="int8", kind=ValueError) == (
+        "Corpus.build: dtype: got 'int8', wanted 'auto', 'uint16' or 'uint32'."
+    )
+    assert not (tmp_path / "no").exists()
+
+
+def test_chats_are_stored_with_their_masks_and_texts_without(tmp_path):
+    tokenizer = train_tokenizer(["what is new? nothing is new"], 280)
+    mixed = build(tmp_path / "c", ["plain text", CHAT, "more"], tokenizer, shard_tokens=10**6)
+    assert mixed.masked and mixed.documents == 3
+    mask = mixed.read_mask(np.arange(mixed.tokens))
+    spans = mixed.offsets()
+    assert mask[: spans[1]].all() and mask[spans[2] :].all(), "all of a plain text is learnt"
+    chat, learnt = mixed.document(1), mask[spans[1] : spans[2]] == 1
+    assert tokenizer.decode(chat[learnt]) == "nothing is new<|end|>now is now<|end|>" and chat[-1] == tokenizer.eos
+    apart = build(tmp_path / "d", ["plain text", CHAT, "more"], tokenizer, shard_tokens=1)
+    assert [part.mask is None for part in apart.parts] == [True, False, True]
+    assert np.array_equal(apart.read_mask(np.arange(apart.tokens)), mask)
+    assert refused(tmp_path / "e", [CHAT], kind=ValueError) == (
+        "Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts."
+    )
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from conftest import TEXTS, Bytes
+from gpubound.feed import Corpus
+from gpubound.feed import build
+build.BATCH_TEXTS = 1
+def slowly():
+    for text in TEXTS:
+        time.sleep(0.02)
+        yield text
+Corpus.build(slowly(), Bytes(), {path!r}, shard_tokens=300, progress=False)
+"""
+
+
+def test_killed_in_the_middle_it_goes_on_at_the_last_whole_shard(corpus, tmp_path, said):
+    path = tmp_path / "killed"
+    script = SLOW.format(tests=os.path.dirname(__file__), path=str(path))
+    child = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 60
+    while len(list(path.glob("*.gbt"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    whole = contents(path)
+    assert 2 <= len(whole) < len(contents(corpus.path)) and not (path / MANIFEST).exists()
+    with pytest.raises(DataError) as error:
+        Corpus.open(path)
+    assert str(error.value) == (
+        f"{path}: its build was interrupted after {len(whole)} whole shards; call Corpus.build again with the same texts to "
+        "finish it."
+    )
+    (path / "shard-00002.gbt.123.partial").write_bytes(b"half")
+    done = build(path, iter(TEXTS))
+    assert f"going on in {path} after {len(whole)} whole shards" in said()
+    assert contents(path) == contents(corpus.path) and done.identity() == corpus.identity()
+    assert not list(path.glob("*.partial")) and not (path / CLAIM).exists()
+
+
+def interrupted(path):
+    def texts():
+        yield from TEXTS[:40]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(path, texts())
+
+
+def test_an_interrupted_build_is_not_finished_with_other_texts_or_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpubound.feed.build.BATCH_TEXTS", 1)
+    interrupted(tmp_path)
+    before = contents(tmp_path)
+    changed = "the texts have changed since the interrupted build; build to another path, or delete that one."
+    assert refused(tmp_path, ["x", *TEXTS[1:]]) == f"{tmp_path}: {changed}"
+    assert refused(tmp_path, TEXTS[:5]) == f"{tmp_path}: {changed}"
+    assert refused(tmp_path, shard_tokens=200) == (
+        f"{tmp_path}: holds a corpus with shard_tokens 300, wanted 200; build to another path, or delete that one."
+    )
+    assert contents(tmp_path) == before and before
+
+
+def test_a_finished_corpus_is_left_as_it_is(corpus, said):
+    before, stamps = contents(corpus.path), [file.stat().st_mtime_ns for file in corpus.path.glob("*.gbt")]
+    build(corpus.path, iter(TEXTS))
+    assert said() == f"gpubound: Corpus.build: {corpus.path} holds this corpus already; nothing was tokenised.\n"
+    other = "holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
+    assert refused(corpus.path, [*TEXTS, "one more"]) == refused(corpus.path, TEXTS[:-1]) == f"{corpus.path}: {other}"
+
+    class Other(Bytes):
+        fingerprint = "other"
+
+    assert refused(corpus.path, tokenizer=Other()) == (
+        f"{corpus.path}: holds a corpus with tokenizer 'bytes', wanted 'other'; build to another path, or delete that one."
+    )
+    assert contents(corpus.path) == before and stamps == [file.stat().st_mtime_ns for file in corpus.path.glob("*.gbt")]
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 10)
+    build(tmp_path / "c", tmp_path / "a.txt")
+    monkeypatch.setattr("gpubound.feed.build.documents", lambda *_: pytest.fail("read again"))
+    assert build(tmp_path / "c", tmp_path / "a.txt").documents == 1
+
+
+def test_a_folder_of_someone_else_is_not_touched(tmp_path):
+    (tmp_path / "thesis.doc").write_text("years of work")
+    assert refused(tmp_path) == (
+        f"{tmp_path}: is not empty and not a corpus of gpubound; nothing was overwritten; build to another path."
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.doc"]
+    with pytest.raises(DataError) as error:
+        Corpus.open(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}: not a corpus of gpubound: it has no corpus.json; wanted a folder that Corpus.build wrote."
+    )
+
+
+def test_damage_is_named_when_it_is_opened(corpus):
+    (corpus.path / "shard-00001.gbt").rename(corpus.path / "elsewhere")
+    with pytest.raises(DataError) as error:
+        Corpus.open(corpus.path)
+    assert str(error.value) == (
+        f"{corpus.path / 'shard-00001.gbt'}: is missing, though {corpus.path / MANIFEST} lists it; restore the file or build "
+        "the corpus anew."
+    )
+    (corpus.path / MANIFEST).write_text(json.dumps({"shards": 3}))
+    with pytest.raises(DataError, match=r"corpus.json: corrupt: TypeError"):
+        Corpus.open(corpus.path)
+
+
+def test_shards_of_two_corpora_are_not_mixed(corpus, tmp_path):
+    strange = tmp_path / "strange.gbt"
+    write_shard(strange, np.ones(4, np.uint16), np.array([0, 4]), None, vocab_size=9, tokenizer="t", texts_read=0, texts_crc=0)
+    with pytest.raises(DataError) as error:
+        Corpus.open([corpus.path / "shard-00000.gbt", strange])
+    assert str(error.value) == (
+        f"{strange}: foreign: its vocab_size is 9, that of shard-00000.gbt is 257; open only shards of one corpus together."
+    )
+    with pytest.raises(ValueError) as error:
+        Corpus.open([])
+    assert str(error.value) == "Corpus.open: got no shards, wanted the folder of a corpus or a list of its shards."
+
+
+def test_tokenizers_that_go_wrong(tmp_path):
+    class Beyond(Bytes):
+        def encode_batch(self, texts):
+            return [[5, 300] for _ in texts]
+
+    assert refused(tmp_path / "a", tokenizer=Beyond()) == "tokenizer: gave ids from 5 to 300, wanted 0 to 256."
+    assert refused(tmp_path / "b", [], kind=ValueError) == (
+        f"Corpus.build: {tmp_path / 'b'}: the texts hold no tokens, wanted at least one document."
+    )
+    assert refused(tmp_path / "c", shard_tokens=0, kind=ValueError) == (
+        "Corpus.build: got shard_tokens=0, workers=0, wanted 1 or more and 0 or more."
+    )
+    with pytest.raises(DataError, match="no tokenizer was saved with it"):
+        build(tmp_path / "d").tokenizer()
+
+
+def test_the_progress_line_goes_to_stderr(tmp_path, capsys):
+    build(tmp_path / "a", progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "60 texts" in shown.err

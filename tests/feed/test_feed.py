@@ -1,0 +1,408 @@
+"""`feed` on the CPU: what is served, in which order, from which position; what a resident batch is guarded against; every
+sentence."""
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from gpubound import trace
+from gpubound.errors import DataError, FallbackError
+from gpubound.feed import feed
+from gpubound.feed.choose import fits
+
+MODES = ("resident", "ring", "direct")
+
+
+def batches(count=7, rows=2):
+    return [{"x": torch.full((rows, 3), float(i)), "y": (torch.tensor([i]), f"name {i}")} for i in range(count)]
+
+
+def seen(served):
+    return [int(batch["x"][0, 0]) for batch in served]
+
+
+class Counts(Counter):
+    def span(self, name):
+        self["span " + name] += 1
+        return nullcontext()
+
+    def count(self, name, amount):
+        self[name] += amount
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_epoch_serves_every_batch_once(mode, shuffle):
+    served = feed(batches(), device="cpu", mode=mode, shuffle=shuffle, seed=3)
+    assert served.mode == mode and len(served) == 7
+    epochs = [seen(served) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert (epochs[0] == epochs[1]) is not shuffle
+    assert [batch["y"][1] for batch in feed(batches(2), device="cpu", mode=mode)] == ["name 0", "name 1"]
+
+
+def test_all_modes_agree_on_the_order():
+    orders = [
+        [seen(served) for _ in range(2)] for served in (feed(batches(), "cpu", mode=m, shuffle=True, seed=9) for m in MODES)
+    ]
+    assert orders[0] == orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", [0, 1, 4, 7, 10, 14])
+def test_resumes_in_the_middle_of_an_epoch(mode, at):
+    """Stopped after `at` batches and resumed elsewhere, the rest is what the uninterrupted run had."""
+
+    def make():
+        return feed(batches(), device="cpu", mode=mode, shuffle=True, seed=1)
+
+    whole, first, second = make(), make(), make()
+    expected = [whole.take()["x"] for _ in range(20)]
+    for _ in range(at):
+        first.take()
+    second.load_state_dict(first.state_dict())
+    resumed = [second.take()["x"] for _ in range(20 - at)]
+    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[at:]))
+
+
+def test_a_loop_continues_after_loading_and_starts_anew_after_a_break():
+    served = feed(batches(), device="cpu")
+    for _ in served:
+        break
+    assert served.state_dict()["epoch"] == 0 and served.state_dict()["batch"] == 1
+    saved = served.state_dict()
+    assert seen(served) == list(range(7)), "the loop after a break is a whole epoch"
+    assert served.epoch == 2
+    served.load_state_dict(saved)
+    assert seen(served) == list(range(1, 7)), "the loop after loading is the rest of its epoch"
+    assert seen(served) == list(range(7))
+
+
+def test_a_state_of_another_feed_is_refused():
+    saved = feed(batches(), device="cpu", shuffle=True, seed=1).state_dict()
+    with pytest.raises(ValueError) as error:
+        feed(batches(), device="cpu", shuffle=True, seed=2).load_state_dict(saved)
+    assert str(error.value) == "feed: state: seed was 1 when it was saved and is 2 now; make the feed as it was made then."
+    with pytest.raises(ValueError) as error:
+        feed(batches(6), device="cpu", shuffle=True, seed=1).load_state_dict(saved)
+    assert str(error.value) == "feed: state: length was 7 when it was saved and is 6 now; make the feed as it was made then."
+    with pytest.raises(ValueError) as error:
+        feed(batches(), device="cpu").seek(0, 8)
+    assert str(error.value) == "feed: seek: got epoch 0, batch 8 of 7, wanted a position inside the epoch."
+
+
+def test_tensors_on_the_device_pass_through_untouched():
+    source = batches()
+    served = list(feed(source, device="cpu"))
+    assert all(a["x"] is b["x"] and a["y"][0] is b["y"][0] for a, b in zip(source, served))
+    direct = feed(lambda: iter(source), device=torch.device("cpu:0"))
+    assert direct.mode == "direct" and all(a["x"] is b["x"] for a, b in zip(source, direct))
+    assert direct.stats().passed == 14 and direct.stats().copied == 0 and direct.stats().hit_rate == 1.0
+
+
+def test_statistics_of_the_ring():
+    served = feed(batches(), device="cpu", mode="ring")
+    with trace.recording(Counts()) as counts:
+        list(served)
+    stats = served.stats()
+    assert (stats.batches, stats.copied, stats.passed, stats.resident, stats.hit_rate) == (7, 14, 0, 0, 0.0)
+    assert stats.bytes_per_step == 2 * 3 * 4 + 8 and stats.bytes_copied == 7 * 32 == counts["h2d_bytes"]
+    assert counts["span feed.wait"] == 8 and stats.wait_ms >= 0
+    assert str(stats).startswith("ring: 7 batches, 32 bytes copied a step, ")
+
+
+def test_a_resident_feed_copies_nothing_in_its_steps():
+    served = feed(batches(), device="cpu")
+    with trace.recording(Counts()) as counts:
+        list(served)
+    assert counts["h2d_bytes"] == 0 and served.stats().bytes_per_step == 0 and served.stats().hit_rate == 1.0
+
+
+def test_popping_a_key_harms_nobody():
+    served = feed(batches(2), device="cpu")
+    for _ in range(2):
+        for batch in served:
+            batch.pop("x")
+            batch["new"] = 1
+    assert seen(served) == [0, 1]
+
+
+WRITTEN = (
+    "feed: batch['y'][0] was written to in place in epoch 1, batch 2; a resident batch is served again every epoch and must "
+    "stay as it is: write to a clone of it, or pass mode='ring'."
+)
+
+
+def test_the_guard_names_what_was_written_when_the_next_batch_is_asked_for():
+    served = feed(batches(), device="cpu")
+    list(served)
+    with pytest.raises(DataError) as error:
+        for i, batch in enumerate(served):
+            if i == 2:
+                batch["y"][0].view(-1)[0] += 1  # through a view: it shares the counter
+    assert i == 2 and str(error.value) == WRITTEN
+
+
+def test_the_guard_sees_a_write_to_the_last_batch_and_one_long_after():
+    served = feed(batches(), device="cpu")
+    list(served)
+    kept = list(served)
+    kept[2]["y"][0].add_(1)
+    with pytest.raises(DataError) as error:
+        list(served)
+    assert str(error.value) == WRITTEN
+    last = feed(batches(1), device="cpu")
+    with pytest.raises(DataError, match=r"batch\['x'\] was written to in place in epoch 0, batch 0"):
+        for batch in last:
+            batch["x"].zero_()
+
+
+def test_the_guard_sees_requires_grad():
+    served = feed(batches(), device="cpu")
+    with pytest.raises(DataError, match=r"batch\['x'\] had requires_grad set in epoch 0, batch 0"):
+        for batch in served:
+            batch["x"].requires_grad_()
+
+
+def test_the_guard_can_be_left_out_and_the_ring_needs_none():
+    for served in (feed(batches(), device="cpu", mutation_guard=False), feed(batches(), device="cpu", mode="ring")):
+        for batch in served:
+            batch["x"].zero_()
+    assert served.mode == "ring" and seen(served) == list(range(7)), "the ring serves copies"
+
+
+def test_inference_tensors_are_served_without_a_guard():
+    with torch.inference_mode():
+        source = [torch.ones(2)]
+    assert torch.equal(next(iter(feed(source, device="cpu"))), torch.ones(2))
+
+
+def test_one_batch_listed_often_is_held_once():
+    one = {"x": torch.ones(1, 1)}
+    served = feed([one] * 1000, device="cpu")
+    assert len({id(held) for held in served._store.held}) == 1 and len(list(served)) == 1000
+
+
+def test_an_early_break_leaves_no_thread():
+    before = threading.active_count()
+    served = feed(batches(1000), device="cpu", mode="ring")
+    for _ in served:
+        break
+    assert threading.active_count() == before
+    served.take()
+    assert threading.active_count() == before + 1
+    del served
+    assert threading.active_count() == before
+
+
+def test_two_loops_over_one_feed_are_an_error_not_a_mixture():
+    served = feed(batches(), device="cpu", mode="ring")
+    first = iter(served)
+    next(first)
+    next(iter(served))
+    with pytest.raises(DataError) as error:
+        next(first)
+    assert str(error.value) == (
+        "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
+    )
+
+
+@pytest.mark.parametrize("mode", ["ring", "direct"])
+def test_a_source_that_raises_half_way(mode):
+    def broken():
+        yield from batches(3)
+        raise OSError("disk gone")
+
+    served, got = feed(broken, device="cpu", mode=mode), []
+    with pytest.raises(OSError, match="disk gone") as error:
+        for batch in served:
+            got.append(batch)
+    assert seen(got) == [0, 1, 2] and "broken" in [entry.name for entry in error.traceback]
+    assert served.state_dict()["batch"] == 3
+
+
+@pytest.mark.parametrize("mode", ["ring", "direct"])
+def test_a_generator_is_read_once_and_a_function_again(mode):
+    once = feed(iter(batches(3)), device="cpu", mode=mode)
+    assert seen(once) == [0, 1, 2]
+    with pytest.raises(ValueError) as error:
+        list(once)
+    assert str(error.value) == (
+        "feed: source: a list_iterator can be read once and has been, wanted batches for epoch 1; pass a list, a DataLoader, "
+        "or a function that returns a fresh iterator."
+    )
+    again = feed(lambda: iter(batches(3)), device="cpu", mode=mode)
+    assert seen(again) == seen(again) == [0, 1, 2]
+    with pytest.raises(TypeError, match="does not say how many"):
+        len(again)
+    kept = feed(iter(batches(3)), device="cpu", mode="resident")
+    assert seen(kept) == seen(kept) == [0, 1, 2] and len(kept) == 3
+
+
+def test_a_stream_resumes_by_reading_over_what_was_served():
+    first, second = (feed(lambda: iter(batches(5)), device="cpu", mode="ring") for _ in range(2))
+    first.take(), first.take()
+    second.load_state_dict(first.state_dict())
+    assert seen(second) == [2, 3, 4]
+
+
+def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("gpubound.feed.choose.Resident", full)
+    monkeypatch.setattr("gpubound.feed.choose.bytes_needed", lambda *_: 3_000_000)
+    served = feed(batches(), device="cpu")
+    assert seen(served) == list(range(7)) and served.mode == "direct"
+    why = "cpu ran out of memory while 3.0 MB were uploaded; streaming instead"
+    assert trace.fallbacks["feed", why] == 1 and said() == f"gpubound: fallback: feed: {why}\n"
+    with trace.strict(), pytest.raises(FallbackError):
+        feed(batches(), device="cpu")
+
+
+def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
+    monkeypatch.setattr("gpubound.feed.choose.bytes_needed", lambda *_: 3_000_000)
+    assert feed(batches(), device="cpu", budget="2 MB").mode == "direct"
+    assert said() == "gpubound: feed: streaming: its 3.0 MB do not fit the budget of 2.0 MB on cpu.\n"
+    with pytest.raises(ValueError) as error:
+        feed(batches(), device="cpu", budget="2 MB", mode="resident")
+    assert str(error.value) == ("feed: mode='resident': its 3.0 MB do not fit the budget of 2.0 MB on cpu; pass mode='ring'.")
+    assert feed(batches(), device="cpu", budget="3 MB").mode == "resident"
+    assert said() == "gpubound: feed: 3.0 MB resident on cpu (of 3.0 MB allowed).\n"
+
+
+def test_fits():
+    assert fits(5, 5) and not fits(6, 5) and fits(6, None) and fits(0, 0) and not fits(1, 0)
+
+
+# Single items, collated here
+
+
+@pytest.mark.parametrize("mode", ["auto", "ring", "direct"])
+def test_items_are_collated_and_the_last_batch_is_uneven(mode):
+    items = [{"x": torch.full((3,), float(i)), "n": i} for i in range(10)]
+    served = list(feed(items, device="cpu", mode=mode, batch_size=4))
+    assert [batch["n"].tolist() for batch in served] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert torch.equal(served[2]["x"], torch.tensor([[8.0] * 3, [9.0] * 3]))
+    assert len(list(feed(items, device="cpu", mode=mode, batch_size=4, drop_last=True))) == 2
+
+
+def test_resident_items_are_shuffled_as_streamed_ones_are():
+    data = TensorDataset(torch.arange(23).float(), torch.arange(46).reshape(23, 2))
+    for source in (data, Subset(data, list(range(4, 20))), [data[i] for i in range(9)]):
+        resident = feed(source, device="cpu", batch_size=5, shuffle=True, seed=4)
+        streamed = feed(source, device="cpu", batch_size=5, shuffle=True, seed=4, mode="ring")
+        assert resident.mode == "resident"
+        for _ in range(2):
+            for a, b in zip(resident, streamed, strict=True):
+                assert type(a) is type(b) and torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    assert resident.stats().hit_rate == 1.0
+
+
+def test_items_of_unknown_behaviour_are_not_frozen():
+    class Noise(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return torch.rand(2)
+
+    served = feed(Noise(), device="cpu", batch_size=2)
+    assert served.mode == "direct" and not torch.equal(next(iter(served)), next(iter(served)))
+    frozen = feed(Noise(), device="cpu", batch_size=2, mode="resident")
+    assert torch.equal(next(iter(frozen)), next(iter(frozen)))
+
+
+def test_items_that_cannot_be_stacked_stream_and_say_why(said):
+    items = [torch.ones(n) for n in (1, 2)]
+
+    def pad_together(items):
+        return torch.nn.utils.rnn.pad_sequence(items)
+
+    with pytest.raises(ValueError, match=r"^feed: mode='resident': its items cannot be stacked \(stack expects each tensor"):
+        feed(items, device="cpu", batch_size=2, mode="resident")
+    assert feed([("a", 1), ("b", 2)], device="cpu", batch_size=2).mode == "direct"
+    assert said() == "gpubound: feed: streaming: its items hold more than tensors and numbers.\n"
+    assert [b.shape for b in feed(items, device="cpu", batch_size=2, collate=pad_together)] == [(2, 2)]
+    with pytest.raises(ValueError) as error:
+        feed(items, device="cpu", batch_size=2, collate=pad_together, shuffle=True, mode="resident")
+    assert str(error.value) == (
+        "feed: mode='resident': shuffle=True with your own collate makes other batches every epoch; pass mode='ring'."
+    )
+
+
+def test_a_dataset_that_fetches_many_items_at_once_is_asked_so():
+    class Many(torch.utils.data.Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices):
+            return [torch.tensor(i) for i in indices]
+
+    assert [b.tolist() for b in feed(Many(), device="cpu", batch_size=3)] == [[0, 1, 2], [3, 4]]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "source, options, sentence",
+    [
+        ([], {}, "feed: source: got an empty list, wanted at least one batch."),
+        ([], {"batch_size": 2}, "feed: source: 0 items make no batch of 2; wanted at least one batch."),
+        ([1], {"batch_size": 0}, "feed: batch_size: got 0, wanted a whole number of items, 1 or more."),
+        ([1], {"mode": "fast"}, "feed: mode: got 'fast', wanted one of auto, resident, ring, direct."),
+        ([1], {"slots": 2}, "feed: slots: got 2, wanted 3 or more: one being filled, one being copied, one ready."),
+        (
+            torch.ones(2),
+            {},
+            "feed: source: got a Tensor, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
+            "or a Corpus; to serve one batch again and again pass [batch].",
+        ),
+        (3, {}, "feed: source: got a int, wanted a list or iterable of batches, a DataLoader or a Corpus."),
+        (
+            TensorDataset(torch.ones(2)),
+            {},
+            "feed: source: got the map dataset TensorDataset of single items; pass batch_size= to have them collated.",
+        ),
+        (
+            iter([1]),
+            {"batch_size": 2},
+            "feed: batch_size= needs a source of single items with len() and [], got a list_iterator; leave batch_size out "
+            "if the source already yields batches.",
+        ),
+        (
+            iter([1]),
+            {"shuffle": True},
+            "feed: shuffle=True needs a list of batches, or items and batch_size=; a list_iterator yields in its own order.",
+        ),
+        (
+            [1],
+            {"drop_last": True},
+            "feed: drop_last= has an effect only where the feed makes the batches; pass batch_size= too.",
+        ),
+        ([1], {"seq": 8}, "feed: seq= has an effect only on a Corpus, got a list; leave it out."),
+    ],
+)
+def test_sentences(source, options, sentence):
+    with pytest.raises(ValueError) as error:
+        feed(source, device="cpu", **options)
+    assert str(error.value) == sentence
+
+
+def test_unknown_arguments_raise():
+    with pytest.raises(TypeError, match="prefetch"):
+        feed([1], device="cpu", prefetch=2)
+
+
+def test_an_iterable_without_batches_is_an_error_when_it_is_read():
+    with pytest.raises(DataError) as error:
+        list(feed(lambda: iter([]), device="cpu", mode="ring"))
+    assert str(error.value) == "feed: source: epoch 0 had no batches, wanted at least one."

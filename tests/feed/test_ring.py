@@ -1,0 +1,235 @@
+"""The ring's order of events, with a lane whose copies happen as late as its events allow."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from gpubound.feed.bucket import Padding
+from gpubound.feed.lane import HostLane, pack
+from gpubound.feed.ring import AHEAD, Ring
+
+CPU = torch.device("cpu")
+
+
+class LateLane:
+    """A copy takes place when its event is waited for on the host, or at `finish`: never earlier, as a slow bus would have
+    it."""
+
+    device = CPU
+
+    def __init__(self, honours_events=True):
+        self.honours_events = honours_events
+        self.pending, self.stagings, self.waits, self.sends = [], 0, 0, 0
+        self.uses_end = True  # whether the device ever gets through what it was given
+
+    def admit(self): ...
+
+    def staging(self, size):
+        self.stagings += 1
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def send(self, staged, event):
+        self.sends += 1
+        sent = torch.zeros_like(staged)
+        event = event or {"kind": "copy"}
+        event["copy"] = (staged, sent)
+        self.pending.append(event["copy"])
+        return sent, event
+
+    def wait(self, event):
+        self.waits += 1
+        if event["kind"] == "use":
+            while not self.uses_end:
+                time.sleep(0.001)
+        elif self.honours_events:
+            self._complete(event["copy"])
+
+    def receive(self, sent, event): ...
+
+    def mark(self, event):
+        return {"kind": "use"}
+
+    def finish(self):
+        for copy in self.pending:
+            copy[1].copy_(copy[0])
+        self.pending.clear()
+
+    def _complete(self, copy):
+        for i, (staged, sent) in enumerate(self.pending):
+            if sent is copy[1]:
+                sent.copy_(staged)
+                del self.pending[i]
+                return
+
+
+def numbers(count, size=8):
+    return ({"x": torch.full((size,), float(i)), "y": torch.tensor(i)} for i in range(count))
+
+
+def drain(ring):
+    got = []
+    while True:
+        try:
+            got.append(ring.take()[0].batch())
+        except StopIteration:
+            return got
+
+
+def right(got):
+    return all(batch["y"].item() == i and batch["x"].eq(i).all() for i, batch in enumerate(got))
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_a_slot_is_written_again_only_after_its_copy(slots):
+    lane = LateLane()
+    got = drain(Ring(numbers(40), lane, slots, Padding(), always=True))
+    lane.finish()
+    assert len(got) == 40 and right(got)
+    assert lane.stagings == slots and lane.sends == 40
+
+
+def test_this_lane_sees_a_slot_that_is_written_too_early():
+    """The test above would notice: without the wait for the copy's event, batches come out with their successors' values."""
+    lane = LateLane(honours_events=False)
+    got = drain(Ring(numbers(40), lane, 3, Padding(), always=True))
+    lane.finish()
+    assert len(got) == 40 and not right(got)
+
+
+def settle(read, wanted):
+    """Wait until `read()` is `wanted`, then a little longer to see whether it stays."""
+    for _ in range(500):
+        if read() == wanted:
+            break
+        time.sleep(0.002)
+    time.sleep(0.02)
+    return read() == wanted
+
+
+def test_reads_no_further_ahead_than_its_slots():
+    read = []
+
+    def source():
+        for batch in numbers(20):
+            read.append(1)
+            yield batch
+
+    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    assert settle(lambda: len(read), 3)
+    ring.take()
+    assert settle(lambda: len(read), 4)
+    ring.close()
+
+
+def test_no_more_batches_on_the_device_than_it_can_work_off():
+    lane = LateLane()
+    lane.uses_end = False
+    ring = Ring(numbers(40), lane, 3, Padding(), always=True)
+    for _ in range(AHEAD * 3):
+        ring.take()
+    assert settle(lambda: lane.sends, AHEAD * 3), lane.sends
+    began = time.perf_counter()
+    threading.Timer(0.05, lambda: setattr(lane, "uses_end", True)).start()
+    _, waited, held_back = ring.take()
+    assert waited == 0.0 and 0 < held_back <= time.perf_counter() - began  # the device was behind, not the source
+    ring.close()
+
+
+def test_what_the_source_raises_arrives_with_its_traceback():
+    def broken_source():
+        yield from numbers(2)
+        raise KeyError("third")
+
+    ring = Ring(broken_source(), HostLane(CPU), 3, Padding(), always=True)
+    assert right([ring.take()[0].batch(), ring.take()[0].batch()])
+    with pytest.raises(KeyError, match="third") as error:
+        ring.take()
+    assert "broken_source" in [entry.name for entry in error.traceback]
+    with pytest.raises(StopIteration):
+        ring.take()
+
+
+def test_closing_ends_the_thread_and_the_source():
+    closed = []
+
+    def source():
+        try:
+            yield from numbers(1000)
+        finally:
+            closed.append(True)
+
+    before = threading.active_count()
+    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    ring.take()
+    assert threading.active_count() == before + 1
+    ring.close()
+    assert threading.active_count() == before and closed == [True]
+
+
+def test_a_forgotten_ring_ends_its_thread():
+    before = threading.active_count()
+    ring = Ring(numbers(1000), HostLane(CPU), 3, Padding(), always=True)
+    ring.take()
+    del ring
+    assert threading.active_count() == before
+
+
+def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
+    import gpubound.feed.ring as module
+
+    gate = threading.Event()
+    monkeypatch.setattr(module, "CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("gpubound.trace._said", set())
+
+    def source():
+        yield {"x": torch.ones(1)}
+        gate.wait()
+
+    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    ring.take()
+    ring.close()
+    assert capsys.readouterr().err == (
+        "gpubound: feed: the source is still making a batch; its thread ends when the source returns.\n"
+    )
+    gate.set()
+
+
+def test_every_leaf_is_looked_at_not_the_first():
+    parcel = pack({"there": torch.ones(2), "meta": torch.ones(2, device="meta"), "also": torch.ones(3)}, CPU, Padding())
+    assert parcel.passed == 2 and [leaf for leaf, _, _ in parcel.copied] == [1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.float64, torch.bfloat16, torch.complex64], ids=str
+)
+def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
+    odd = torch.arange(1, 31).reshape(5, 6).to(dtype)
+    batch = {
+        "scalar": odd[1, 1],
+        "view": odd[1:4, ::2],
+        "transposed": odd.t(),
+        "empty": odd[:0],
+        "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last),
+        "text": "stays",
+    }
+    ring = Ring(iter([batch]), HostLane(CPU), 3, Padding(), always=True)
+    new = ring.take()[0].batch()
+    for key, value in batch.items():
+        if key == "text":
+            assert new[key] == value
+        else:
+            assert new[key].dtype is dtype and torch.equal(new[key], value)
+            assert new[key].data_ptr() != value.data_ptr() or not value.numel()
+    assert new["images"].is_contiguous(memory_format=torch.channels_last)
+    ring.close()
+
+
+def test_sparse_leaves_are_refused():
+    with pytest.raises(ValueError) as error:
+        pack({"x": torch.ones(2, 2).to_sparse()}, CPU, Padding(), always=True)
+    assert str(error.value) == (
+        "feed: got a leaf with layout torch.sparse_coo, wanted plain dense tensors; send its indices and values, or put it "
+        "on the device in the source."
+    )

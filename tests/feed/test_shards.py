@@ -1,0 +1,129 @@
+"""The shard file: what is written is what is read, and every kind of damage is named."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from gpubound.errors import DataError
+from gpubound.feed.shards import _FIXED, _PAGE, read_shard, write_shard
+
+TOKENS = np.arange(1000, 1100, dtype=np.uint16)
+DOCUMENTS = np.array([0, 10, 11, 100])
+CURE = "restore the file or build the corpus anew."
+
+
+@pytest.fixture
+def path(tmp_path):
+    write(tmp_path / "shard-00000.gbt")
+    return tmp_path / "shard-00000.gbt"
+
+
+def write(path, tokens=TOKENS, mask=True):
+    some = (np.arange(len(tokens)) % 2).astype(np.uint8) if mask else None
+    write_shard(path, tokens, DOCUMENTS, some, vocab_size=5000, tokenizer="t", texts_read=3, texts_crc=9)
+
+
+def refused(path, **options):
+    with pytest.raises(DataError) as error:
+        read_shard(path, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("mask", [True, False])
+def test_round_trip(tmp_path, dtype, mask):
+    tokens = TOKENS.astype(dtype) * 60
+    write(tmp_path / "a.gbt", tokens, mask)
+    shard = read_shard(tmp_path / "a.gbt")
+    assert shard.tokens.dtype == dtype and np.array_equal(shard.tokens, tokens) and np.array_equal(shard.documents, DOCUMENTS)
+    assert (np.array_equal(shard.mask, np.arange(100) % 2)) if mask else shard.mask is None
+    header = shard.header
+    assert (header.tokens, header.documents, header.vocab_size, header.tokenizer) == (100, 3, 5000, "t")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.gbt"], "nothing temporary is left"
+    with pytest.raises(ValueError, match="read-only"):
+        shard.tokens[0] = 1
+
+
+def test_nothing_is_overwritten(path):
+    before = path.read_bytes()
+    with pytest.raises(DataError) as error:
+        write(path, TOKENS + 1)
+    assert str(error.value) == f"{path}: exists already; nothing was overwritten." and path.read_bytes() == before
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("section, at", [("tokens", 5), ("documents", 9), ("mask", 0)])
+def test_corrupt_payload(path, section, at):
+    flip(path, read_shard(path).header.sections[section][0] + at)
+    assert refused(path) == f"{path}: corrupt: the checksum of its {section} is wrong; {CURE}"
+
+
+def test_every_byte_of_the_header_is_covered(path):
+    whole = path.read_bytes()
+    length = _FIXED.unpack_from(whole)[2]
+    for at in range(_FIXED.size + length):
+        flip(path, at)
+        assert str(path) in refused(path, verify=False), at
+        path.write_bytes(whole)
+    read_shard(path)
+
+
+def test_corrupt_header(path):
+    flip(path, _FIXED.size + 3)
+    assert refused(path) == f"{path}: corrupt: the header's checksum is wrong; {CURE}"
+
+
+@pytest.mark.parametrize("keep", [20, _PAGE - 1, _PAGE, _PAGE + 50, -1])
+def test_truncated(path, keep):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    size = len(whole[:keep])
+    if size < _PAGE:
+        assert refused(path) == f"{path}: truncated: {size} bytes, wanted at least the header's {_PAGE}; {CURE}"
+    else:
+        assert refused(path, verify=False) == f"{path}: truncated: {size} bytes, wanted {len(whole)}; {CURE}"
+
+
+def test_too_long(path):
+    size = path.stat().st_size
+    with open(path, "ab") as file:
+        file.write(b"x")
+    assert refused(path) == f"{path}: corrupt: {size + 1} bytes, wanted {size}; {CURE}"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", struct.pack("<256i", 20240520, 1, *range(254))])
+def test_foreign_files(tmp_path, content):
+    path = tmp_path / "fineweb_train_000001.bin"
+    path.write_bytes(content)
+    assert refused(path) == f"{path}: not a token shard of gpubound: it begins with {content[:8]!r}, wanted b'GBTOKENS'."
+
+
+def test_another_version(path):
+    whole = bytearray(path.read_bytes())
+    whole[8:12] = struct.pack("<I", 2)
+    path.write_bytes(whole)
+    assert refused(path) == f"{path}: has format version 2, wanted 1; it was written by another version of gpubound."
+
+
+def test_documents_that_do_not_cover_the_tokens(tmp_path):
+    path = tmp_path / "a.gbt"
+    write_shard(path, TOKENS, np.array([0, 50, 40, 100]), None, vocab_size=5000, tokenizer="t", texts_read=0, texts_crc=0)
+    assert refused(path) == f"{path}: corrupt: its documents do not cover its tokens in order; {CURE}"
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert refused(tmp_path / "a.gbt") == f"{tmp_path / 'a.gbt'}: cannot be read: No such file or directory; check the path."
+
+
+def test_the_checksum_is_crc32_of_the_bytes_as_stored(path):
+    header = read_shard(path).header
+    assert header.sections["tokens"] == [_PAGE, 200, zlib.crc32(TOKENS.astype("<u2").tobytes())]

@@ -1,0 +1,138 @@
+"""Tokenizers: trained, saved, loaded by us and by transformers; chats with the prompts masked."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from gpubound.errors import DataError
+from gpubound.feed import Tokenizer, python_stdlib_texts, train_tokenizer
+from gpubound.feed.tokenizer import END_OF_TEXT, SPECIALS, adapt
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is new?"},
+    {"role": "assistant", "content": "nothing is new"},
+    {"role": "user", "content": "and now?"},
+    {"role": "assistant", "content": "now is now"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["what is new? nothing is new, and now is now " * 3], vocab_size=300)
+
+
+def test_a_trained_tokenizer_gives_back_what_it_got(tokenizer):
+    for text in ("nothing is new", "", "Ünïcode → 漢字 🙂\n\ttabs", " leading", "a" * 1000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("nothing is new")) < 8, "it learnt merges"
+    assert tokenizer.vocab_size <= 300 and tokenizer.eos == tokenizer.inner.token_to_id(END_OF_TEXT)
+    assert tokenizer.encode_batch(["new", "now"]) == [tokenizer.encode("new"), tokenizer.encode("now")]
+    assert tokenizer.decode([*tokenizer.encode("new"), tokenizer.eos], skip_special=True) == "new"
+
+
+def test_training_is_repeatable(tokenizer):
+    again = train_tokenizer(["what is new? nothing is new, and now is now " * 3], vocab_size=300)
+    other = train_tokenizer(["other text"], vocab_size=300)
+    assert again.fingerprint == tokenizer.fingerprint != other.fingerprint
+
+
+def test_saved_loaded_pickled(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "t")
+    for copy in (
+        Tokenizer.load(tmp_path / "t"),
+        Tokenizer.load(tmp_path / "t" / "tokenizer.json"),
+        pickle.loads(pickle.dumps(tokenizer)),
+        adapt(str(tmp_path / "t")),
+    ):
+        assert copy.fingerprint == tokenizer.fingerprint and copy.encode("is new") == tokenizer.encode("is new")
+        assert copy.eos == tokenizer.eos and copy.chat_template == tokenizer.chat_template
+
+
+def test_transformers_loads_it_and_we_load_transformers(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert theirs.encode("nothing is new", add_special_tokens=False) == tokenizer.encode("nothing is new")
+    assert theirs.eos_token_id == tokenizer.eos
+    assert theirs.apply_chat_template(CHAT, tokenize=False) == tokenizer.render(CHAT)
+    ours = adapt(theirs)
+    assert ours.encode("now?") == tokenizer.encode("now?") and ours.eos == tokenizer.eos
+    assert ours.encode_chats([CHAT])[0][0] == tokenizer.encode_chats([CHAT])[0][0]
+
+
+def test_truncation_set_for_a_model_does_not_cut_documents(tokenizer):
+    inner = pickle.loads(pickle.dumps(tokenizer)).inner
+    inner.enable_truncation(4)
+    inner.enable_padding(length=4)
+    assert len(adapt(inner).encode("nothing is new " * 10)) > 30
+    assert inner.truncation is not None, "the user's own is as it was"
+
+
+def test_only_the_assistants_words_are_learnt(tokenizer):
+    ((ids, mask),) = tokenizer.encode_chats([CHAT])
+    assert tokenizer.decode(ids) == tokenizer.render(CHAT)
+    learnt = tokenizer.decode(np.array(ids)[mask == 1])
+    assert learnt == "nothing is new<|end|>now is now<|end|>"
+    prompt = tokenizer.render(CHAT[:2], prompt=True)
+    assert prompt == "<|system|>be brief<|end|><|user|>what is new?<|end|><|assistant|>"
+
+
+def test_a_template_of_another_house_with_its_own_tokens(tokenizer):
+    template = (
+        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token }}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chatml = Tokenizer(tokenizer.inner, END_OF_TEXT, template, bos_token="<s>")
+    ((ids, mask),) = chatml.encode_chats([CHAT])
+    assert chatml.decode(ids).startswith("<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n")
+    assert chatml.decode(np.array(ids)[mask == 1]) == "nothing is new<|im_end|>\nnow is now<|im_end|>\n"
+    with pytest.raises(DataError, match=r"^chat template: no tools$"):
+        chatml.render([{"role": "tool", "content": ""}])
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
+    forgetful = Tokenizer(tokenizer.inner, END_OF_TEXT, "{{ messages[-1]['content'] }}")
+    with pytest.raises(DataError) as error:
+        forgetful.encode_chats([CHAT])
+    assert str(error.value) == (
+        "chat template: later messages change how earlier ones are written, so the prompts cannot be masked; use a template "
+        "that writes every message once."
+    )
+
+
+def test_sentences(tokenizer, tmp_path):
+    with pytest.raises(ValueError) as error:
+        train_tokenizer(["x"], vocab_size=200)
+    assert str(error.value) == (
+        f"train_tokenizer: vocab_size: got 200, wanted at least 261: 256 bytes and {len(SPECIALS)} special tokens."
+    )
+    with pytest.raises(ValueError) as error:
+        Tokenizer.load(tmp_path)
+    assert str(error.value) == (
+        f"tokenizer: {tmp_path / 'tokenizer.json'} does not exist, wanted a tokenizer.json or a folder with one."
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
+    with pytest.raises(DataError, match=r"tokenizer.json: is not a tokenizer that the tokenizers library reads: "):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ValueError) as error:
+        Tokenizer(tokenizer.inner, "</s>")
+    assert str(error.value) == "tokenizer: the end-of-text token '</s>' is not in its vocabulary; name one that is."
+    with pytest.raises(ValueError) as error:
+        Tokenizer(tokenizer.inner, None).render(CHAT)
+    assert str(error.value) == "tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template."
+    with pytest.raises(
+        ValueError, match=r"^tokenizer: got a int, wanted a gpubound, tokenizers or fast transformers tokenizer"
+    ):
+        adapt(3)
+
+
+def test_the_standard_library_as_a_corpus():
+    texts = list(python_stdlib_texts(400_000))
+    assert texts == list(python_stdlib_texts(400_000)) and 300_000 < sum(len(text.encode()) for text in texts) <= 400_000
+    names = [text.split("\n", 1)[0] for text in texts]
+    assert names == sorted(names) and names[0] == "# __future__.py"
+    assert not any("/test/" in name or "site-packages" in name for name in names)

@@ -1,0 +1,284 @@
+"""A captured function computes what the function does, and capturing leaves no trace."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.graph import capture
+
+from .cases import contents, drawn, equal, perceptron, said, training_step
+
+
+def fused(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, **options)
+
+
+def test_training_steps_equal_eager_ones(runner):
+    model, twin = perceptron(), perceptron()
+    captured = capture(training_step(model, optimizer := fused(model)), drawn(5, 4), drawn(5, 1, seed=1))
+    eager = training_step(twin, other := fused(twin))
+    for seed in range(4):
+        x, y = drawn(5, 4, seed=seed), drawn(5, 1, seed=seed + 9)
+        assert torch.equal(captured(x, y), eager(x, y))
+    assert equal(contents(model, optimizer), contents(twin, other))
+    assert captured.replays == 4
+    assert captured.certificate.bitwise and captured.certificate.rounds == 2
+
+
+def test_state_is_put_back_bit_for_bit(runner):
+    model = perceptron(dropout=0.3)
+    optimizer = fused(model)
+    step = training_step(model, optimizer)
+    step(drawn(5, 4), drawn(5, 1))  # the moments exist, and are not zero
+    before, random = contents(model, optimizer), torch.get_rng_state()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    capture(step, drawn(5, 4, seed=3), drawn(5, 1, seed=4))
+    assert equal(before, contents(model, optimizer))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(old, parameter.grad) for old, parameter in zip(gradients, model.parameters()))
+
+
+def test_state_made_by_the_first_call_starts_at_zero(runner):
+    model = perceptron()
+    optimizer = fused(model)
+    capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
+    state = optimizer.state[model[0].weight]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and not any(value.any() for value in state.values())
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_gradients_accumulate_in_place(runner):
+    """fn only adds to the gradients, which do not exist before: they become buffers that start at zero."""
+    model = nn.Linear(3, 2)
+
+    def backward(x):
+        model(x).square().sum().backward()
+
+    captured = capture(backward, drawn(4, 3))
+    buffer = model.weight.grad
+    assert not buffer.any()
+    captured(drawn(4, 3, seed=1))
+    captured(drawn(4, 3, seed=2))
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    for seed in (1, 2):
+        twin(drawn(4, 3, seed=seed)).square().sum().backward()
+    assert model.weight.grad is buffer
+    assert torch.equal(buffer, twin.weight.grad) and torch.equal(model.bias.grad, twin.bias.grad)
+    assert set(captured.certificate.mutated) == {"model.weight.grad", "model.bias.grad"}
+
+
+def test_dropout_draws_anew_and_a_seed_reproduces(runner):
+    captured = capture(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(64))
+    x = torch.ones(64)
+    torch.manual_seed(7)
+    first, second = captured(x).clone(), captured(x).clone()
+    torch.manual_seed(7)
+    assert torch.equal(captured(x), first) and torch.equal(captured(x), second) and not torch.equal(first, second)
+    torch.manual_seed(7)
+    assert torch.equal(torch.nn.functional.dropout(x, 0.5), first)
+    assert captured.certificate.same_random_state
+
+
+def test_a_generator_of_the_users_own_is_put_back(runner):
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    captured = capture(lambda x: x + torch.rand(4, generator=generator), torch.zeros(4))
+    assert torch.equal(before, generator.get_state())
+    want = torch.rand(4, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(captured(torch.zeros(4)), want)
+
+
+def test_nested_inputs_outputs_and_constants(runner):
+    def fn(batch, pair, scale):
+        ids, (a, b) = batch["ids"], pair
+        return {"sum": a * scale + b, "picked": [a[ids], scale]}
+
+    batch, pair = {"ids": torch.tensor([2, 0, 1])}, (drawn(3), drawn(3, seed=1))
+    captured = capture(fn, batch, pair, 2.0)
+    other, new = {"ids": torch.tensor([1, 1, 0])}, (drawn(3, seed=5), drawn(3, seed=6))
+    got, want = captured(other, new, 2.0), fn(other, new, 2.0)
+    assert torch.equal(got["sum"], want["sum"]) and torch.equal(got["picked"][0], want["picked"][0])
+    assert got["picked"][1] == 2.0
+    assert captured.certificate.inputs == 3 and captured.certificate.unvaried == ()
+
+
+def test_a_list_of_micro_batches(runner):
+    model = perceptron()
+
+    def step(batches):
+        model.zero_grad()
+        return sum(backward(x, y) for x, y in batches)
+
+    def backward(x, y):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    batches = [(drawn(5, 4, seed=i), drawn(5, 1, seed=i + 9)) for i in range(3)]
+    captured = capture(step, batches)
+    assert torch.equal(captured(batches), step(batches))
+
+
+def test_no_inputs_and_a_counter_on_the_device(runner):
+    count = torch.zeros((), dtype=torch.int64)
+    captured = capture(lambda: count.add_(1) * 2)
+    assert count.item() == 0
+    assert [captured().item() for _ in range(3)] == [2, 4, 6] and count.item() == 3
+    assert captured.certificate.mutated == ("count",)
+
+
+def test_module_partial_and_method(runner):
+    model = perceptron()
+    x = drawn(5, 4)
+    want = model(x).detach()
+    assert torch.equal(capture(model, x)(x), want)
+    assert torch.equal(capture(functools.partial(model.forward), x)(x), want)
+    assert capture(model, x).held == ["0.weight", "0.bias", "3.weight", "3.bias", "input 0"]
+
+
+def test_gradient_of_an_input(runner):
+    x = drawn(3).requires_grad_()
+    captured = capture(lambda x: torch.autograd.grad(x.pow(3).sum(), x)[0], x)
+    new = drawn(3, seed=4)
+    assert torch.allclose(captured(new), 3 * new**2)
+
+
+def test_batch_norm_statistics_are_found(runner):
+    norm = nn.BatchNorm1d(4)
+    captured = capture(norm, drawn(6, 4))
+    assert not norm.running_mean.any() and norm.num_batches_tracked == 0
+    assert {"running_mean", "running_var", "num_batches_tracked"} <= set(captured.certificate.mutated)
+    captured(drawn(6, 4))
+    assert norm.num_batches_tracked == 1 and norm.running_mean.any()
+
+
+def test_what_surrounds_a_replay_does_not_reach_it():
+    weight = drawn(4, 4).requires_grad_()
+    captured = capture(lambda x: torch.autograd.grad((x @ weight).sum(), weight)[0], drawn(4, 4))
+    want = captured(drawn(4, 4)).clone()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(captured(drawn(4, 4)), want)
+
+
+def test_autocast_around_the_capture():
+    with torch.autocast("cpu", torch.bfloat16):
+        sentence = said(capture, perceptron(), drawn(5, 4))
+    assert sentence == (
+        "Sequential: got autocast around capture(), wanted none: its cached casts of the weights would go stale; "
+        "write `with torch.autocast(...)` inside the function."
+    )
+
+
+def test_outputs_are_overwritten_unless_cloned():
+    captured, cloning = (capture(lambda x: x * 2, torch.ones(2), clone=clone) for clone in (False, True))
+    first, kept = captured(torch.ones(2)), cloning(torch.ones(2))
+    captured(torch.zeros(2)), cloning(torch.zeros(2))
+    assert first.tolist() == [0, 0] and kept.tolist() == [2, 2]
+
+
+def test_a_static_buffer_is_not_copied():
+    captured = capture(lambda x: x * 2, torch.ones(2))
+    (buffer,) = captured.inputs
+    buffer.copy_(torch.tensor([3.0, 4.0]))
+    assert captured(buffer).tolist() == [6, 8]
+
+
+def test_what_it_says_of_itself(tape):
+    weight = nn.Parameter(torch.ones(3))
+
+    def scale(x):
+        return x * weight
+
+    captured = capture(scale, torch.ones(3))
+    captured(torch.ones(3))
+    assert repr(captured) == "Captured(scale, tape on cpu, verified, 1 replays, holds 2 tensors)"
+    assert captured.held == ["weight", "input 0"] and captured.mode == "tape" and captured.pool is None
+    assert captured.memory_bytes == 24
+    text = str(captured.certificate).splitlines()
+    assert text[:3] == [
+        "2 rounds of replay against eager agree bit for bit",
+        "1 output and 0 mutated tensors compared",
+        "1 of 1 input varied",
+    ]
+    assert text[3].endswith(" s, 0 B of snapshots in nowhere; the graph holds 24 B")
+
+
+def test_unverified_says_so(capsys):
+    captured = capture(lambda x: x + 1, torch.ones(2), verify=False)
+    assert captured.certificate is None and "not verified" in repr(captured)
+    assert capsys.readouterr().err == (
+        "gpubound: capture(<lambda>): verify=False: nothing has shown that a replay computes what the function does.\n"
+    )
+
+
+def test_recapture_follows_a_moved_weight(runner):
+    model = perceptron()
+    captured = capture(model, drawn(5, 4))
+    model[0].weight.data = drawn(8, 4, seed=8)
+    captured.recapture()
+    assert torch.equal(captured(drawn(5, 4)), model(drawn(5, 4)))
+    captured.recapture(drawn(7, 4))
+    assert captured(drawn(7, 4)).shape == (7, 1)
+
+
+def test_poison_does_not_change_results(runner):
+    model = perceptron()
+    captured = capture(training_step(model, fused(model)), drawn(5, 4), drawn(5, 1), poison=True)
+    twin = perceptron()
+    eager = training_step(twin, fused(twin))
+    for seed in range(2):
+        x, y = drawn(5, 4, seed=seed), drawn(5, 1, seed=seed + 9)
+        assert torch.equal(captured(x, y), eager(x, y))
+    assert all(buffer.isnan().all() for buffer in captured.inputs)
+    captured.recapture()
+
+
+def test_poison_shows_an_input_that_was_not_given(tape):
+    captured = capture(lambda x: x * 2, torch.ones(3), poison=True)
+    captured(torch.ones(3))
+    assert captured(captured.inputs[0]).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"fn": 3}, "fn: got int, wanted a function or module; pass the callable itself, not its result."),
+        (
+            {"pool": torch.ones(1)},
+            "pool: got Tensor, wanted a handle; pass another Captured's .pool, or torch.cuda.graph_pool_handle().",
+        ),
+        (
+            {"warmup": 1},
+            "warmup: got 1, wanted at least 3: one call for what only a first call does, one to use it, one to see it settled.",
+        ),
+        ({"tolerance": -1.0}, "tolerance: got -1.0, wanted 0 or more; 0 asks for equality bit for bit."),
+        (
+            {"other_inputs": torch.ones(2)},
+            "other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].",
+        ),
+        (
+            {"state": [torch.ones(2), 3]},
+            "state[1]: got int, wanted modules, optimizers, tensors or generators in any nesting; leave it out.",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(arguments, sentence):
+    arguments = {"fn": lambda x: x, **arguments}
+    with pytest.raises(ValueError) as error:
+        capture(arguments.pop("fn"), torch.ones(2), **arguments)
+    assert str(error.value) == sentence
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError):
+        capture(lambda x: x, torch.ones(2), warm_up=3)
+
+
+def test_numpy_input():
+    with pytest.raises(ValueError) as error:
+        capture(lambda x: x, torch.ones(2).numpy())
+    assert str(error.value) == "input 0: got ndarray, wanted a tensor or a constant; convert it with torch.as_tensor."

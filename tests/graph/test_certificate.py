@@ -1,0 +1,206 @@
+"""The certificate: a graph that ignores, bakes in or leaves out something does not pass, and the error says what."""
+
+import ctypes
+
+import pytest
+import torch
+
+from gpubound.graph import capture, prepare
+from gpubound.graph.memory import difference
+from gpubound.graph.vary import vary
+
+from .cases import drawn, said
+from .tape import TapeRunner
+
+IGNORES = (
+    "the replay ignores {}, which fn takes from the host (a Python number, a NumPy copy, a cached tensor); "
+    "compute from the input's tensor inside fn."
+)
+
+
+def peek(tensor: torch.Tensor) -> float:
+    """Read a tensor's first value behind torch's back, as a NumPy array that shares its memory would."""
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+
+def test_an_ignored_input(tape):
+    def scaled(x, scale):
+        return x * peek(scale)
+
+    sentence = said(capture, scaled, drawn(3), torch.ones(1))
+    assert sentence.startswith("scaled: output 0 of the replay is off by ") and sentence.endswith(
+        " in round 1 of 2: " + IGNORES.format("input 1")
+    )
+
+
+def test_an_ignored_input_that_only_reaches_state(tape):
+    total = torch.zeros(3)
+
+    def add(x):
+        total.add_(peek(x))
+
+    sentence = said(capture, add, drawn(3))
+    assert sentence.startswith("add: total of the replay is off by ") and sentence.endswith(IGNORES.format("input 0"))
+    assert not total.any()
+
+
+def test_a_gradient_that_ignores_an_input(tape):
+    weight = torch.ones(3, requires_grad=True)
+
+    def backward(x, scale):
+        weight.grad = None
+        (weight * x * peek(scale)).sum().backward()
+
+    sentence = said(capture, backward, drawn(3), torch.ones(1))
+    assert sentence.startswith("backward: weight.grad of the replay is off by ") and IGNORES.format("input 1") in sentence
+
+
+def test_a_counter_on_the_host(runner):
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        return x * len(calls)
+
+    sentence = said(capture, counted, torch.ones(3))
+    assert sentence.endswith(
+        "eager itself gives another result at each call from one state, so fn keeps something on the host between calls "
+        "(a number, a list, an attribute that it rebinds); keep it in a tensor and update it in place."
+    )
+
+
+def test_every_second_call_differs(tape):
+    """The second round goes on where the first ended, but a host-side switch has been left where the capture found it."""
+    turn = iter(range(10**6))
+
+    def alternating(x):
+        return x if next(turn) % 2 else -x
+
+    assert "on the host between calls" in said(capture, alternating, torch.ones(3))
+
+
+def test_a_python_result(tape):
+    sizes = iter(range(10**6))
+
+    def counting(x):
+        return x, next(sizes)
+
+    assert said(capture, counting, torch.ones(3)).startswith(
+        "output 1: the graph always returns 3, eager returns 4 with other inputs"
+    )
+
+
+def test_a_graph_that_recorded_nothing(monkeypatch):
+    """What torch.cuda.graph makes of a capture on another device than its default stream's: a replay that does nothing."""
+
+    class Empty(TapeRunner):
+        def replay(self):
+            pass
+
+    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Empty())
+    sentence = said(capture, lambda x: x * 2, torch.ones(3))
+    assert sentence == (
+        "<lambda>: output 0 of the replay is off by inf (inf of the largest value) from eager in round 1 of 2: "
+        + IGNORES.format("input 0")
+    )
+
+
+def test_other_inputs_are_used_and_named(tape):
+    seen = []
+
+    def fn(index, table):
+        seen.append(index)
+        return table[index]
+
+    table = drawn(5)
+    captured = capture(fn, torch.tensor([0]), table)
+    assert captured.certificate.unvaried == ("input 0",)
+    assert "1 of 2 inputs varied, not input 0 (pass other_inputs=)" in str(captured.certificate)
+    captured = capture(fn, torch.tensor([0]), table, other_inputs=[(torch.tensor([3]), table), (torch.tensor([4]), table)])
+    assert captured.certificate.unvaried == ()
+    assert {3, 4} <= {index.item() for index in seen}
+
+
+def test_inputs_that_cannot_be_made_up():
+    def checked(x):
+        if peek(x) != 1.0:
+            raise ValueError("only ones")
+        return x * 2
+
+    assert said(capture, checked, torch.ones(2)) == (
+        "checked: failed on inputs made up for its certificate (ValueError: only ones); "
+        "pass other_inputs=, a list of two tuples of arguments that it can take."
+    )
+    assert capture(checked, torch.ones(2), other_inputs=[(torch.ones(2),)]).certificate.rounds == 1
+
+
+def test_other_inputs_must_fit():
+    assert said(lambda: capture(lambda x: x, torch.ones(2), other_inputs=[(torch.ones(3),)])) == (
+        "input 0: got shape (3,), wanted (2,) as captured; pad it to the captured shape, or capture once for each shape."
+    )
+
+
+def test_a_failed_certificate_leaves_the_state(tape):
+    state = drawn(3)
+    before = state.clone()
+
+    def fn(x):
+        state.add_(x * peek(x))
+        return state
+
+    random = torch.get_rng_state()
+    said(capture, fn, torch.ones(3))
+    assert torch.equal(state, before) and torch.equal(random, torch.get_rng_state())
+
+
+def test_noise_within_a_tolerance(tape):
+    """A replay that differs in the last bits, as sums in another order do: refused bit for bit, accepted within a tolerance."""
+    nudge = iter(range(10**6))
+
+    def noisy(x):
+        return x * (1 + 1e-6 * (next(nudge) % 7))
+
+    sentence = said(capture, noisy, drawn(3))
+    assert "eager differs from itself by " in sentence and "pass tolerance=" in sentence
+    certificate = capture(noisy, drawn(3), tolerance=1e-4).certificate
+    assert not certificate.bitwise and 0 < certificate.worst.relative < 1e-5 and certificate.worst_name == "output 0"
+    assert str(certificate).startswith("2 rounds of replay against eager agree within ")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        drawn(4, 3),
+        torch.full((2,), 3.0),
+        torch.tensor([0, -100, 5, 5]),
+        torch.tensor([True, False, False]),
+        torch.tensor([7]),
+        torch.tensor([1.0, float("-inf"), 0.0]),
+        drawn(3).to(torch.bfloat16),
+        torch.complex(drawn(3), drawn(3, seed=1)),
+        torch.tensor(2.5),
+        torch.tensor([True, True]),
+    ],
+    ids=str,
+)
+def test_other_values_of_the_same_kind(example):
+    first, second = vary([example], 0)[0][0], vary([example], 1)[0][0]
+    for new in (first, second):
+        assert new.shape == example.shape and new.dtype == example.dtype and not torch.equal(new, example)
+        if not example.is_floating_point() and not example.is_complex():
+            assert example.numel() < 2 or set(new.tolist()) <= set(example.tolist()) | {False}
+        if example.is_floating_point() and bool((example >= 0).all()):
+            assert bool((new >= 0).all())
+
+
+def test_what_cannot_be_varied():
+    assert vary([torch.zeros(3, dtype=torch.int64), torch.ones(0)], 0)[1] == [0]
+
+
+def test_difference():
+    nan = float("nan")
+    assert difference(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])).bitwise
+    assert difference(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0])).absolute == float("inf")
+    found = difference(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
+    assert (found.bitwise, found.absolute, found.relative) == (False, 1.0, 0.25)
+    assert not difference(torch.tensor([0.0]), torch.tensor([-0.0])).bitwise

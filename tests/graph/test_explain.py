@@ -1,0 +1,152 @@
+"""What no graph can hold is refused before the capture, with its line and what to write instead; what one can hold is not."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from gpubound.graph import capture
+
+from . import one_liners
+from .cases import drawn, perceptron, said, training_step
+
+READ = "reads the device from the host; keep the value on the device (torch.where, masks)"
+PRINTS = "prints a tensor, which reads the device from the host; return it and print after the replay"
+HOST = "copies the device to the host; return the tensor and read it after the replay"
+BUILT = "builds a tensor from host data; make it before the capture, or from sizes alone (torch.full, torch.arange)"
+SHAPE = "makes a shape that depends on the values; "
+NUMBER = "copies a Python number from the host into one place; write x[i : i + 1] = number, or use index_fill_"
+COUNT = SHAPE + "count with scatter_add into a tensor of fixed size"
+NONZERO = SHAPE + "use torch.where(condition, a, b), or torch.nonzero_static with a fixed size"
+MASK = SHAPE + "use torch.where or multiply by the mask instead of indexing with it"
+
+EXPECTED = {
+    "item": READ,
+    "branch": READ,
+    "number": READ,
+    "as_list": READ,
+    "as_numpy": HOST,
+    "to_host": HOST,
+    "printed": PRINTS,
+    "formatted": PRINTS,
+    "nonzero": NONZERO,
+    "where": NONZERO,
+    "mask": MASK,
+    "assign": MASK,
+    "selected": SHAPE + "use torch.where, or multiply by the mask",
+    "unique": COUNT,
+    "equal": READ,
+    "close": READ,
+    "counted": SHAPE + "use scatter_add into torch.zeros(bins)",
+    "repeated": SHAPE + "pass output_size=",
+    "built": BUILT,
+    "listed": BUILT,
+    "inverted": "checks a factorisation from the host; use the _ex form (torch.linalg.inv_ex, solve_ex, cholesky_ex)",
+    "sliced": READ,
+    "element": NUMBER,
+    "scattered": NUMBER,
+    "backward": READ,
+    "hooked": READ,
+}
+
+
+def marked(name: str) -> tuple[int, str]:
+    """(number, text) of the line marked in the function, or of the one marked with its name."""
+    lines, first = inspect.getsourcelines(getattr(one_liners, name))
+    for number, text in enumerate(lines, first):
+        if "# LINE" in text:
+            return number, text.strip()
+    everything = inspect.getsource(one_liners).splitlines()
+    number = next(i for i, text in enumerate(everything, 1) if f"# LINE {name}" in text)
+    return number, everything[number - 1].strip()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_line_is_named(name, capsys):
+    number, text = marked(name)
+    sentence = said(capture, getattr(one_liners, name), drawn(4).abs())
+    first = re.sub(rf"cannot capture {name}, \d places stop it:\n  ", f"cannot capture {name}: ", sentence).splitlines()[0]
+    assert first == f"cannot capture {name}: `{text}` at tests/graph/one_liners.py:{number} {EXPECTED[name]}."
+
+
+def test_every_line_is_in_the_list():
+    functions = {name for name, value in vars(one_liners).items() if inspect.isfunction(value)}
+    assert functions == set(EXPECTED)
+
+
+def test_all_places_are_listed():
+    def fn(x):
+        x = x * x.max().item()
+        return x[x > 0]
+
+    line = inspect.getsourcelines(fn)[1]
+    assert said(capture, fn, drawn(4)) == (
+        "cannot capture fn, 2 places stop it:\n"
+        f"  `x = x * x.max().item()` at tests/graph/test_explain.py:{line + 1} {READ}.\n"
+        f"  `return x[x > 0]` at tests/graph/test_explain.py:{line + 2} {MASK}."
+    )
+
+
+def test_an_optimizer_that_counts_on_the_host():
+    model = perceptron()
+    step = training_step(model, torch.optim.AdamW(model.parameters()))
+    line = inspect.getsourcelines(step)[1] + 4
+    assert said(capture, step, drawn(5, 4), drawn(5, 1)) == (
+        f"cannot capture step: `optimizer.step()` at tests/graph/cases.py:{line} reads the optimizer's step from the host; "
+        "build the optimizer with capturable=True (on a CPU: fused=True)."
+    )
+
+
+def test_clipping_that_looks():
+    model = perceptron()
+
+    def fn(x):
+        model.zero_grad()
+        model(x).sum().backward()
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    line = inspect.getsourcelines(fn)[1] + 3
+    assert said(capture, fn, drawn(5, 4)) == (
+        "cannot capture fn: `return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)` "
+        f"at tests/graph/test_explain.py:{line} reads the gradient norm from the host; pass error_if_nonfinite=False."
+    )
+
+
+def harmless(x):
+    """Looks like the above, and is not."""
+    y = x.clone()
+    y[y > 0] = 1.0  # masked_fill
+    y[0:1] = 2.0
+    y[0].fill_(2.0)
+    y = torch.where(y > 0, y, torch.zeros_like(y)) * torch.tensor(2.0)  # one number is a constant
+    y = y[torch.arange(4)] + y[torch.argsort(x)] + x.masked_fill(x > 0, 0.0)
+    torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(y)], 1.0)
+    return y.repeat_interleave((x > -9).long(), output_size=4), len(x), x.shape[0]
+
+
+def test_what_a_graph_can_hold_is_let_pass():
+    assert capture(harmless, drawn(4)).certificate.bitwise
+
+
+def test_what_the_first_call_alone_does_is_let_pass():
+    ready = []
+
+    def fn(x):
+        if not ready:
+            ready.append(x.sum().item())  # a self-test, say
+        return x * 2
+
+    assert capture(fn, drawn(4)).certificate.bitwise
+
+
+def test_an_error_of_the_functions_own_stays_its_own():
+    state = torch.zeros(3)
+
+    def fn(x):
+        state.add_(x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        capture(fn, torch.ones(3))
+    assert not state.any()

@@ -1,0 +1,233 @@
+"""Whatever would make a replay lie raises, names the tensor, and says what to do."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.errors import GraphError
+from gpubound.graph import capture, guard
+
+from .cases import drawn, perceptron, said, training_step
+
+MOVED = (
+    "{}: got other memory than captured (`.data =`, `.to()` and resharding move a tensor), wanted the same: "
+    "the graph still reads the old; write in place with copy_(), or call captured.recapture()."
+)
+REPLACED = (
+    "{}: got {} in its place, wanted the one that was captured: the graph still uses the old; "
+    "write into it with copy_(), or call captured.recapture()."
+)
+BAKED = (
+    "{}: got {}, wanted {} as captured: a Python value is baked into the graph; "
+    "make it a tensor on the device and write it with fill_(), or call captured.recapture()."
+)
+GRADIENT = (
+    "{}: got another gradient (or None) in its place, wanted the one that the graph writes; "
+    "zero it inside the captured function, or with zero_grad(set_to_none=False)."
+)
+
+
+@pytest.fixture
+def model():
+    return perceptron()
+
+
+@pytest.fixture
+def captured(model):
+    return capture(model, drawn(5, 4))
+
+
+def test_moved_weight(captured, model):
+    model[0].weight.data = model[0].weight.data.clone()
+    assert said(captured, drawn(5, 4)) == MOVED.format("0.weight")
+
+
+def test_model_moved_to_another_dtype(captured, model):
+    model.double()
+    assert said(captured, drawn(5, 4)) == MOVED.format("0.weight")
+
+
+def test_freed_weight(captured, model):
+    model[3].bias.untyped_storage().resize_(0)
+    assert said(captured, drawn(5, 4)) == (
+        "3.bias: got freed memory, wanted the tensor that was captured: the graph would read whatever lies there now; "
+        "load it again, then call captured.recapture()."
+    )
+
+
+def test_replaced_parameter(captured, model):
+    model[0].weight = nn.Parameter(drawn(8, 4))
+    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
+    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
+
+
+def test_replaced_module(captured, model):
+    model[0] = nn.Linear(4, 8)
+    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
+
+
+def test_load_state_dict_by_assignment(captured, model):
+    model.load_state_dict(perceptron().state_dict(), assign=True)
+    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
+
+
+def test_load_state_dict_in_place_is_followed(model, tape):
+    captured = capture(model, drawn(5, 4))
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    assert torch.equal(captured(drawn(5, 4)), model(drawn(5, 4)))
+
+
+def test_written_into_the_registry(captured, model):
+    """No hook of torch sees this; the walk at every 256th call does."""
+    model[0]._parameters["weight"] = nn.Parameter(drawn(8, 4))
+    with pytest.raises(GraphError) as error:
+        for _ in range(guard.WALK_EVERY):
+            captured(drawn(5, 4))
+    assert str(error.value) == REPLACED.format("0.weight", "another tensor")
+
+
+def test_a_stale_tensor_in_the_closure():
+    batch = torch.ones(3)
+    captured = capture(lambda: batch * 2)
+    batch = torch.zeros(3)
+    assert said(captured) == REPLACED.format("batch", "another tensor")
+    batch = None
+    assert said(captured) == REPLACED.format("batch", "nothing")
+
+
+def test_another_model_in_the_closure():
+    model = perceptron()
+    captured = capture(lambda x: model(x), drawn(5, 4))
+    model = perceptron()
+    assert said(captured, drawn(5, 4)) == REPLACED.format("model", "another object")
+
+
+def test_a_cache_that_is_rebound():
+    class Cache:
+        def __init__(self):
+            self.keys = [torch.zeros(3)]
+
+        def append(self, x):
+            self.keys[0].add_(x)
+            return self.keys[0] * 2
+
+    cache = Cache()
+    captured = capture(cache.append, torch.ones(3))
+    assert captured.held == ["self.keys[0]", "input 0"]
+    cache.keys[0] = torch.zeros(3)
+    assert said(captured, torch.ones(3)) == REPLACED.format("self.keys[0]", "another tensor")
+
+
+def test_optimizer_state_loaded_again(model):
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
+    optimizer.load_state_dict(optimizer.state_dict())  # keeps the tensors: no harm done
+    captured(drawn(5, 4), drawn(5, 1))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == REPLACED.format(
+        "optimizer.state[model.0.weight]['step']", "another tensor"
+    )
+
+
+def test_learning_rate_set_by_a_scheduler(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=9)
+    optimizer.param_groups[0]["lr"] = 0.5
+    captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
+    captured(drawn(5, 4), drawn(5, 1))
+    scheduler.optimizer.param_groups[0]["lr"] = 0.25
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == BAKED.format("optimizer.param_groups[0]['lr']", "0.25", "0.5")
+
+
+def test_learning_rate_in_a_tensor_is_followed(model, tape):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), fused=True)
+    captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    optimizer.param_groups[0]["weight_decay"] = 0.01  # the same value is no change
+    before = model[0].weight.clone()
+    captured(drawn(5, 4), drawn(5, 1))
+    assert torch.equal(before, model[0].weight)
+
+
+def test_evaluation_mode(captured, model):
+    model.eval()
+    assert said(captured, drawn(5, 4)) == BAKED.format("training", "False", "True")
+
+
+def test_gradients_dropped_outside(tape, model):
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
+    optimizer.zero_grad()
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == GRADIENT.format("model.0.weight.grad")
+
+
+def test_accumulated_gradients_dropped_outside(runner, model):
+    captured = capture(lambda x: model(x).sum().backward(), drawn(5, 4))
+    captured(drawn(5, 4))
+    model.zero_grad(set_to_none=False)
+    captured(drawn(5, 4))
+    model.zero_grad()
+    assert said(captured, drawn(5, 4)) == GRADIENT.format("model.0.weight.grad")
+
+
+def test_unnamed_tensors_are_described():
+    table = {id(object): torch.ones(3)}
+
+    class Opaque:
+        __slots__ = ("inside",)
+
+    box = Opaque()
+    box.inside = table.popitem()[1]
+    captured = capture(lambda x: x + box.inside, torch.ones(3))
+    box.inside.untyped_storage().resize_(0)
+    assert said(captured, torch.ones(3)).startswith("the float32 tensor of shape (3,) used at tests/graph/test_guard.py:")
+
+
+def test_held_memory_outlives_its_owner(tape):
+    """The graph keeps what it reads: a list emptied by its owner is an error, not a read of someone else's memory."""
+    weights = [torch.full((3,), 2.0)]
+    captured = capture(lambda x: x * weights[0], torch.ones(3))
+    weights.clear()
+    assert said(captured, torch.ones(3)) == REPLACED.format("weights[0]", "nothing")
+
+
+def test_address_check_in_python_and_as_torch_does_it(monkeypatch):
+    """CUDA builds have a loop of their own; a stand-in with its signature shows that it is tried before it is trusted."""
+    asked = []
+
+    def native(tensors, addresses, indices):
+        asked.append(len(indices))
+        return all(tensors[i].data_ptr() == addresses[i] for i in indices)
+
+    for form in (None, native):
+        monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", form, raising=False)
+        tensors = [torch.ones(2), torch.ones(3)]
+        same = guard.address_check(tensors, [tensor.data_ptr() for tensor in tensors])
+        assert same() is True
+        tensors[1].data = torch.ones(3)
+        assert same() is False
+    assert asked == [2] * 4
+    monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", lambda *_: True)  # one that says yes to all
+    tensors = [torch.ones(2)]
+    same = guard.address_check(tensors, [tensors[0].data_ptr()])
+    tensors[0].data = torch.ones(2)
+    assert same() is False
+
+
+def test_host_cost_of_the_check(capsys):
+    """Printed, not asserted: 300 parameters of 150 modules."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(150)))
+    captured = capture(model, drawn(1, 2), verify=False)
+    best = min(_timed(captured._guard.check, time.perf_counter) for _ in range(5))
+    with capsys.disabled():
+        print(f"\nguard: {best * 1e6:.1f} us a call for {len(captured.held) - 1} tensors")
+
+
+def _timed(call, clock, times: int = 200) -> float:
+    start = clock()
+    for _ in range(times):
+        call()
+    return (clock() - start) / times

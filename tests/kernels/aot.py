@@ -1,0 +1,105 @@
+"""Compile kernels for a GPU that is not here.
+
+Triton's interpreter runs what its compiler refuses: a name first bound inside a loop and read after it, a loop variable that
+changes its type. The compiler itself needs no GPU: run as a script, this replaces the launch of a kernel by its compilation for
+compute capability 9.0, and calls ops on the inputs of their self-tests and on a few more that take other kernels.
+
+    python tests/kernels/aot.py rms_norm layer_norm
+
+One line an op: its name, then the kernels that compiled, or what went wrong.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+HOPPER = ("cuda", 90, 32)
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+# Cases that take kernels or plans which an op's self-test does not.
+MORE = {
+    "group_norm of groups larger than a tile": (
+        "group_norm",
+        lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
+    ),
+    "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
+    "rms_norm of wide rows": ("rms_norm.add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
+}
+
+compiled: list[str] = []
+
+
+def describe(parameter, value: Any) -> tuple[str, Any, list]:
+    """(type, constant, attributes) of an argument, as a launch would specialise it."""
+    if parameter.is_constexpr or value is None or isinstance(value, bool):
+        return "constexpr", value, []
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype], None, [["tt.divisibility", 16]]
+    if isinstance(value, float):
+        return "fp32", None, []
+    if value == 1 and not parameter.do_not_specialize:
+        return "constexpr", 1, []
+    divisible = value % 16 == 0 and not parameter.do_not_specialize
+    return "i64" if value >= 1 << 31 else "i32", None, [["tt.divisibility", 16]] if divisible else []
+
+
+def compile_instead(kernel, *arguments, grid, warmup, **named):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    known = {p.name for p in kernel.params}
+    options = {name: value for name, value in named.items() if name not in known}
+    bound = dict(zip((p.name for p in kernel.params), arguments)) | {k: v for k, v in named.items() if k in known}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        kind, constant, attribute = describe(parameter, bound.get(parameter.name, parameter.default))
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(i,)] = constant
+        if attribute:
+            attributes[(i,)] = attribute
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    with warnings.catch_warnings():  # of the compiler, about its own defaults to come
+        warnings.simplefilter("ignore")
+        triton.compile(source, target=GPUTarget(*HOPPER), options=options)
+    compiled.append(kernel.__name__)
+
+
+def arguments_of(case: str) -> tuple[str, tuple]:
+    from gpubound.kernels import selftest
+
+    if case not in MORE:
+        return case, selftest.EXAMPLES[case](torch.Generator().manual_seed(0))
+    op, draw = MORE[case]
+    return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in draw())
+
+
+def main(cases: list[str]) -> None:
+    import triton
+
+    from gpubound.kernels import choose, selftest
+
+    triton.runtime.jit.JITFunction.run = compile_instead
+    for case in cases:
+        compiled.clear()
+        try:
+            op, arguments = arguments_of(case)
+            selftest._run(choose.load("triton", op), arguments, torch.device("cpu"), torch.bfloat16)
+            outcome = ", ".join(dict.fromkeys(compiled))
+        except Exception as error:  # the line says it, and the test fails on it
+            outcome = f"{type(error).__name__}: {error}".replace("\n", " | ")
+        print(f"{case}: {outcome}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,307 @@
+"""The choice behind the doors.
+
+A broken kernel is caught by its self-test, becomes a fallback that is recorded and printed once, and raises under strict. The
+verdict is reached once, outside the caller's modes. torch.compile traces through.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gpubound import kernels, trace
+from gpubound.errors import FallbackError, KernelError
+from gpubound.kernels import choose, selftest
+from gpubound.kernels.reference import rms_norm as reference
+from gpubound.kernels.triton import rms_norm as fast
+
+from .cases import TOLERANCE, draw, same
+
+FP32 = torch.float32
+right = fast.rms_norm
+
+
+def wrong_output(x, weight=None, eps=1e-6):
+    y = right(x, weight, eps)
+    return y + 0.125 * y.detach()
+
+
+def wrong_gradient(x, weight=None, eps=1e-6):
+    return right(x, weight, eps) + (x - x.detach())
+
+
+def missing_gradient(x, weight=None, eps=1e-6):
+    return right(x, weight.detach(), eps)
+
+
+def nan_output(x, weight=None, eps=1e-6):
+    return right(x, weight, eps) * float("nan")
+
+
+def raising(x, weight=None, eps=1e-6):
+    raise RuntimeError("PassManager::run failed\nand a long dump")
+
+
+BROKEN = {
+    wrong_output: "failed: output 0 is off by 1.25e-01 relative to the reference (limit 2e-03)",
+    wrong_gradient: "failed: the gradient of argument 0 is off by 1.25e+00 relative to the reference (limit 2e-03)",
+    missing_gradient: "failed: only one of kernel and reference gives the gradient of argument 1",
+    nan_output: "failed: output 0 is off by nan relative to the reference (limit 2e-03)",
+    raising: "raised RuntimeError: PassManager::run failed",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No verdicts, no fallbacks, nothing said yet; all restored afterwards."""
+    monkeypatch.setattr(choose, "_verdicts", {})
+    monkeypatch.setattr(trace, "fallbacks", Counter())
+    monkeypatch.setattr(trace, "_said", set())
+
+
+@pytest.fixture
+def x(device):
+    return draw(device, FP32, 3, 40)
+
+
+def sentence(device, end):
+    where = torch.empty(0, device=device).device  # with its index
+    return f"its self-test in torch.float32 on {where} {end}"
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda f: f.__name__)
+def test_a_broken_kernel_becomes_a_printed_fallback(broken, x, monkeypatch, capsys):
+    monkeypatch.setattr(fast, "rms_norm", broken)
+    weight = draw(x.device, FP32, 40, seed=1)
+    for _ in range(3):
+        assert torch.equal(kernels.rms_norm(x, weight), reference.rms_norm(x, weight))
+    (((what, why), count),) = trace.fallbacks.items()
+    assert what == "rms_norm" and count == 3
+    if broken is wrong_gradient:  # its size depends on the draw
+        assert why.startswith(sentence(x.device, "failed: the gradient of argument 0 is off by "))
+    else:
+        assert why == sentence(x.device, BROKEN[broken])
+    assert capsys.readouterr().err == f"gpubound: fallback: rms_norm: {why}\n"
+
+
+def test_strict_forbids_the_fallback(x, monkeypatch):
+    monkeypatch.setattr(fast, "rms_norm", wrong_output)
+    with trace.strict(), pytest.raises(FallbackError) as error:
+        kernels.rms_norm(x)
+    assert str(error.value) == (
+        f"rms_norm: would fall back: {sentence(x.device, BROKEN[wrong_output])}. "
+        "Mend the cause, or leave strict mode to accept the slow path."
+    )
+    assert not trace.fallbacks
+
+
+def test_strict_is_silent_about_a_right_kernel(x):
+    with trace.strict():
+        kernels.rms_norm(x)
+
+
+def test_one_verdict_an_op_device_and_dtype(x, monkeypatch):
+    asked = []
+    monkeypatch.setattr(selftest, "check", lambda op, device, dtype: asked.append((op, dtype)))
+    for dtype in (FP32, FP32, torch.float16, torch.bfloat16, torch.float16):
+        kernels.rms_norm(x.to(dtype))
+    kernels.add_rms_norm(x, x)
+    assert asked == [
+        ("rms_norm", FP32),
+        ("rms_norm", torch.float16),
+        ("rms_norm", torch.bfloat16),
+        ("rms_norm.add_rms_norm", FP32),
+    ]
+
+
+@pytest.mark.parametrize("op", ["dynamic_tanh", "group_norm", "layer_norm", "rms_norm", "rms_norm.add_rms_norm"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_norms_pass_their_self_tests(op, dtype, device):
+    assert selftest.check(op, device, dtype) is None
+
+
+def test_the_self_test_leaves_its_arguments_alone(device, monkeypatch):
+    """An op that works in place on what both mirrors get would compare the second update with the first."""
+
+    def in_place(x, weight, eps):
+        return x.detach().mul_(2) * weight
+
+    monkeypatch.setattr(fast, "rms_norm", in_place)
+    monkeypatch.setattr(reference, "rms_norm", in_place)
+    assert selftest.check("rms_norm", device, FP32) is None
+
+
+MODES = {
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_the_verdict_does_not_depend_on_the_callers_modes(mode, x):
+    with mode():
+        kernels.rms_norm(x)
+    assert list(choose._verdicts.values()) == [None]
+
+
+def test_first_use_inside_a_checkpointed_block(x):
+    """The self-test runs in the forward and not in the recomputation: its saved tensors must not be counted as the block's."""
+    x.requires_grad_()
+    checkpoint(kernels.rms_norm, x, use_reentrant=False).square().sum().backward()
+    want = x.detach().clone().requires_grad_()
+    reference.rms_norm(want).square().sum().backward()
+    same("x.grad", x.grad, want.grad, 1e-5)
+
+
+def test_the_default_dtype_does_not_reach_the_self_test(x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert choose.verdict("rms_norm", x.device, FP32) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_dtype_no_kernel_takes(x):
+    weight = torch.ones(40, device=x.device, dtype=torch.float64)
+    assert kernels.rms_norm(x.double(), weight).dtype == torch.float64
+    assert list(trace.fallbacks) == [("rms_norm", "no kernel takes torch.float64: they compute in fp32")]
+
+
+def test_no_elements_is_no_fallback(device):
+    with trace.strict():
+        assert kernels.rms_norm(torch.empty(0, 8, device=device, dtype=torch.float64)).shape == (0, 8)
+    assert not choose._verdicts
+
+
+def test_a_cpu_tensor_on_the_reference_is_no_fallback(monkeypatch):
+    monkeypatch.setattr(choose, "interpreted", lambda: False)
+    with trace.strict():
+        kernels.rms_norm(torch.ones(2, 4))
+    assert not choose._verdicts and not trace.fallbacks
+
+
+def test_without_triton_a_gpu_tensor_falls_back(monkeypatch):
+    monkeypatch.setattr(choose, "has_triton", lambda: False)
+    assert choose._source("rms_norm", torch.device("cuda", 0), FP32, None) == "reference"
+    assert list(trace.fallbacks) == [("rms_norm", "Triton is not installed")]
+
+
+def test_a_first_call_inside_a_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(KernelError) as error:
+        choose._source("rms_norm", torch.device("cuda", 0), FP32, None)
+    assert str(error.value) == (
+        "rms_norm: its first call in torch.float32 on cuda:0 came inside a graph capture, where it cannot test itself; "
+        "call it once before."
+    )
+    assert not choose._verdicts
+
+
+def test_a_fallback_on_another_thread_is_forbidden_too(x, monkeypatch):
+    """Checkpointing calls doors on autograd's threads; strict holds there."""
+    monkeypatch.setattr(fast, "rms_norm", wrong_output)
+    caught = []
+
+    def call():
+        try:
+            kernels.rms_norm(x)
+        except FallbackError as error:
+            caught.append(error)
+
+    with trace.strict():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert len(caught) == 1
+
+
+CALLS = """
+    import torch
+    from gpubound import kernels
+
+    def call(x, r, w, b, a):
+        y, s = kernels.add_rms_norm(x, r, w)
+        y = kernels.group_norm(kernels.layer_norm(kernels.rms_norm(y, w), w, b), 2, w, b)
+        return kernels.dynamic_tanh(y, a, w, b) + s
+
+    shapes = [(3, 8), (3, 8), (8,), (8,), (1,)]
+    arguments = [torch.randn(s, device=DEVICE, requires_grad=True) for s in shapes]
+"""
+
+COMPARE = """
+    compiled = torch.compile(call, backend=BACKEND, fullgraph=True)
+    got, want = compiled(*arguments), call(*arguments)  # compiled first: the kernels test themselves while dynamo traces
+    torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(y.square().sum(), arguments) for y in (got, want)]
+    torch.testing.assert_close(*gradients)
+    print("agrees")
+"""
+
+# Without a GPU dynamo takes Triton kernels for plain Python and refuses them. Told that there is one, it traces them.
+TRACE = """
+    import torch.utils._triton
+    from gpubound.kernels import choose
+
+    torch.utils._triton.has_triton = lambda *_: True
+    choose._source = torch.compiler.assume_constant_result(lambda *_: "triton")
+
+    class Traced(Exception):
+        pass
+
+    def backend(graph, _):
+        text = graph.print_readable(print_output=False)
+        print(text.count("triton_kernel_wrapper_mutation("), "kernels")
+        raise Traced
+
+    try:
+        torch.compile(call, backend=backend, fullgraph=True)(*arguments)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        assert isinstance(error.inner_exception, Traced), error
+"""
+
+
+def run_apart(*parts, warnings="error::UserWarning", **names):
+    """What a script prints in a process of its own, where kernels are not interpreted."""
+    head = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = head + "".join(textwrap.dedent(part) for part in parts)
+    command = [sys.executable, "-W", warnings, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_compile_sees_through_the_references():
+    assert run_apart(CALLS, COMPARE, DEVICE="cpu", BACKEND="eager") == "agrees"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test below compiles the kernels and runs them")
+def test_compile_traces_the_kernels():
+    """Forward 5 kernels, backward 6: group_norm's has two."""
+    assert run_apart(CALLS, TRACE, DEVICE="cpu") == "11 kernels"
+
+
+@pytest.mark.gpu
+def test_compile_runs_the_kernels():
+    """Inductor's own advice (TensorFloat32 is off) is a warning that says nothing of ours."""
+    assert run_apart(CALLS, COMPARE, warnings="default", DEVICE="cuda", BACKEND="inductor") == "agrees"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_a_gpu_that_is_not_the_current_one():
+    x = draw(torch.device("cuda", 1), FP32, 3, 40).requires_grad_()
+    y = kernels.rms_norm(x)
+    want = reference.rms_norm(x.detach().cpu().requires_grad_())
+    same("y", y, want.to(y.device), 1e-5)
+    y.sum().backward()
+    assert torch.cuda.current_device() == 0 and x.grad.isfinite().all()

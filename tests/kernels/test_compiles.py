@@ -1,0 +1,67 @@
+"""Every kernel compiles for compute capability 9.0, on a machine without a GPU: the interpreter accepts more than that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpubound.kernels import selftest
+
+from .aot import MORE
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
+
+ROOT = Path(__file__).parents[2]
+CASES = [*selftest.EXAMPLES, *MORE]
+
+
+def compile_apart(*cases: str, before: str = "") -> dict[str, str]:
+    """case -> the kernels that compiled, in a process of its own where kernels are not interpreted."""
+    call = f"sys.argv[1:] = {list(cases)!r}\nrunpy.run_path('tests/kernels/aot.py', run_name='__main__')"
+    script = f"import runpy, sys\n{before}\n{call}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return compile_apart(*CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_compiles(case, outcomes):
+    kernels = outcomes[case].split(", ")
+    assert all(name.endswith("_kernel") for name in kernels), outcomes[case]
+
+
+BROKEN = """
+import triton
+import triton.language as tl
+from gpubound.kernels.triton import rms_norm
+
+@triton.jit
+def leaking_kernel(x_ptr, n):
+    for i in range(0, n):
+        x = tl.load(x_ptr + i)
+    tl.store(x_ptr, x)
+
+def leaking(x, weight, eps):
+    leaking_kernel[(1,)](x, 5)
+    return x
+
+rms_norm.rms_norm = leaking
+"""
+
+
+def test_a_name_that_leaks_from_a_loop_is_seen(tmp_path):
+    """Triton reads a kernel's source from its file."""
+    (tmp_path / "leaking.py").write_text(BROKEN)
+    outcome = compile_apart("rms_norm", before=f"sys.path.insert(0, {str(tmp_path)!r})\nimport leaking")["rms_norm"]
+    assert outcome.startswith("CompilationError") and "x is not defined" in outcome

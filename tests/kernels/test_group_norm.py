@@ -1,0 +1,157 @@
+"""GroupNorm: both mirrors agree for groups held whole and read twice, stores stay inside, errors read as written."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.reference import group_norm as reference
+from gpubound.kernels.triton import group_norm as fast
+
+from .cases import TOLERANCE, assert_inside, banded, draw, parity, same
+
+FP32 = torch.float32
+# (x's shape, groups): one element a group; no places; two and one group; a prime number of places; three dimensions of places;
+# no sample
+SHAPES = [((1, 1, 1), 1), ((2, 4, 1), 4), ((3, 6), 3), ((2, 6, 5, 7), 2), ((2, 5, 3), 1), ((2, 4, 3, 2, 11), 4), ((0, 4, 3), 2)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape, groups", SHAPES, ids=str)
+def test_group_norm_matches(shape, groups, dtype, device):
+    weight, bias = (draw(device, dtype, shape[1], seed=s) for s in (1, 2))
+    arguments = (draw(device, dtype, *shape), groups, weight, bias, 1e-2)
+    parity(fast.group_norm, reference.group_norm, arguments, TOLERANCE[dtype])
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 64 elements, so that groups and channels span several of them at sizes the interpreter can run."""
+    monkeypatch.setattr(fast, "TILE", 64)
+    monkeypatch.setattr(fast, "HELD", 64)
+    monkeypatch.setattr(fast._tile, "__defaults__", (64,))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape, groups", [((2, 4, 5, 7), 2), ((1, 4, 200), 2), ((2, 2, 129), 2)], ids=str)
+def test_groups_larger_than_a_tile(shape, groups, dtype, device, small_tiles):
+    weight, bias = (draw(device, dtype, shape[1], seed=s) for s in (1, 2))
+    parity(fast.group_norm, reference.group_norm, (draw(device, dtype, *shape), groups, weight, bias, 1e-5), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
+def test_optional_arguments(weight, bias, device):
+    arguments = (
+        draw(device, FP32, 2, 6, 7),
+        3,
+        draw(device, FP32, 6, seed=1) if weight else None,
+        draw(device, FP32, 6, seed=2) if bias else None,
+        1e-5,
+    )
+    parity(fast.group_norm, reference.group_norm, arguments, TOLERANCE[FP32])
+
+
+def test_optional_arguments_of_large_groups(device, small_tiles):
+    parity(fast.group_norm, reference.group_norm, (draw(device, FP32, 2, 2, 70), 2, None, None, 1e-5), TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
+def test_only_what_is_needed(needs, device):
+    x, weight, bias = (
+        draw(device, FP32, *s, seed=i).requires_grad_(bool(n)) for i, (s, n) in enumerate(zip([(2, 6, 7), (6,), (6,)], needs))
+    )
+    leaves = [t for t in (x, weight, bias) if t.requires_grad]
+    got, want = (
+        torch.autograd.grad(op(x, 2, weight, bias).square().sum(), leaves) for op in (fast.group_norm, reference.group_norm)
+    )
+    for i, (a, b) in enumerate(zip(got, want)):
+        same(f"gradient {i}", a, b, 1e-5)
+
+
+def test_weight_of_another_dtype(device):
+    x, weight, bias = draw(device, torch.bfloat16, 2, 6, 35), draw(device, FP32, 6, seed=1), draw(device, FP32, 6, seed=2)
+    assert fast.group_norm(x, 3, weight, bias).dtype == torch.bfloat16
+    parity(fast.group_norm, reference.group_norm, (x, 3, weight, bias, 1e-5), TOLERANCE[torch.bfloat16])
+
+
+def test_channels_last_input(device):
+    x = draw(device, FP32, 2, 6, 5, 7).to(memory_format=torch.channels_last)
+    arguments = (x, 3, draw(device, FP32, 6, seed=1), draw(device, FP32, 6, seed=2), 1e-5)
+    parity(fast.group_norm, reference.group_norm, arguments, TOLERANCE[FP32])
+
+
+def test_a_mean_far_above_the_spread(device, small_tiles):
+    """Blocks merged one by one keep the variance of 1000 ± 1, where fp32 has 6e-5 between neighbours and each merge rounds."""
+    x = draw(device, FP32, 1, 2, 500) + 1000
+    want = torch.nn.functional.group_norm(x.double(), 1).float()
+    same("y", fast.group_norm(x, 1), want, 5e-4)
+
+
+def test_no_places_take_the_reference(device):
+    x = torch.empty(2, 4, 0, device=device, requires_grad=True)
+    weight = torch.ones(4, device=device, requires_grad=True)
+    y = kernels.group_norm(x, 2, weight)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (2, 4, 0) and not weight.grad.any()
+
+
+def test_reference_against_torch_and_its_gradients_in_fp64():
+    x, w, b = (
+        draw(torch.device("cpu"), torch.float64, *s, seed=i).requires_grad_() for i, s in enumerate([(2, 4, 3), (4,), (4,)])
+    )
+    torch.testing.assert_close(reference.group_norm(x, 2, w, b, 1e-3), torch.nn.functional.group_norm(x, 2, w, b, 1e-3))
+    assert torch.autograd.gradcheck(lambda x, w, b: reference.group_norm(x, 2, w, b), (x, w, b))
+    assert torch.autograd.gradcheck(lambda x: reference.group_norm(x, 4), (x,))
+
+
+def test_stores_stay_inside(device):
+    """Three samples of two channels in one group with 21 places: no size fills its tile."""
+    x, w = draw(device, FP32, 3, 2, 21), draw(device, FP32, 2)
+    bands = {
+        name: banded(s, device)
+        for name, s in {"y": (3, 2, 21), "z": (3, 2, 21), "dx": (3, 2, 21), "mean": (3,), "rstd": (3,), "sums": (2, 6)}.items()
+    }
+    y, z, dx, mean, rstd, sums = (inside for _, inside in bands.values())
+    fast._whole_kernel[(2,)](x, w, w, y, mean, rstd, 3, 42, 21, 1e-5, 1, 2, 64, 2, True, True)
+    fast._moments_kernel[(2,)](x, mean, rstd, 3, 42, 1e-5, 16, 2)
+    fast._apply_kernel[(2, 2)](x, w, w, z, mean, rstd, 6, 21, 2, 2, 16, 4, True, True)
+    fast._channel_sums_kernel[(2,)](x, x, mean, rstd, sums, 6, 21, 2, 16, 4)
+    fast._input_kernel[(2, 2)](x, x, w, mean, rstd, sums.view(2, 3, 2).sum(-1), dx, 6, 3, 21, 2, 2, 16, 4, True)
+    for whole, inside in bands.values():
+        assert_inside(whole, inside)
+    same("z", z, y, TOLERANCE[FP32])
+
+
+def test_gradients_are_added_to_main_grad(device):
+    x = draw(device, torch.bfloat16, 2, 6, 7)
+    weight, bias = (torch.nn.Parameter(draw(device, torch.bfloat16, 6, seed=s)) for s in (1, 2))
+    weight.main_grad, bias.main_grad = torch.ones(6, device=device), torch.ones(6, device=device)
+    fast.group_norm(x, 3, weight, bias).sum().backward()
+    assert weight.grad is None and bias.grad is None
+    wide = [t.detach().float().requires_grad_() for t in (weight, bias)]
+    reference.group_norm(x.float(), 3, *wide).sum().backward()
+    same("weight.main_grad", weight.main_grad - 1, wide[0].grad, 5e-6)
+    same("bias.main_grad", bias.main_grad - 1, wide[1].grad, 5e-6)
+
+
+def test_wrong_arguments():
+    cases = {
+        (torch.ones(4), 2, None): "group_norm: x must have shape (samples, channels, ...), got (4,); add what is missing.",
+        (torch.ones(2, 6, 3), 4, None): "group_norm: groups must divide x's 6 channels, got 4; choose a divisor of 6.",
+        (torch.ones(2, 6, 3), 0, None): "group_norm: groups must divide x's 6 channels, got 0; choose a divisor of 6.",
+        (torch.ones(2, 6, 3), 2, torch.ones(3)): (
+            "group_norm: weight must have shape (6,) to match x, got (3,); it needs one value for each of x's channels."
+        ),
+    }
+    for arguments, sentence in cases.items():
+        with pytest.raises(ValueError) as error:
+            kernels.group_norm(*arguments)
+        assert str(error.value) == sentence
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, groups", [((4, 320, 64, 64), 32), ((2, 512, 8, 8), 32), ((1, 64, 300, 300), 1)], ids=str)
+def test_image_sizes_on_the_gpu(shape, groups, device):
+    for dtype in TOLERANCE:
+        weight, bias = (draw(device, dtype, shape[1], seed=s) for s in (1, 2))
+        arguments = (draw(device, dtype, *shape), groups, weight, bias, 1e-5)
+        parity(fast.group_norm, reference.group_norm, arguments, 3 * TOLERANCE[dtype])

@@ -1,0 +1,210 @@
+"""Linear cross-entropy: both mirrors and all chunk sizes agree, bad input is refused. Gradients and devices have files of their own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpubound import kernels
+from gpubound.kernels.reference import linear_cross_entropy as reference
+from gpubound.kernels.triton import linear_cross_entropy as fast
+
+from .cases import draw, same
+from .test_cross_entropy import OPTIONS, labels_for
+
+FP32, BF16, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
+# fp32: two products of up to 70 terms. 16 bits: logits near 3 are rounded before the loss (2^-11, 2^-8 of themselves, and so is
+# every p), their gradients once more, and the products' results; the reference keeps its logits in fp32.
+TOLERANCE = {FP32: 1e-5, torch.float16: 3e-3, BF16: 2e-2}
+BOTH = pytest.mark.parametrize("op", [fast.linear_cross_entropy, reference.linear_cross_entropy], ids=["triton", "reference"])
+MAIN = pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
+NAMES = ("dx", "dweight", "dbias")
+
+
+def problem(device, dtype=FP32, rows=(2, 7), features=24, words=70) -> tuple[Tensor, nn.Parameter, nn.Parameter, Tensor]:
+    """x, weight, bias and labels; the logits are near unit normal, every third label is ignored."""
+    x = draw(device, dtype, *rows, features).requires_grad_()
+    weight = nn.Parameter(draw(device, dtype, words, features, seed=1) / features**0.5)
+    return x, weight, nn.Parameter(draw(device, dtype, words, seed=2)), labels_for((*rows, words), device)
+
+
+def near(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """As `same`, relative to the size of what is wanted: a mean's gradients are small everywhere."""
+    size = want.double().square().mean().sqrt().clamp_min(1e-6).item()
+    same(name, got / size, want / size, tolerance)
+
+
+def truth(x, weight, bias, labels, factor: float = 1.0, reduction: str = "mean") -> list[Tensor]:
+    """dx, dweight and dbias of factor · loss in fp64, by torch alone."""
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    logits = F.linear(*wide).flatten(0, -2)
+    loss = factor * F.cross_entropy(logits, labels.flatten(), reduction=reduction)
+    return [g.float() for g in torch.autograd.grad(loss, wide)]
+
+
+def check(x, weight, bias, want: list[Tensor], tolerance: float = 1e-5) -> None:
+    """The gradients that backward left on x, weight and bias, in main_grad where there is one."""
+    for name, t, g in zip(NAMES, (x, weight, bias), want):
+        main = getattr(t, "main_grad", None)
+        assert main is None or t.grad is None, f"{name} went to .grad beside main_grad"
+        near(name, t.grad if main is None else main, g, tolerance)
+
+
+def accumulate(*parameters: nn.Parameter) -> None:
+    for p in parameters:
+        p.main_grad = torch.zeros_like(p, dtype=FP32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_matches(chunk, options, dtype, device):
+    x, weight, bias, labels = problem(device, dtype)
+    results = []
+    for op in (fast.linear_cross_entropy, reference.linear_cross_entropy):
+        loss = op(x, weight, labels, bias, **OPTIONS[options], chunk=chunk)
+        results.append((loss, *torch.autograd.grad(loss, (x, weight, bias))))
+    for name, got, want in zip(("loss", *NAMES), *results):
+        near(name, got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows, words", [((1,), 1), ((3,), 4100), ((1, 2, 4), 63)], ids=str)
+def test_shapes(rows, words, device):
+    x, weight, bias, labels = problem(device, rows=rows, words=words)
+    for reduction in ("mean", "sum"):
+        loss = fast.linear_cross_entropy(x, weight, labels, bias, reduction=reduction)
+        want = reference.linear_cross_entropy(x, weight, labels, bias, reduction=reduction)
+        assert loss.shape == () and loss.dtype == FP32
+        same("loss", loss, want, 1e-5)
+        got, want = (torch.autograd.grad(t, (x, weight, bias)) for t in (loss, want))
+        for name, a, b in zip(NAMES, got, want):
+            same(name, a, b, 1e-5)
+
+
+@BOTH
+def test_is_torch(op, device):
+    x, weight, bias, labels = problem(device)
+    op(x, weight, labels, bias).backward()
+    check(x, weight, bias, truth(x, weight, bias, labels))
+
+
+def test_reference_gradients_in_fp64():
+    x, weight, bias, labels = problem(CPU, torch.float64, (3,), 4, 6)
+    for options in OPTIONS.values():
+        assert torch.autograd.gradcheck(
+            lambda *t, o=options: reference.linear_cross_entropy(t[0], t[1], labels, t[2], **o), (x, weight, bias)
+        )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 13, 14, 100])
+def test_the_loss_does_not_depend_on_the_chunk(chunk, device):
+    x, weight, bias, labels = problem(device)
+    want = truth(x, weight, bias, labels)
+    loss = fast.linear_cross_entropy(x, weight, labels, bias, chunk=chunk)
+    loss.backward()
+    same("loss", loss, fast.linear_cross_entropy(x, weight, labels, bias), 2e-6)
+    check(x, weight, bias, want)
+
+
+def test_autocast_sets_the_products_dtype(device):
+    x, weight, bias, labels = problem(device)
+    with torch.autocast(device.type, BF16):
+        got = kernels.linear_cross_entropy(x, weight, labels, bias)
+    want = kernels.linear_cross_entropy(x.bfloat16(), weight, labels, bias)
+    assert got.equal(want) and got.dtype == FP32
+    got.backward()
+    assert x.grad.dtype == FP32
+    near("dx", x.grad, truth(x, weight, bias, labels)[0], TOLERANCE[BF16])
+
+
+def test_strided_x(device):
+    x, weight, bias, labels = problem(device)
+    base = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    fast.linear_cross_entropy(base.transpose(0, 1), weight, labels, bias, chunk=5).backward()
+    near("dx", base.grad.transpose(0, 1), truth(x, weight, bias, labels)[0], 1e-5)
+
+
+@BOTH
+def test_all_ignored(op, device):
+    x, weight, bias, labels = problem(device)
+    loss = op(x, weight, torch.full_like(labels, -100), bias, chunk=5)
+    assert loss.isnan()
+    loss = op(x, weight, torch.full_like(labels, -100), bias, reduction="sum", chunk=5)
+    loss.backward()
+    assert loss == 0 and all(t.grad.eq(0).all() for t in (x, weight, bias))
+
+
+@BOTH
+def test_label_out_of_range_poisons(op, device):
+    """Its own dx, and dweight, which is what a trainer's finite guard looks at."""
+    x, weight, bias, labels = problem(device, rows=(3,))
+    labels[0] = weight.shape[0]
+    loss = op(x, weight, labels, bias)
+    loss.backward()
+    assert loss.isnan() and x.grad[0].isnan().all() and x.grad[1:].isfinite().all() and weight.grad.isnan().any()
+
+
+def test_empty(device):
+    weight = torch.ones(5, 4, device=device, requires_grad=True)
+    labels = torch.empty(0, device=device, dtype=torch.long)
+    loss = kernels.linear_cross_entropy(torch.empty(0, 4, device=device), weight, labels, reduction="sum")
+    loss.backward()
+    assert loss == 0 and weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "tokens, words, itemsize, rows",
+    [(16384, 32768, 2, 4096), (16384, 128256, 2, 1024), (1000, 32768, 2, 1024), (5000, 32768, 2, 2560), (7, 10**9, 4, 128)],
+)
+def test_chunk_rows(tokens, words, itemsize, rows):
+    """256 MiB of logits, even chunks (5000 tokens as two of 2560, not 4096 and a rest), multiples of 128, 128 at least."""
+    assert fast.chunk_rows(tokens, words, itemsize) == rows
+
+
+X, W, Y = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.long)
+WRONG = {
+    "x": (
+        (X.long(), W, Y, {}),
+        "linear_cross_entropy: x must be a floating-point tensor (..., H), got torch.int64 (2, 3); cast it before the call.",
+    ),
+    "weight": (
+        (X, W.t(), Y, {}),
+        "linear_cross_entropy: weight must be a floating-point matrix (V, 3) to match x, got torch.float32 (3, 5); "
+        "give the head as a linear layer holds it.",
+    ),
+    "bias": (
+        (X, W, Y, {"bias": torch.ones(3)}),
+        "linear_cross_entropy: bias must be a floating-point tensor (5,) to match weight, got torch.float32 (3,); "
+        "it needs one value for each word.",
+    ),
+    "labels": (
+        (X, W, Y[:1], {}),
+        "linear_cross_entropy: labels must be integers of shape (2,), one for each row of x, got torch.int64 (1,); "
+        "class probabilities are not supported.",
+    ),
+    "device": (
+        (X, W.to("meta"), Y, {}),
+        "linear_cross_entropy: weight is on meta, x on cpu; move one of them to the other's device.",
+    ),
+    "chunk": (
+        (X, W, Y, {"chunk": 0}),
+        "linear_cross_entropy: chunk must be at least 1 token, got 0; leave it out for 256 MiB of logits at a time.",
+    ),
+    "reduction": (
+        (X, W, Y, {"reduction": "none"}),
+        "linear_cross_entropy: reduction must be one of mean, sum, got 'none'; see its docstring.",
+    ),
+    "grad_scale": (
+        (X, W, Y, {"grad_scale": torch.ones(1)}),
+        "linear_cross_entropy: grad_scale must be a floating-point scalar tensor, got torch.float32 (1,); "
+        "make it on the device, as in 1 / tokens.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what):
+    (x, weight, labels, options), sentence = WRONG[what]
+    with pytest.raises(ValueError) as error:
+        kernels.linear_cross_entropy(x, weight, labels, **options)
+    assert str(error.value) == sentence

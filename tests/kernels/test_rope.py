@@ -1,0 +1,223 @@
+"""Rotary embedding: both mirrors agree, the reference is Hugging Face's, views are read in place, errors read as written."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpubound import kernels
+from gpubound.kernels.reference import rope as reference
+from gpubound.kernels.triton import rope as fast
+
+from .cases import TOLERANCE, assert_inside, banded, draw, parity, same
+
+FP32 = torch.float32
+# batch, tokens, heads, kv_heads, head size, pairs: the smallest, grouped heads, no power of two, a usual one, two partial.
+CASES = [
+    (1, 1, 1, 1, 2, 1),
+    (2, 3, 4, 2, 16, 8),
+    (2, 5, 3, 1, 6, 3),
+    (1, 2, 6, 2, 64, 32),
+    (2, 3, 3, 2, 10, 3),
+    (1, 2, 2, 2, 17, 8),
+]
+
+
+def angles(device, *shape: int) -> tuple[Tensor, Tensor]:
+    theta = 3 * draw(device, FP32, *shape, seed=7)
+    return theta.cos(), theta.sin()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rope_matches(case, dtype, device):
+    batch, tokens, heads, kv_heads, size, pairs = case
+    q, k = draw(device, dtype, batch, tokens, heads, size), draw(device, dtype, batch, tokens, kv_heads, size, seed=1)
+    parity(fast.rope, reference.rope, (q, k, *angles(device, tokens, pairs)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rope_qkv_matches(case, dtype, device):
+    batch, tokens, heads, kv_heads, size, pairs = case
+    qkv = draw(device, dtype, batch, tokens, (heads + 2 * kv_heads) * size)
+    parity(fast.rope_qkv, reference.rope_qkv, (qkv, *angles(device, tokens, pairs), heads, kv_heads), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_angles_of_each_sequence(batch, device):
+    q, k = draw(device, FP32, 2, 3, 2, 8), draw(device, FP32, 2, 3, 1, 8, seed=1)
+    parity(fast.rope, reference.rope, (q, k, *angles(device, batch, 3, 4)), TOLERANCE[FP32])
+
+
+def test_heads_spread_over_programs(device, monkeypatch):
+    """Seven heads of four pairs, two heads a program: the last program holds one head and one that is none."""
+    monkeypatch.setattr(fast, "PAIRS_AT_ONCE", 8)
+    arguments = (draw(device, FP32, 1, 2, 7 * 8), *angles(device, 2, 4), 3, 2)
+    parity(fast.rope_qkv, reference.rope_qkv, arguments, TOLERANCE[FP32])
+
+
+def test_reference_is_rotate_half(device):
+    q, k = draw(device, FP32, 2, 3, 2, 8), draw(device, FP32, 2, 3, 1, 8, seed=1)
+    cos, sin = angles(device, 3, 4)
+    both_cos, both_sin = (torch.cat([t, t], -1)[None, :, None] for t in (cos, sin))
+    for got, x in zip(reference.rope(q, k, cos, sin), (q, k)):
+        same("turned", got, x * both_cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * both_sin, TOLERANCE[FP32])
+
+
+def test_scores_depend_on_distance_alone():
+    """What rotary embedding is for: with angles position · frequency, q_t · k_s is a function of t − s."""
+    cpu = torch.device("cpu")
+    theta = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+    q, k = (draw(cpu, FP32, 6, seed=seed).expand(1, 6, 1, 6) for seed in (0, 1))
+    q, k = reference.rope(q, k, theta.cos(), theta.sin())
+    scores = q[0, :, 0] @ k[0, :, 0].t()
+    for distance in range(-5, 6):
+        diagonal = scores.diagonal(distance)
+        same(f"distance {distance}", diagonal, diagonal[:1].expand(len(diagonal)), 1e-5)
+
+
+def test_reference_gradients_in_fp64():
+    cpu, double = torch.device("cpu"), torch.float64
+    q, k = draw(cpu, double, 1, 2, 2, 6).requires_grad_(), draw(cpu, double, 1, 2, 1, 6, seed=1).requires_grad_()
+    cos, sin = (t.double() for t in angles(cpu, 2, 2))
+    assert torch.autograd.gradcheck(reference.rope, (q, k, cos, sin))
+    qkv = draw(cpu, double, 1, 2, 4 * 6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: reference.rope_qkv(x, cos, sin, 2, 1), qkv)
+
+
+def views(device) -> dict[str, tuple[Tensor, Tensor]]:
+    packed = draw(device, FP32, 2, 3, 4, 8)
+    by_head = draw(device, FP32, 2, 2, 3, 8, seed=1)
+    return {
+        "slices of one product": (packed[:, :, :2], packed[:, :, 2:3]),
+        "heads before tokens": (by_head.transpose(1, 2), by_head[:, :1].transpose(1, 2)),
+        "wider rows": (draw(device, FP32, 2, 3, 2, 12)[..., 2:10], draw(device, FP32, 2, 3, 1, 12)[..., 4:]),
+    }
+
+
+@pytest.mark.parametrize("layout", ["slices of one product", "heads before tokens", "wider rows"])
+def test_views_are_read_where_they_lie(layout, device, monkeypatch):
+    q, k = (x.requires_grad_() for x in views(device)[layout])
+    wide_cos, wide_sin = (torch.cat([t, t], -1) for t in angles(device, 3, 4))
+    cos, sin = wide_cos[:, :4], wide_sin[:, :4]  # as Hugging Face's tables are cut
+    want = reference.rope(q, k, cos, sin)
+    upstream = [draw(device, FP32, *x.transpose(1, 2).shape, seed=5).transpose(1, 2) for x in (q, k)]
+    want += torch.autograd.grad(want, (q, k), upstream)
+
+    def copied(x):
+        raise AssertionError("a view was copied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "contiguous", copied)
+        got = fast.rope(q, k, cos, sin)
+        got += torch.autograd.grad(got, (q, k), upstream)
+    for name, a, b in zip(("q", "k", "dq", "dk"), got, want):
+        same(name, a, b, TOLERANCE[FP32])
+
+
+def test_no_dense_last_dimension(device):
+    q, k = draw(device, FP32, 1, 2, 8, 2).transpose(2, 3), draw(device, FP32, 1, 2, 8, 1).transpose(2, 3)
+    cos, sin = (t.t() for t in angles(device, 4, 2))
+    for got, want in zip(fast.rope(q, k, cos, sin), reference.rope(q, k, cos, sin)):
+        same("turned", got, want, TOLERANCE[FP32])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of the branch not taken
+def test_v_passes_unchanged(device):
+    """Also what no product survives: infinity in v must not meet sin's zero."""
+    qkv = draw(device, FP32, 1, 2, 3 * 4)
+    qkv[..., 8:] = torch.tensor([float("inf"), -1.5, float("-inf"), 2.0], device=device)
+    q, k, v = fast.rope_qkv(qkv, *angles(device, 2, 2), 1, 1)
+    assert v.flatten(2).equal(qkv[..., 8:])
+    assert q.isfinite().all() and k.isfinite().all()
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+
+
+def test_empty(device):
+    q, k = torch.empty(2, 0, 3, 4, device=device, requires_grad=True), torch.empty(2, 0, 1, 4, device=device)
+    got, _ = kernels.rope(q, k, *angles(device, 0, 2))
+    got.sum().backward()
+    assert got.shape == q.grad.shape == (2, 0, 3, 4)
+    assert [t.shape for t in kernels.rope_qkv(torch.empty(0, 2, 20), *angles(torch.device("cpu"), 2, 2), 3, 1)] == [
+        (0, 2, 3, 4),
+        (0, 2, 1, 4),
+        (0, 2, 1, 4),
+    ]
+
+
+@pytest.mark.parametrize("size, pairs", [(6, 3), (9, 3)], ids=["whole", "partial"])
+def test_stores_stay_inside(size, pairs, device):
+    qkv, (cos, sin) = draw(device, FP32, 1, 2, 5 * size), angles(device, 2, pairs)
+    sources = fast._heads_of(qkv, [3, 1, 1])
+    bands = [banded(tuple(x.shape), device) for x in sources]
+    fast._launch(sources, [inside for _, inside in bands], cos, sin, back=False)
+    for whole, inside in bands:
+        assert_inside(whole, inside)
+    whole, packed = banded((1, 2, 5 * size), device)
+    fast._launch([inside for _, inside in bands], fast._heads_of(packed, [3, 1, 1]), cos, sin, back=True)
+    assert_inside(whole, packed)
+    same("there and back", packed, qkv, TOLERANCE[FP32])
+
+
+def test_second_derivatives_are_refused(device):
+    qkv = draw(device, FP32, 1, 1, 6).requires_grad_()
+    q, k, _ = fast._heads_of(qkv, [1, 1, 1])
+    for op, got in (
+        ("rope", fast.rope(q, k, *angles(device, 1, 1))[0]),
+        ("rope_qkv", fast.rope_qkv(qkv, *angles(device, 1, 1), 1, 1)[0]),
+    ):
+        with pytest.raises(NotImplementedError) as error:
+            torch.autograd.grad(got.square().sum(), qkv, create_graph=True)
+        assert str(error.value) == (
+            f"{op}: its kernel has no second derivative (create_graph=True); "
+            f"call gpubound.kernels.reference's {op} where one is needed."
+        )
+
+
+Q, K, TABLE = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(3, 4)
+WRONG = {
+    "q": (
+        (Q[0], K, TABLE, TABLE),
+        "rope: q must be a floating-point tensor (batch, tokens, heads, head size), got torch.float32 (3, 4, 8); "
+        "bring it into that shape before the call.",
+    ),
+    "k": (
+        (Q, K.half(), TABLE, TABLE),
+        "rope: k must match q in all but its heads, (2, 3, 4, 8) torch.float32 on cpu, got (2, 3, 2, 8) torch.float16 on cpu; "
+        "cast, move or reshape one of them before the call.",
+    ),
+    "cos": (
+        (Q, K, torch.ones(3, 8), torch.ones(3, 8)),
+        "rope: cos must have shape (3, pairs) or (2, 3, pairs) with at most 4 pairs, cos and sin alike, got (3, 8); "
+        "give one angle a token and pair, not one a dimension.",
+    ),
+    "sin": (
+        (Q, K, TABLE, torch.ones(3, 3)),
+        "rope: sin must have shape (3, pairs) or (2, 3, pairs) with at most 4 pairs, cos and sin alike, got (3, 3); "
+        "give one angle a token and pair, not one a dimension.",
+    ),
+    "dtype": (
+        (Q, K, TABLE.bfloat16(), TABLE.bfloat16()),
+        "rope: cos must be torch.float32 on cpu, got torch.bfloat16 on cpu; 16 bits cannot hold the angles of late positions.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what):
+    arguments, sentence = WRONG[what]
+    with pytest.raises(ValueError) as error:
+        kernels.rope(*arguments)
+    assert str(error.value) == sentence
+
+
+def test_wrong_packed_product():
+    with pytest.raises(ValueError) as error:
+        kernels.rope_qkv(torch.ones(2, 3, 30), TABLE, TABLE, 4, 2)
+    assert str(error.value) == (
+        "rope_qkv: qkv must be a floating-point tensor (batch, tokens, 8 heads x head size), got torch.float32 (2, 3, 30); "
+        "its rows hold 4 q heads, then 2 k heads, then 2 v heads."
+    )
+    with pytest.raises(ValueError) as error:
+        kernels.rope_qkv(torch.ones(2, 3, 32), TABLE, TABLE, 4, 0)
+    assert str(error.value) == "rope_qkv: heads and kv_heads must be at least 1, got 4 and 0; pass the model's own."

@@ -1,0 +1,136 @@
+"""SwiGLU: both mirrors agree, packed and apart, views are read in place, large gates stay finite, errors read as written."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpubound import kernels
+from gpubound.kernels.reference import swiglu as reference
+from gpubound.kernels.triton import _gated
+from gpubound.kernels.triton import swiglu as fast
+
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity, same
+
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
+def test_packed_matches(shape, dtype, device):
+    packed = draw(device, dtype, *shape[:-1], 2 * shape[-1])
+    parity(fast.swiglu, reference.swiglu, (packed, None), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(7,), *ROW_SHAPES], ids=str)
+def test_apart_matches(shape, dtype, device):
+    parity(fast.swiglu, reference.swiglu, (draw(device, dtype, *shape), draw(device, dtype, *shape, seed=1)), TOLERANCE[dtype])
+
+
+def test_rows_wider_than_a_program(device):
+    parity(fast.swiglu, reference.swiglu, (draw(device, FP32, 2, 2 * 2100), None), TOLERANCE[FP32])
+
+
+def test_reference_is_the_formula():
+    gate, up = draw(torch.device("cpu"), torch.float64, 40), draw(torch.device("cpu"), torch.float64, 40, seed=1)
+    want = gate / (1 + (-gate).exp()) * up
+    same("apart", reference.swiglu(gate, up), want, 1e-15)
+    same("packed", reference.swiglu(torch.cat([gate, up])), want, 1e-15)
+
+
+def test_reference_gradients_in_fp64():
+    gate, up = (draw(torch.device("cpu"), torch.float64, 3, 4, seed=i).requires_grad_() for i in range(2))
+    assert torch.autograd.gradcheck(reference.swiglu, (gate, up))
+    assert torch.autograd.gradcheck(reference.swiglu, gate)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_large_gates_stay_finite(device):
+    """exp(100) is infinite in fp32: silu must still be 0 on the left and the gate on the right, its slope 0 and 1."""
+    gate = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=device)
+    parity(fast.swiglu, reference.swiglu, (gate, torch.ones_like(gate)), TOLERANCE[FP32])
+
+
+def test_views_are_read_where_they_lie(device, monkeypatch):
+    wide = draw(device, FP32, 2, 3, 40)
+    gate, up = wide[..., 3:12].requires_grad_(), wide[..., 20:29].requires_grad_()
+    want = reference.swiglu(gate, up)
+    upstream = draw(device, FP32, 2, 3, 18, seed=2)[..., 9:]
+    wanted = (want, *torch.autograd.grad(want, (gate, up), upstream))
+
+    def copied(x):
+        raise AssertionError("a view was copied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "contiguous", copied)
+        got = fast.swiglu(gate, up)
+        gradients = torch.autograd.grad(got, (gate, up), upstream)
+    for name, a, b in zip(("out", "dgate", "dup"), (got, *gradients), wanted):
+        same(name, a, b, TOLERANCE[FP32])
+
+
+def test_other_strides(device):
+    parity(fast.swiglu, reference.swiglu, (draw(device, FP32, 8, 5).t(), None), TOLERANCE[FP32])
+    packed = draw(device, FP32, 4, 6).requires_grad_()
+    (got,) = torch.autograd.grad(fast.swiglu(packed).sum(), packed)  # sum's gradient is one number, expanded
+    same("dpacked", got, torch.autograd.grad(reference.swiglu(packed).sum(), packed)[0], TOLERANCE[FP32])
+
+
+def test_backward_twice(device):
+    packed = draw(device, FP32, 3, 8).requires_grad_()
+    before = packed.detach().clone()
+    out = fast.swiglu(packed)
+    first, second = (torch.autograd.grad(out.sum(), packed, retain_graph=True)[0] for _ in range(2))
+    assert first.equal(second) and packed.equal(before), "backward must not write into what it saved"
+
+
+def test_stores_stay_inside(device):
+    packed = draw(device, FP32, 5, 2 * 63)
+    gate, up = packed[:, :63], packed[:, 63:]
+    whole, out = banded((5, 63), device)
+    _gated._forward_kernel[(2, 2)](gate, up, out, 5, 126, 126, 63, 4, 32, "silu")
+    assert_inside(whole, out)
+    whole, gradient = banded((5, 126), device)
+    dgate, dup = gradient[:, :63], gradient[:, 63:]
+    _gated._backward_kernel[(2, 2)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "silu")
+    assert_inside(whole, gradient)
+
+
+def test_second_derivatives_are_refused(device):
+    packed = draw(device, FP32, 4).requires_grad_()
+    with pytest.raises(NotImplementedError) as error:
+        torch.autograd.grad(fast.swiglu(packed).sum(), packed, create_graph=True)
+    assert str(error.value) == (
+        "swiglu: its kernel has no second derivative (create_graph=True); "
+        "call gpubound.kernels.reference's swiglu where one is needed."
+    )
+
+
+WRONG = {
+    "integers": (
+        (torch.ones(2, 4, dtype=torch.long),),
+        "swiglu: gate must be a floating-point tensor with a last dimension, got torch.int64 (2, 4); cast it before the call.",
+    ),
+    "odd": (
+        (torch.ones(2, 5),),
+        "swiglu: a packed [gate | up] needs an even last dimension, got (2, 5); pass gate and up apart instead.",
+    ),
+    "shape": (
+        (torch.ones(2, 4), torch.ones(2, 3)),
+        "swiglu: up must match gate, (2, 4) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
+        "cast, move or reshape it before the call.",
+    ),
+    "dtype": (
+        (torch.ones(2, 4), torch.ones(2, 4).half()),
+        "swiglu: up must match gate, (2, 4) torch.float32 on cpu, got (2, 4) torch.float16 on cpu; "
+        "cast, move or reshape it before the call.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what):
+    arguments, sentence = WRONG[what]
+    with pytest.raises(ValueError) as error:
+        kernels.swiglu(*arguments)
+    assert str(error.value) == sentence

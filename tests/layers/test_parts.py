@@ -1,0 +1,213 @@
+"""Attention, MLP, block loop, head and angles against plain torch, forward and every gradient."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpubound import layers
+from gpubound.kernels.reference.rms_norm import rms_norm
+
+B, T, HIDDEN, HEADS, KV, D = 2, 7, 12, 4, 2, 6
+
+
+def x_of(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def agree(got, want, module, x):
+    """Same output, and same gradients of x and every parameter."""
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+    leaves = [x, *module.parameters()]
+    upstream = x_of(*got.shape, seed=9).detach()
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def turned(t_BTHD, cos, sin):
+    cos, sin = (torch.cat([a, a], -1).unsqueeze(-2) for a in (cos, sin))
+    half = t_BTHD.shape[-1] // 2
+    return t_BTHD * cos + torch.cat([-t_BTHD[..., half:], t_BTHD[..., :half]], -1) * sin
+
+
+def plain_attention(a, x, rope, mask=None):
+    q, k, v = (p(x).unflatten(-1, (-1, D)) for p in (a.q_proj, a.k_proj, a.v_proj))
+    if hasattr(a, "q_norm"):
+        q, k = (rms_norm(t, n.weight, n.eps) for t, n in ((q, a.q_norm), (k, a.k_norm)))
+    if rope is not None:
+        q, k = turned(q, *rope), turned(k, *rope)
+    k, v = (t.repeat_interleave(HEADS // KV, 2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+    allowed = torch.ones(T, T).tril().bool() if mask is None else mask
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    return a.o_proj(torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(-2))
+
+
+def attention(**options):
+    torch.manual_seed(0)
+    module = layers.Attention(HIDDEN, HEADS, KV, D, dtype=torch.float64, **options)
+    for name, p in module.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(p)
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": 1e-5}], ids=["plain", "bias", "qk_norm"])
+@pytest.mark.parametrize("own_positions", [False, True])
+def test_attention(options, own_positions):
+    module, x = attention(**options), x_of(B, T, HIDDEN)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]) if own_positions else torch.arange(T)
+    rope = layers.RotaryAngles(D)(positions)
+    agree(module(x, rope), plain_attention(module, x, rope), module, x)
+
+
+def test_attention_without_positions_and_with_a_mask():
+    module, x = attention(), x_of(B, T, HIDDEN)
+    agree(module(x, None), plain_attention(module, x, None), module, x)
+    mask = torch.ones(B, 1, T, T, dtype=torch.bool).tril()
+    mask[1, :, :, -3:] = False
+    agree(module(x, None, mask), plain_attention(module, x, None, mask), module, x)
+
+
+def test_attention_is_causal():
+    module, x = attention(), x_of(B, T, HIDDEN).detach()
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    changed = x.clone()
+    changed[:, 4] += 1
+    before, after = module(x, rope), module(changed, rope)
+    assert torch.equal(before[:, :4], after[:, :4]) and not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_attention_calls_a_hooked_projection():
+    module, x = attention(), x_of(B, T, HIDDEN)
+    rope, seen = layers.RotaryAngles(D)(torch.arange(T)), []
+    module.q_proj.register_forward_hook(lambda m, a, y: seen.append(y.shape))
+    agree(module(x, rope), plain_attention(module, x, rope), module, x)
+    assert len(seen) == 2 and module.stacked.fallbacks.total() == 1
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp(activation, bias):
+    torch.manual_seed(0)
+    module, x = layers.MLP(5, 8, bias, activation, dtype=torch.float64), x_of(B, T, 5)
+    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}[activation]
+    agree(module(x), module.down_proj(act(module.gate_proj(x)) * module.up_proj(x)), module, x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_own_their_weights(copied):
+    module, x = attention(), x_of(B, T, HIDDEN)
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    want = module(x, rope)
+    other = copied(module)
+    torch.testing.assert_close(other(x, rope), want)
+    assert not other.stacked.fallbacks
+    whole = other.q_proj.weight.untyped_storage()
+    assert whole.nbytes() == sum(p.weight.nbytes for p in (other.q_proj, other.k_proj, other.v_proj))
+    with torch.no_grad():
+        other.q_proj.weight.zero_()
+    assert torch.equal(module(x, rope), want)
+
+
+def blocks(count=3):
+    torch.manual_seed(0)
+    where = {"dtype": torch.float64}
+    made = nn.ModuleList(
+        layers.Block(layers.Attention(HIDDEN, HEADS, KV, D, **where), layers.MLP(HIDDEN, 16, **where), HIDDEN, **where)
+        for _ in range(count)
+    )
+    made.append(layers.RMSNorm(HIDDEN, **where))
+    for p in made.parameters():
+        if p.ndim == 1:
+            nn.init.uniform_(p)
+    return made
+
+
+def plain_blocks(stack, x, rope):
+    for block in stack[:-1]:
+        a, b = block.input_layernorm, block.post_attention_layernorm
+        x = x + plain_attention(block.self_attn, rms_norm(x, a.weight, a.eps), rope)
+        m, y = block.mlp, rms_norm(x, b.weight, b.eps)
+        x = x + m.down_proj(F.silu(m.gate_proj(y)) * m.up_proj(y))
+    return rms_norm(x, stack[-1].weight, stack[-1].eps)
+
+
+def test_run_blocks_is_the_plain_loop():
+    stack, x = blocks(), x_of(B, T, HIDDEN)
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    agree(layers.run_blocks(stack[:-1], stack[-1], x, rope), plain_blocks(stack, x, rope), stack, x)
+    one_by_one = x
+    for block in stack[:-1]:
+        one_by_one = block(one_by_one, rope)
+    torch.testing.assert_close(stack[-1](one_by_one), plain_blocks(stack, x, rope))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_run_blocks_checkpointed(reentrant):
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    stack, x = blocks(), x_of(B, T, HIDDEN)
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    want = plain_blocks(stack, x, rope)
+    want_gradients = torch.autograd.grad(want.square().sum(), [x, *stack.parameters()])
+    for block in stack[:-1]:
+        block.gradient_checkpointing, block._gradient_checkpointing_func = True, partial(checkpoint, use_reentrant=reentrant)
+    layers.run_blocks(stack[:-1], stack[-1], x, rope).square().sum().backward()
+    for leaf, g in zip([x, *stack.parameters()], want_gradients):
+        torch.testing.assert_close(leaf.grad, g, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("total", [None, 5.0])
+def test_lm_loss(total):
+    head, x = layers.LMLoss(5, 11, bias=True, dtype=torch.float64), x_of(B, T, 5)
+    labels = torch.randint(11, (B, T), generator=torch.Generator().manual_seed(0))
+    labels[0, :3] = -100
+    got = head.loss(x, labels, total=total)
+    z, y = head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    want = F.cross_entropy(z, y) if total is None else F.cross_entropy(z, y, reduction="sum") / total
+    got, want = got.double(), want.double()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for a, b in zip(torch.autograd.grad(got, [x, head.weight]), torch.autograd.grad(want, [x, head.weight])):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    shifted = head.loss(x, layers.shift(labels), shifted=True, total=total)
+    torch.testing.assert_close(shifted.double(), want, rtol=1e-6, atol=0)
+
+
+def test_rope_table_computes_once_and_follows_its_frequencies():
+    calls = []
+
+    class Counted(layers.RotaryAngles):
+        def __call__(self, positions):
+            calls.append(positions.shape[-1])
+            return super().__call__(positions)
+
+    table, cpu = layers.RopeTable(Counted(D)), torch.device("cpu")
+    cos, sin = table.first(8, cpu)
+    shorter, _ = table.first(5, cpu)
+    assert calls == [8] and shorter.shape == (5, D // 2) and shorter.is_contiguous() and torch.equal(shorter, cos[:5])
+    table.first(9, cpu)
+    table.angles.theta = 5.0
+    changed, _ = table.first(9, cpu)
+    assert calls == [8, 9, 9] and not torch.equal(changed[:8], cos)
+    frequency = 5.0 ** (-torch.arange(0, D, 2) / D)
+    torch.testing.assert_close(changed, (torch.arange(9.0)[:, None] * frequency).cos())
+    copied = pickle.loads(pickle.dumps(layers.RopeTable(layers.RotaryAngles(D))))
+    assert torch.equal(copied.first(8, cpu)[1], sin)
+
+
+def test_wrong_sizes():
+    with pytest.raises(ValueError) as error:
+        layers.Attention(12, 4, 3)
+    assert str(error.value) == "Attention: heads must be a multiple of kv_heads, got 4 and 3; choose kv_heads that divides it."
+    with pytest.raises(ValueError) as error:
+        layers.MLP(4, 8, activation="relu")
+    assert str(error.value) == "MLP: activation must be one of silu, gelu, gelu_tanh, got 'relu'."
+    with pytest.raises(ValueError) as error:
+        layers.RotaryAngles(5)
+    assert str(error.value) == "RotaryAngles: head_dim must be even, got 5; rotation works on pairs."

@@ -1,0 +1,156 @@
+"""The decoder against Hugging Face's own models: loss and every gradient, both ways through a folder."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from gpubound.errors import DataError
+from gpubound.models import PRESETS, Decoder, DecoderConfig, load_hf, save_hf
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "llama, tied, own head width": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
+}
+
+
+def hf_model(family, seed=0):
+    config, kind, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = kind(config(**SHAPE | extra)).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # gains and biases at their start would hide a missing one
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def a_batch():
+    ids = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_hugging_faces(family, tmp_path, monkeypatch):
+    """In fp64 through the reference kernels, so that the comparison is of the model and not of rounding."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    theirs = hf_model(family)
+    theirs.save_pretrained(tmp_path)
+    ours = load_hf(tmp_path).double()
+    ids, labels = a_batch()
+    want = theirs(input_ids=ids, labels=labels).loss
+    want.backward()
+    got = ours.loss(ids, labels)
+    got.backward()
+    assert abs(got.item() - want.item()) < 1e-6 * want.item()
+    wanted = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        error = (parameter.grad - wanted[name].grad).norm() / wanted[name].grad.norm()
+        assert error < 1e-6, f"{name}: gradient off by {error:.1e}"
+    assert {n for n, _ in ours.named_parameters()} == set(wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+def test_an_export_loads_to_the_same_logits(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch.manual_seed(0)
+    ours = Decoder(DecoderConfig(32, 48, 2, 4, 2, 96, **options)).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save_hf(ours, tmp_path)).eval()
+    ids, _ = a_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_no_token_sees_a_later_one(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch.manual_seed(0)
+    model = Decoder(PRESETS["tiny"]).double().eval()
+    ids, _ = a_batch()
+    changed = ids.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 96
+    with torch.no_grad():
+        before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])
+
+
+def test_positions_given_are_positions_used(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch.manual_seed(0)
+    model, (ids, _) = Decoder(PRESETS["tiny"]).eval(), a_batch()
+    with torch.no_grad():
+        default = model(ids)
+        torch.testing.assert_close(model(ids, torch.arange(12).expand(2, 12)), default)
+        assert not torch.allclose(model(ids, 3 * torch.arange(12).expand(2, 12)), default)
+
+
+@pytest.mark.parametrize(
+    "name,millions", [("tiny", 0.09), ("10m", 10), ("135m", 134), ("350m", 432), ("1b", 1236), ("8b", 8030)]
+)
+def test_presets_are_their_size(name, millions):
+    """Counted on the meta device. 350m's makers left the embedding out: its head and its blocks are 365 + 33 million."""
+    model = Decoder(PRESETS[name], device="meta")
+    count = sum(p.numel() for p in model.parameters())
+    assert count == pytest.approx(millions * 1e6, rel=0.05)
+    table = 0 if PRESETS[name].tied else PRESETS[name].vocabulary * PRESETS[name].hidden
+    small = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert PRESETS[name].product_parameters == count - table - small
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (
+            {"model_type": "gpt2"},
+            "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3; use transformers with gb.place instead.",
+        ),
+        ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'; use transformers with gb.place, which does."),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "the decoder has no rope scaling 'yarn'; use transformers with gb.place, which does.",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(change, said, tmp_path):
+    import json
+
+    save_hf(Decoder(PRESETS["tiny"]), tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(about | change))
+    with pytest.raises(DataError) as error:
+        load_hf(tmp_path)
+    assert str(error.value) == f"{tmp_path}: {said}"
+
+
+def test_weights_of_another_model(tmp_path):
+    save_hf(Decoder(PRESETS["tiny"]), tmp_path)
+    other = dataclasses.replace(PRESETS["tiny"], layers=1)
+    save_hf(Decoder(other), tmp_path / "other")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    with pytest.raises(DataError) as error:
+        load_hf(tmp_path)
+    assert "missing ['model.layers.1.input_layernorm.weight'" in str(error.value) and "(9 and 0 in all)" in str(error.value)
+
+
+def test_shapes_that_do_not_divide():
+    with pytest.raises(ValueError) as error:
+        DecoderConfig(64, 128, 2, 6, 2, 256)
+    assert str(error.value) == "DecoderConfig: hidden 64 is not a multiple of heads 6; give head_width."

@@ -1,0 +1,88 @@
+"""Tiny models of every family, and how two of them are compared."""
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "llama tied": LlamaConfig,
+    "llama biased": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "smollm3": SmolLM3Config,
+}
+OPTIONS = {
+    "llama tied": {"tie_word_embeddings": True},
+    "llama biased": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 24},
+    "smollm3": {"num_hidden_layers": 4},  # its fourth layer has no positions
+}
+VOCABULARY = 89
+
+
+def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.2,  # large enough for attention to look at something
+    }
+    config = CONFIGS[kind](**sizes | {"tie_word_embeddings": False} | OPTIONS.get(kind, {}) | options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                p.uniform_(0.5, 1.5)
+    return model.to(dtype)
+
+
+def tokens(rows=2, length=12, seed=0):
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(**options):
+    ids = tokens(**options)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    labels[1, -2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def twin(model):
+    """The model as it is now, to compare with after placing."""
+    return copy.deepcopy(model)
+
+
+def training_run(model, inputs):
+    """Loss and every gradient by name."""
+    model.train()
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = p.grad.clone()
+    model.zero_grad()
+    return found
+
+
+def assert_close(got, want, tolerance=2e-5):
+    """Relative error in the norm of each tensor; nearly-zero gradients against a thousandth of the largest."""
+    assert got.keys() == want.keys()
+    floor = 1e-3 * max(t.double().norm().item() for t in want.values())
+    for name, b in want.items():
+        error = (got[name].double() - b.double()).norm().item() / max(b.double().norm().item(), floor)
+        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"

@@ -1,0 +1,112 @@
+"""Models of nobody's family: moved, their plain norms swapped, and verified on the caller's example."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
+
+import gpubound as gb
+from gpubound.place.swap import Fused
+
+from .models import tiny, tokens
+
+
+def place(model, **options):
+    return gb.place(model, "cpu", **options)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        where = {"dtype": dtype}
+        self.conv = nn.Conv1d(6, 8, 3, padding=1, **where)
+        self.groups = nn.GroupNorm(4, 8, **where)
+        self.inside = nn.ModuleDict({"layer": nn.LayerNorm(8, **where), "rms": nn.RMSNorm(8, eps=1e-5, **where)})
+        self.bare = nn.ModuleList([nn.LayerNorm(8, elementwise_affine=False), nn.RMSNorm(8, **where)])
+        self.out = nn.Linear(8, 3, **where)
+        for p in self.parameters():
+            nn.init.normal_(p)
+
+    def forward(self, x, scale=1.0):
+        x = self.groups(self.conv(x * scale)).transpose(1, 2)
+        for norm in (*self.inside.values(), *self.bare):
+            x = norm(x).sin()
+        return {"y": self.out(x), "note": ("length", x.shape[1])}
+
+
+def outputs(net, x):
+    y = net(x)["y"]
+    return [y, *torch.autograd.grad(y.square().sum(), list(net.parameters()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_plain_norms_are_swapped(dtype):
+    net, x = Net(dtype), torch.randn(2, 6, 9, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    want = outputs(net, x)
+    placement = place(net, example=x)
+    assert placement.verified and placement.swapped == 5 and placement.refused == 0
+    assert isinstance(net.groups, Fused) and isinstance(net.bare[0], nn.LayerNorm)
+    for a, b in zip(outputs(net, x), want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    placement.undo()
+    assert all(torch.equal(a, b) for a, b in zip(outputs(net, x), want))
+
+
+@pytest.mark.parametrize(
+    "example", [{"x": torch.ones(1, 6, 4), "scale": 2.0}, (torch.ones(1, 6, 4), 2.0)], ids=["dict", "tuple"]
+)
+def test_examples(example):
+    assert place(Net(), example=example).verified
+
+
+def test_without_an_example_nothing_is_claimed():
+    placement = place(Net())
+    assert placement.swapped == 5 and not placement.verified
+    assert ": nobody knows what to feed it; pass example=<a batch>. 5 swapped" in placement.summary
+    placement = place(Net(), example=torch.ones(2, 5, 4))
+    assert not placement.verified and "its own forward and backward raised RuntimeError: " in placement.summary
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's, of its own rms_norm
+def test_autocast_keeps_torchs_own_rules():
+    net, x = Net(), torch.randn(2, 6, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = net(x)["y"]
+        place(net)
+        assert torch.equal(net(x)["y"], want)
+
+
+def test_a_norm_over_two_dimensions_is_left_alone():
+    placement = place(nn.Sequential(nn.LayerNorm([4, 8])), example=torch.ones(2, 4, 8))
+    assert placement.rows[0].why == "not swapped: it norms over 2 dimensions, the kernel over one"
+
+
+def test_a_decoder_inside_something_else():
+    class Reward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.score = tiny().model, nn.Linear(32, 1)
+
+        def forward(self, ids):
+            return self.score(self.body(input_ids=ids).last_hidden_state[:, -1])
+
+    model = Reward().train()
+    want = model(tokens())
+    placement = place(model, example=tokens(), strict=True)
+    assert placement.verified and isinstance(model.body, Fused)
+    torch.testing.assert_close(model(tokens()), want, rtol=1e-4, atol=1e-5)
+    assert placement.fallbacks == 0
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
+def test_other_heads_of_a_family(kind):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, pad_token_id=0
+    )
+    model = kind(config)
+    model.set_attn_implementation("sdpa")
+    want = model.eval()(tokens() % 50)[0]
+    placement = place(model, strict=True)
+    assert placement.verified
+    torch.testing.assert_close(model(tokens() % 50)[0], want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,100 @@
+"""`gpubound place` by its output and exit codes."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from gpubound import trace
+from gpubound.cli import main
+
+from .models import tiny
+
+
+@pytest.fixture(autouse=True)
+def a_module_of_the_users(tmp_path, monkeypatch):
+    (tmp_path / "users.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+
+            def with_example():
+                return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), torch.ones(3, 4)
+
+            def without():
+                return nn.Linear(2, 2)
+
+            def refused():
+                return nn.LayerNorm([2, 2]), torch.ones(2, 2, 2)
+
+            def broken():
+                return 1 / 0
+
+            def no_model():
+                return 7
+            """
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("users", None)
+
+
+def place(*arguments):
+    return main(["place", *arguments, "--device", "cpu"])
+
+
+def test_a_function(capsys):
+    assert place("users:with_example") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["module", "device", "dtype", "kernel", "fallbacks", "why"]
+    assert lines[1].startswith("0       cpu     float32  reference layer_norm  0          verified: ")
+    assert lines[2].split() == ["1", "cpu", "float32", "torch", "0", "as", "it", "was"]
+    assert ": reference kernels. Whole model, forward and backward: " in lines[3]
+
+
+def test_json(capsys):
+    assert place("users:with_example", "--json", "--no-fuse") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verified"] and found["swapped"] == 0 and [row["module"] for row in found["rows"]] == ["0", "1"]
+
+
+def test_a_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    tiny().save_pretrained(tmp_path / "weights")
+    assert place(str(tmp_path / "weights"), "--strict") == 0
+    assert "11 swapped, 0 refused" in capsys.readouterr().out
+    (tmp_path / "weights" / "model.safetensors").unlink()
+    assert place("weights", "--strict", "--dtype", "float32") == 0
+    assert "gpubound: weights holds no weights: placing random ones." in capsys.readouterr().err
+
+
+def test_exit_codes(capsys):
+    assert place("users:without") == 3
+    assert "not verified as a whole: nobody knows what to feed it" in capsys.readouterr().out
+    assert place("users:refused", "--strict") == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
+        "gpubound place: place: the model (LayerNorm) was not swapped: it norms over 2 dimensions, the kernel over one."
+    )
+
+
+SAID = {
+    "users:broken": "users:broken raised ZeroDivisionError: division by zero",
+    "users:nothing": "users:nothing raised AttributeError: module 'users' has no attribute 'nothing'",
+    "absent:f": "absent:f raised ModuleNotFoundError: No module named 'absent'",
+    "nowhere": "target: got 'nowhere', wanted a folder with a config.json, or MODULE:FUNCTION.",
+    "users:no_model": "place: model must be a torch.nn.Module, got int; pass the model itself.",
+}
+
+
+@pytest.mark.parametrize("target", SAID)
+def test_bad_input(target, capsys):
+    assert place(target) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1] == f"gpubound place: {SAID[target]}"
+
+
+def test_help_has_an_example(capsys):
+    assert main(["place", "--help"]) == 0
+    assert "gpubound place path/to/checkpoint --json" in capsys.readouterr().out

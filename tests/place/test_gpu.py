@@ -1,0 +1,110 @@
+"""What only a GPU can show: 16-bit training through the kernels, no wait for the host, and the line that says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound import trace
+
+from .models import CONFIGS, batch, tiny, tokens, training_run, twin
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64, "initializer_range": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def on_gpu(**options):
+    return {name: t.cuda() for name, t in batch(**options).items()}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_16_bit_error_is_no_larger_than_before(kind):
+    model = tiny(kind, torch.bfloat16, **SIZES).cuda()
+    truth, own = training_run(twin(model).float(), on_gpu()), training_run(twin(model), on_gpu())
+    with trace.strict():
+        placement = gb.place(model, "require", strict=True)
+        got = training_run(model, on_gpu())
+    for name, t in truth.items():
+        error, before = (((g[name].float() - t).norm() / t.norm()).item() for g in (got, own))
+        assert error <= 1.5 * before + 8e-3, f"{name}: {error:.2e}, before {before:.2e}"
+    assert placement.summary.startswith("GPU ready: ") and placement.fallbacks == 0
+    assert all(row.device.startswith("cuda") for row in placement.rows)
+
+
+def test_moved_from_the_cpu_and_swapped():
+    model = tiny("llama tied", torch.bfloat16, **SIZES)
+    parameters = list(model.parameters())
+    placement = gb.place(model, "require", strict=True)
+    assert all(a is b and b.is_cuda for a, b in zip(parameters, model.parameters()))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "triton rope_qkv" in str(placement)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_no_wait_for_the_host_in_a_training_step(kind):
+    model, inputs = tiny(kind, torch.bfloat16, **SIZES).cuda(), on_gpu(length=64)
+    gb.place(model, "require", strict=True)
+    training_run(model, inputs)
+    model.train()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**inputs).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_step_replays_what_eager_computes():
+    model, inputs = tiny("llama", torch.bfloat16, **SIZES).cuda(), on_gpu(length=64)
+    gb.place(model, "require", strict=True)
+    want = training_run(model, inputs)
+    model.train()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model.zero_grad()
+            model(**inputs).loss.backward()
+        model.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = model(**inputs).loss
+            loss.backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()
+    assert torch.equal(loss, want["loss"])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[name], rtol=2e-2, atol=1e-3 * want[name].abs().max().item(), msg=name)
+
+
+def test_generate_after_moving_a_placed_model():
+    model = tiny("llama", torch.float32, **SIZES)
+    other = twin(model).cuda().eval()
+    gb.place(model, "cpu", strict=True)
+    model.cuda().eval()
+    ids = tokens(length=8).cuda()
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+
+
+def test_autocast_trains_fp32_weights():
+    model = tiny("qwen3", **SIZES).cuda()
+    other = twin(model)
+    placement = gb.place(model, "require", strict=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        got, want = training_run(model, on_gpu()), training_run(other, on_gpu())
+    for name, w in want.items():
+        assert got[name].dtype == w.dtype
+        assert (got[name] - w).norm() <= 5e-2 * w.norm(), name
+    assert placement.fallbacks == 0
+
+
+def test_plain_norms_of_any_model():
+    net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.RMSNorm(256, eps=1e-5)).to(torch.bfloat16)
+    placement = gb.place(net, "require", strict=True, example=torch.randn(32, 64, dtype=torch.bfloat16))
+    assert placement.summary.startswith("GPU ready: ") and placement.swapped == 2

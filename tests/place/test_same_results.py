@@ -1,0 +1,230 @@
+"""A placed model computes what it computed before: training, padding, positions, generation, autocast, checkpointing."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound import trace
+
+from .models import CONFIGS, VOCABULARY, assert_close, batch, tiny, tokens, training_run, twin
+
+
+def place(model, **options):
+    """Strict: whatever a test means to be swapped is swapped."""
+    return gb.place(model, "cpu", strict=True, **options)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_and_every_gradient(kind):
+    model = tiny(kind)
+    want = training_run(twin(model), batch())
+    placement = place(model)
+    assert_close(training_run(model, batch()), want)
+    assert placement.verified and placement.refused == placement.fallbacks == 0
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "qwen3"])
+def test_loss_and_every_gradient_in_fp64(kind):
+    """Hugging Face computes norms and angles in fp32 whatever the dtype: that is all that may differ."""
+    model = tiny(kind, torch.float64)
+    want = training_run(twin(model), batch())
+    place(model)
+    got = training_run(model, batch())
+    assert want["loss"].dtype == torch.float32
+    assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_error_is_no_larger_than_before(dtype):
+    model = tiny("llama", dtype)
+    truth, own = training_run(twin(model).float(), batch()), training_run(twin(model), batch())
+    place(model)
+    got = training_run(model, batch())
+    for name, t in truth.items():
+        error, before = ((g[name].float() - t).norm() / t.norm() for g in (got, own))
+        assert error <= 1.5 * before + 2 * torch.finfo(dtype).eps, f"{name}: {error:.2e}, before {before:.2e}"
+
+
+def test_loss_over_a_larger_batch():
+    """num_items_in_batch, as Trainer passes it with gradient accumulation; shift_labels, as sequence parallelism does."""
+    model = tiny()
+    other = twin(model).train()
+    place(model)
+    model.train()
+    shifted = batch() | {"shift_labels": torch.roll(batch()["labels"], -1, 1)}
+    for extra in ({"num_items_in_batch": 31}, {"num_items_in_batch": torch.tensor(31)}, {"ignore_index": -7}):
+        inputs = batch() | extra
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, extra.get("ignore_index", -100))
+        torch.testing.assert_close(model(**inputs).loss, other(**inputs).loss)
+    torch.testing.assert_close(model(**shifted).loss, other(**shifted).loss)
+
+
+PADDED = torch.ones(2, 12, dtype=torch.long)
+PADDED[0, 9:] = 0
+LEFT = PADDED.flip(1)
+READS = {
+    "plain": {},
+    "right-padded": {"attention_mask": PADDED},
+    "left-padded": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).clamp_min(0)},
+    "all ones": {"attention_mask": torch.ones(2, 12, dtype=torch.long)},
+    "shifted positions": {"position_ids": torch.arange(12)[None] + 5},
+    "positions of each row": {"position_ids": torch.stack([torch.arange(12), torch.arange(12) + 20])},
+    "documents packed in a row": {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]] * 2)},
+    "4D mask": {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril(-0).expand(2, 1, 12, 12)},
+    "hidden states": {"output_hidden_states": True},
+    "tuple": {"return_dict": False},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_logits(kind, use_cache):
+    model = tiny(kind)
+    other = twin(model).eval()
+    place(model)
+    model.eval()
+    for name, keywords in READS.items():
+        inputs = {"input_ids": tokens(), "use_cache": use_cache, **keywords}
+        got, want = model(**inputs), other(**inputs)
+        if name == "tuple":
+            torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+            continue
+        rows = keywords.get("attention_mask")
+        here = rows.bool() if rows is not None and rows.ndim == 2 else torch.ones(2, 12, dtype=torch.bool)
+        torch.testing.assert_close(got.logits[here], want.logits[here], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert (got.past_key_values is None) == (want.past_key_values is None)
+        if name == "hidden states":
+            assert len(got.hidden_states) == len(want.hidden_states)
+            for a, b in zip(got.hidden_states, want.hidden_states):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "smollm3"])
+def test_training_on_padded_rows_takes_the_fused_loop(kind):
+    model = tiny(kind)
+    inputs = batch() | {"attention_mask": PADDED}
+    inputs["labels"] = inputs["labels"].masked_fill(PADDED == 0, -100)
+    want = training_run(twin(model), inputs)
+    placement = place(model)
+    assert_close(training_run(model, inputs), want)
+    assert placement.fallbacks == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_the_same_tokens(kind, cache):
+    model = tiny(kind)
+    other = twin(model).eval()
+    place(model)
+    model.eval()
+    ids, mask = tokens(length=6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": mask, "eos_token_id": None}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+
+
+def test_sequence_longer_than_the_window():
+    model = tiny("mistral", sliding_window=5)
+    want = training_run(twin(model), batch())
+    placement = place(model)
+    assert_close(training_run(model, batch()), want)
+    (row,) = [row for row in placement.rows if row.fallbacks]
+    assert row.reasons == {"the sequence is longer than the sliding window of 5": 1}
+    inputs = batch(length=5)
+    want = training_run(twin(model), inputs)
+    assert_close(training_run(model, inputs), want)
+    assert placement.fallbacks == 1, "five tokens fit the window"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = tiny()
+    want = training_run(twin(model), batch())
+    placement = place(model)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_close(training_run(model, batch()), want)
+    assert placement.fallbacks == 0
+
+
+def test_autocast():
+    model = tiny("qwen3")
+    other = twin(model)
+    placement = place(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = training_run(model, batch()), training_run(other, batch())
+    assert all(g.dtype == want[name].dtype for name, g in got.items())
+    assert_close(got, want, 5e-2)
+    assert placement.fallbacks == 0
+
+
+def test_inputs_embeds_and_positional_arguments():
+    model = tiny()
+    other = twin(model).eval()
+    place(model)
+    model.eval()
+    ids, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
+    torch.testing.assert_close(model(ids, mask).logits, other(ids, mask).logits)
+    torch.testing.assert_close(model.model(ids, mask)[0], other.model(ids, mask)[0])
+    embeddings = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, other(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model.model()
+
+
+def test_training_holds_no_cache_and_no_logits_unless_asked():
+    model = tiny()
+    place(model)
+    model.train()
+    output = model(**batch())
+    assert output.logits is None and output.past_key_values is None
+    assert model(input_ids=tokens(), use_cache=True).past_key_values is not None
+    assert model.train()(input_ids=tokens()).logits.shape == (2, 12, VOCABULARY)
+    assert model.eval()(**batch()).logits.shape == (2, 12, VOCABULARY)
+
+
+def test_a_loss_of_its_own_is_kept():
+    model = tiny()
+    placement = place(model)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean() + vocab_size
+    assert model.train()(**batch()).loss > VOCABULARY
+    assert placement.rows[0].reasons == {"the model has a loss function of its own": 1}
+
+
+def test_dynamic_rope_keeps_its_own_loop():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny("llama", rope_parameters=rope)
+    want = training_run(twin(model), batch())
+    placement = gb.place(model, "cpu")
+    assert_close(training_run(model, batch()), want)
+    row = next(r for r in placement.rows if r.module == "model")
+    assert row.why == "not swapped: rope_type 'dynamic' changes its frequencies as it reads"
+
+
+@pytest.mark.parametrize("rope", ["linear", "yarn", "llama3"])
+def test_scaled_rope(rope):
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    if rope == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = tiny("llama", rope_parameters=parameters)
+    want = training_run(twin(model), batch())
+    place(model)
+    assert_close(training_run(model, batch()), want)
+
+
+def test_torch_compile_traces_a_placed_model():
+    model = tiny()
+    other = twin(model).eval()
+    place(model)
+    compiled = torch.compile(model.eval(), backend="eager")
+    torch.testing.assert_close(compiled(input_ids=tokens()).logits, other(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_placed_model_trains_under_strict():
+    model = tiny()
+    place(model)
+    with trace.strict():
+        training_run(model, batch())

@@ -1,0 +1,119 @@
+"""The record: a row for every module that holds weights, read from the modules themselves, and one honest last line."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound import device as facts
+from gpubound.place import Placement
+
+from .models import batch, tiny, tokens, training_run
+
+
+def place(model, **options):
+    return gb.place(model, "cpu", **options)
+
+
+def figures_hidden(text):
+    return re.sub(r"\d\.\de[-+]\d\d", "#", re.sub(r"\d+\.\d s", "# s", re.sub(r"CPU \(\d+ threads\)", "CPU", text)))
+
+
+def worst_hidden(text):
+    return re.sub(r"verified: .* off by", "verified: ... off by", re.sub(r"backward: .* off by", "backward: ... off by", text))
+
+
+def test_the_whole_table():
+    placement = place(tiny("qwen3", num_hidden_layers=2))
+    lines = [re.sub(r" {2,}", " | ", line) for line in worst_hidden(figures_hidden(str(placement))).splitlines()]
+    off = "verified: ... off by # (allowed #)"
+    norm = f"cpu | float32 | reference rms_norm, add_rms_norm | 0 | {off}"
+    assert lines == [
+        "module | device | dtype | kernel | fallbacks | why",
+        f"(the model) | cpu | float32 | head and loss without whole logits: reference linear_cross_entropy | 0 | {off}",
+        f"model | cpu | float32 | residual adds inside the norms: reference add_rms_norm | 0 | {off}",
+        "model.embed_tokens | cpu | float32 | torch | 0 | as it was",
+        f"model.layers.*.self_attn (2) | cpu | float32 | q, k, v as one product; reference rope; SDPA | 0 | {off}",
+        f"model.layers.*.self_attn.q_norm (2) | {norm}",
+        f"model.layers.*.self_attn.k_norm (2) | {norm}",
+        f"model.layers.*.mlp (2) | cpu | float32 | gate and up as one product; reference swiglu | 0 | {off}",
+        f"model.layers.*.input_layernorm (2) | {norm}",
+        f"model.layers.*.post_attention_layernorm (2) | {norm}",
+        f"model.norm | {norm}",
+        "lm_head | cpu | float32 | torch | 0 | as it was",
+        "CPU: reference kernels. Whole model, forward and backward: ... off by # (allowed #). 15 swapped, 0 refused, # s.",
+    ]
+
+
+def test_every_parameter_is_under_a_row():
+    model = tiny("qwen3")
+    placement = place(model)
+    names = [row.module for row in placement.rows]
+    for name, _ in model.named_parameters():
+        assert any(name.startswith(f"{row}.") for row in names), name
+
+
+def test_rows_are_read_from_the_tensors():
+    model = tiny()
+    placement = place(model)
+    model.model.layers[1].mlp.to(torch.bfloat16)
+    assert {row.module: row.dtype for row in placement.rows}["model.layers.1.mlp"] == "bfloat16"
+    assert {row.module: row.dtype for row in placement.rows}["model"] == "bfloat16+float32"
+    model.model.layers[1].mlp.to("meta")
+    assert {row.module: row.device for row in placement.rows}["model.layers.1.mlp"] == "meta"
+
+
+def test_slower_calls_are_counted():
+    model = tiny().eval()
+    placement = place(model)
+    assert placement.fallbacks == 0
+    for _ in range(3):
+        model(tokens(), use_cache=True)
+    (row,) = [row for row in placement.rows if row.fallbacks]
+    assert (row.module, row.fallbacks, row.reasons) == ("model", 3, {"use_cache=True": 3})
+    assert row.why.endswith("; 3 calls: use_cache=True")
+    assert re.search(r"model  .*  3  +verified: .*; 3 calls: use_cache=True", str(placement))
+    training_run(model, batch())
+    assert placement.fallbacks == 3
+
+
+def test_as_dict_is_json():
+    placement = place(tiny())
+    found = json.loads(json.dumps(placement.as_dict()))
+    assert found["verified"] and found["device"] == "cpu" and found["swapped"] == 11 and found["refused"] == 0
+    assert found["summary"] == placement.summary and len(found["rows"]) == len(placement.rows)
+    assert found["rows"][0].keys() == {
+        "module",
+        "kind",
+        "device",
+        "dtype",
+        "kernel",
+        "why",
+        "error",
+        "limit",
+        "fallbacks",
+        "reasons",
+    }
+
+
+def test_fuse_false_swaps_nothing():
+    placement = place(tiny(), fuse=False)
+    assert placement.verified and placement.swapped == 0
+    assert figures_hidden(placement.summary) == (
+        "CPU: torch. Whole model, forward and backward: loss off by # (allowed #). 0 swapped, 0 refused, # s."
+    )
+
+
+def test_gpu_ready_is_said_only_of_a_verified_gpu():
+    def summary(device, verified, monkey):
+        monkey.setattr(facts, "label", str)
+        return Placement(nn.Linear(1, 1), torch.device(device), [], "loss off by 0", verified, 1.0).summary
+
+    with pytest.MonkeyPatch.context() as monkey:
+        assert summary("cuda", True, monkey).startswith("GPU ready: cuda. Whole model, forward and backward: loss off by 0.")
+        assert summary("cuda", False, monkey).startswith("On cuda, not verified as a whole: ")
+        assert summary("cpu", True, monkey).startswith("cpu: torch. Whole model, forward and backward: ")
+        assert summary("cpu", False, monkey).startswith("On cpu, not verified as a whole: ")

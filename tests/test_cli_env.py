@@ -1,0 +1,314 @@
+"""The street door by its exact output: the dispatcher, `env` on pretended machines, and how `bench` finds its work."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpubound import cli, measure
+from gpubound.cli import bench, env
+from gpubound.errors import BudgetError, DeviceError, MeasureError
+from gpubound.measure import Ceilings, Machine
+from gpubound.measure.facts import Gpu
+from gpubound.version import __version__
+
+HERE = Path(cli.__file__).parent
+MACHINE = Machine("Linux 6.1 x86_64", "3.12.3", "2.11.0+cu130", "13.0", "580.95.05", "3.6.0", "Xeon", 16, 128 << 30)
+H200 = Gpu(0, "NVIDIA H200", "9.0", 140 << 30, 60 << 20, 132)
+CEILINGS = Ceilings(
+    device="cuda",
+    name="NVIDIA H200",
+    key="nvidia-h200",
+    date="2026-11-21T10:00:00+00:00",
+    quick=False,
+    copy_bytes_per_s=4.28e12,
+    read_bytes_per_s=4.495e12,
+    fp32_flops_per_s=51.2e12,
+    bf16_flops_per_s=790.4e12,
+    launch_us=8.04,
+    pinned_h2d_bytes_per_s=55.49e9,
+    pageable_h2d_bytes_per_s=9.126e9,
+    missing={"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"},
+)
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*argv) -> (exit code, stdout, stderr)"""
+
+    def call(*argv):
+        code = cli.main(argv)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A machine with one GPU that passes its test."""
+    monkeypatch.setattr(env.measure, "machine", lambda: MACHINE)
+    monkeypatch.setattr(env.measure, "gpus", lambda: [H200])
+    monkeypatch.setattr(env.measure, "ceilings", lambda device, refresh: CEILINGS)
+    monkeypatch.setattr(env, "resolve", lambda spec: torch.device("cuda", 0))
+    monkeypatch.setattr(env, "label", lambda device: f"NVIDIA H200 ({device})")
+    monkeypatch.setattr(env, "look", lambda: env_sight(1))
+
+
+def env_sight(count, why="1 visible"):
+    from gpubound.device import Sight
+
+    return Sight(count, why)
+
+
+# --- the dispatcher ---
+
+
+def test_help_lists_the_commands_that_exist(run, monkeypatch):
+    monkeypatch.setattr(cli, "commands", lambda: {name: HERE / f"{name}.py" for name in ("env", "bench")})
+    assert run() == run("--help") == run("help") == (0, HELP, "")
+
+
+HELP = """\
+usage: gpubound COMMAND [options]
+
+Makes PyTorch transformers GPU-bound, and proves it.
+
+commands:
+  env    Print what this machine can do, and measure it.
+  bench  Run a benchmark beside its peers and keep the result.
+
+examples:
+  gpubound env --json
+  gpubound bench kernels
+
+Each command explains itself with --help. gpubound --version prints the version.
+"""
+
+
+def test_every_listed_command_exists_whole():
+    for name, path in cli.commands().items():
+        module = import_module(f"gpubound.cli.{name}")
+        assert Path(module.__file__) == path and callable(module.main) and module.__doc__.strip(), name
+    commands = {p.stem for p in HERE.glob("*.py") if "\ndef main(argv: " in p.read_text()} - {"__init__"}
+    assert commands <= set(cli.COMMANDS), "a command without a line in COMMANDS"
+
+
+def test_version(run):
+    assert run("--version") == (0, f"gpubound {__version__}\n", "")
+
+
+def test_python_m_gpubound():
+    done = subprocess.run([sys.executable, "-m", "gpubound", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"gpubound {__version__}\n")
+
+
+def test_a_command_is_imported_only_when_called():
+    script = "import sys; from gpubound.cli import main; main(['--help']); print('gpubound.cli.env' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.endswith("prints the version.\nFalse\n")
+
+
+def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
+    monkeypatch.setattr(cli, "commands", lambda: {"env": HERE / "env.py", "bench": HERE / "bench.py"})
+    assert run("evn") == (2, "", "gpubound: there is no command 'evn'; did you mean 'env'? See gpubound --help.\n")
+    assert run("fly") == (2, "", "gpubound: there is no command 'fly'; the commands are env, bench. See gpubound --help.\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("batch: got 0,\n  wanted 1 or more."), 2, "gpubound train: batch: got 0, wanted 1 or more.\n"),
+        (DeviceError("GPU 0 is visible but does not work."), 2, "gpubound train: GPU 0 is visible but does not work.\n"),
+        (MeasureError("no kernel was seen."), 3, "gpubound train: no kernel was seen.\n"),
+        (BudgetError("1 sync, 0 allowed."), 1, "gpubound train: 1 sync, 0 allowed.\n"),
+        (FileNotFoundError(2, "No such file", "run.yaml"), 2, "gpubound train: [Errno 2] No such file: 'run.yaml'\n"),
+        (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
+        (SystemExit(0), 0, ""),
+        (SystemExit(2), 2, ""),
+        (SystemExit(), 0, ""),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else None,
+)
+def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, code, said):
+    monkeypatch.delenv("GPUBOUND_TRACEBACK", raising=False)
+
+    def command(argv):
+        raise error
+
+    assert cli.guarded("train", command, []) == code
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_traceback_on_request(capsys, monkeypatch):
+    monkeypatch.setenv("GPUBOUND_TRACEBACK", "1")
+    assert cli.guarded("train", lambda argv: int("x"), []) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert said.endswith("gpubound train: invalid literal for int() with base 10: 'x'\n")
+
+
+def test_our_own_bugs_keep_their_traceback():
+    with pytest.raises(AssertionError):
+        cli.guarded("train", lambda argv: exec("assert False"), [])
+
+
+# --- env ---
+
+TABLE = """\
+this machine
+system        Linux 6.1 x86_64
+python        3.12.3
+torch         2.11.0+cu130
+cuda          13.0
+driver        580.95.05
+triton        3.6.0
+cpu           Xeon
+threads       16
+host memory   128.0 GiB
+cuda:0        NVIDIA H200, 140.0 GiB, L2 60 MiB, 132 SMs, capability 9.0; test: passes
+device=auto   NVIDIA H200 (cuda:0): it computed a small product forward and backward, and the result
+              agrees with the CPU's
+
+measured ceilings                    NVIDIA H200, 2026-11-21T10:00:00+00:00
+copy, read + written           4.28  TB/s
+read                           4.50  TB/s
+fp32 products                 51.20  TFLOP/s
+bf16 products                790.40  TFLOP/s
+fp8 products                   none  fp8 products need compute capability 8.9 or later
+host to device, pinned         55.5  GB/s
+host to device, pageable        9.1  GB/s
+one eager launch, host time    8.04  µs
+"""
+
+
+def test_env_prints_the_machine_and_its_ceilings(run, h200):
+    code, out, err = run("env")
+    assert (code, err) == (0, "")
+    assert out == TABLE
+
+
+def test_env_json(run, h200):
+    code, out, _ = run("env", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["machine"]["driver"] == "580.95.05"
+    assert found["gpus"][0]["test"] == "passes"
+    assert found["policy"] == {
+        "asked": "auto",
+        "device": "cuda:0",
+        "name": "NVIDIA H200 (cuda:0)",
+        "why": "it computed a small product forward and backward, and the result agrees with the CPU's",
+    }
+    assert found["ceilings"] == CEILINGS.as_dict()
+
+
+def test_env_with_a_gpu_that_fails_is_a_failed_gate(run, h200, monkeypatch):
+    def broken(spec):
+        raise DeviceError("GPU 0 is visible but does not work: out of memory.")
+
+    monkeypatch.setattr(env, "resolve", broken)
+    monkeypatch.setattr(env.measure, "ceilings", lambda *a, **k: pytest.fail("measured a device that does not work"))
+    code, out, _ = run("env")
+    assert code == 1 and out.endswith("\ndevice=auto   ERROR: GPU 0 is visible but does not work: out of memory.\n")
+    code, out, _ = run("env", "--json")
+    assert code == 1 and json.loads(out)["policy"]["device"] is None
+
+
+def test_env_with_one_gpu_of_two_that_fails(run, h200, monkeypatch):
+    def second_broken(spec):
+        if spec == torch.device("cuda", 1):
+            raise DeviceError("GPU 1 is visible but does not work: ECC error.")
+        return torch.device("cuda", 0)
+
+    monkeypatch.setattr(env, "resolve", second_broken)
+    monkeypatch.setattr(env.measure, "gpus", lambda: [H200, Gpu(1, *list(vars(H200).values())[1:])])
+    code, out, _ = run("env", "--json")
+    assert code == 1
+    assert [gpu["test"] for gpu in json.loads(out)["gpus"]] == ["passes", "GPU 1 is visible but does not work: ECC error."]
+
+
+def test_env_on_a_cpu_says_why(run, h200, monkeypatch):
+    monkeypatch.setattr(env, "resolve", lambda spec: torch.device("cpu"))
+    monkeypatch.setattr(env, "look", lambda: env_sight(0, "torch 2.13.0+cpu is a CPU build"))
+    monkeypatch.setattr(env, "label", lambda device: "CPU (2 threads)")
+    found = {asked: json.loads(run("env", "--json", "--device", asked)[1]) for asked in ("auto", "cpu")}
+    assert found["auto"]["policy"]["why"] == "torch 2.13.0+cpu is a CPU build" and found["auto"]["gpus"] == []
+    assert found["cpu"]["policy"]["why"] == "asked for"
+
+
+def test_env_of_a_device_that_is_not_there(run):
+    code, out, err = run("env", "--device", "cuda:99")
+    assert (code, out) == (2, "") and err.startswith("gpubound env: device='cuda:99'")
+
+
+def test_env_that_cannot_measure(run, h200, monkeypatch):
+    def broken(device, refresh):
+        raise MeasureError("ceilings: only 40 MiB are free on cuda:0, wanted 256; stop what holds the rest.")
+
+    monkeypatch.setattr(env.measure, "ceilings", broken)
+    assert run("env") == (
+        3,
+        "",
+        "gpubound env: ceilings: only 40 MiB are free on cuda:0, wanted 256; stop what holds the rest.\n",
+    )
+
+
+def test_env_help_holds_an_example(run):
+    code, out, _ = run("env", "--help")
+    assert code == 0 and out.startswith("usage: gpubound env [-h] [--json] [--refresh]")
+    assert "Example: gpubound env --json" in out
+
+
+def test_an_unknown_option_suggests_the_near_one(run):
+    code, _, err = run("env", "--jsn")
+    assert code == 2 and "Unrecognized options: --jsn" in err and "Perhaps you meant:" in err and "--json" in err
+
+
+def test_env_on_this_very_machine(run, monkeypatch, tmp_path):
+    """Whole, on whatever this is; only the measuring is cut short."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure.limits, "_cpu_buffer_bytes", lambda quick: 1 << 20)
+    code, out, _ = run("env", "--json", "--device", "cpu")
+    found = json.loads(out)
+    assert code == 0 and found["policy"]["device"] == "cpu" and found["ceilings"]["fp32_flops_per_s"] > 0
+
+
+# --- bench ---
+
+
+def test_bench_lists_what_there_is(run):
+    code, out, _ = run("bench")
+    assert code == 0 and "benchmarks: graph, kernels, place" in out and "example: gpubound bench kernels" in out
+
+
+def test_bench_with_an_unknown_name(run):
+    code, _, err = run("bench", "kernel")
+    assert (code, err) == (2, "gpubound bench: there is no benchmark 'kernel'; did you mean 'kernels'?\n")
+
+
+def test_bench_outside_a_checkout(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "a/b/c/bench.py"))
+    assert run("bench", "kernels") == (
+        3,
+        "",
+        "gpubound bench: bench: the benchmarks are not in the installed package; run this inside a checkout of the source.\n",
+    )
+
+
+def test_bench_passes_options_and_exit_code_on(run, monkeypatch):
+    seen = []
+
+    def pretend(command, cwd, env):
+        seen.append((command[1:], cwd, env["PYTHONPATH"].split(":")[0]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(bench.subprocess, "run", pretend)
+    root = bench.checkout()
+    assert run("bench", "kernels", "--dry")[0] == 3
+    assert seen == [(["-m", "benchmarks.bench_kernels", "--dry"], root, str(root))]

@@ -1,0 +1,268 @@
+"""The device policy: which machine state leads to which device or which sentence. No GPU is needed: it is pretended."""
+
+import pytest
+import torch
+
+from gpubound import device as policy
+from gpubound import trace
+from gpubound.device import Sight, cure, exercise, label, look, resolve
+from gpubound.errors import DeviceError
+
+ONE, TWO = Sight(1, "1 visible"), Sight(2, "2 visible")
+NONE = Sight(0, "no GPU is visible to CUDA")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No verdict and no notice of another test; no variable of the machine that the suite runs on."""
+    monkeypatch.setattr(trace, "_said", set())
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    verdicts = policy._tested
+    verdicts.cache_clear()
+    yield
+    verdicts.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(sight, cause=None): pretend that this is what can be seen, and that every GPU's test ends with `cause`."""
+
+    def pretend(sight, cause=None):
+        tested = []
+
+        def test(index):
+            tested.append(index)
+            return cause
+
+        monkeypatch.setattr(policy, "look", lambda: sight)
+        monkeypatch.setattr(policy, "_tested", test)
+        return tested
+
+    return pretend
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """cuda_build(count): torch is a CUDA build that counts so many GPUs. hardware: a device file exists; failure: of init."""
+
+    def pretend(count, hardware=True, failure=None):
+        def init():
+            if failure is not None:
+                raise RuntimeError(failure)
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(policy.glob, "glob", lambda pattern: ["/dev/nvidia0"] if hardware else [])
+
+    return pretend
+
+
+def test_a_gpu_that_passes_is_used(machine):
+    tested = machine(TWO)
+    assert [resolve(s) for s in ("auto", "require", "cuda", "cuda:1", torch.device("cuda:1"))] == [
+        torch.device("cuda", i) for i in (0, 0, 0, 1, 1)
+    ]
+    assert tested == [0, 0, 0, 1, 1]
+
+
+def test_the_cpu_by_choice_is_silent_and_tests_nothing(machine, capsys):
+    tested = machine(ONE)
+    assert resolve("cpu") == torch.device("cpu")
+    assert tested == [] and capsys.readouterr().err == ""
+
+
+def test_no_gpu_is_the_cpu_said_once(machine, capsys):
+    machine(NONE)
+    assert resolve() == resolve("auto") == torch.device("cpu")
+    assert capsys.readouterr().err == "gpubound: NO GPU: running on the CPU (no GPU is visible to CUDA).\n"
+
+
+@pytest.mark.parametrize("spec", ["require", "cuda", "cuda:0"])
+def test_a_required_gpu_that_is_not_there(machine, spec):
+    machine(Sight(0, "CUDA_VISIBLE_DEVICES='' hides every GPU"))
+    with pytest.raises(DeviceError) as error:
+        resolve(spec)
+    assert str(error.value) == (
+        f"device='{spec}' needs a GPU: CUDA_VISIBLE_DEVICES='' hides every GPU. "
+        "What to do: make one visible, or pass device='cpu'."
+    )
+
+
+@pytest.mark.parametrize("spec", ["auto", "require", "cuda:0"])
+def test_a_visible_gpu_that_fails_never_becomes_the_cpu(machine, spec):
+    machine(ONE, "CUDA error: no kernel image is available for execution on the device")
+    with pytest.raises(DeviceError) as error:
+        resolve(spec)
+    assert str(error.value) == (
+        "GPU 0 is visible but does not work: CUDA error: no kernel image is available for execution on the device. "
+        "What to do: this build of torch has no code for this GPU: install a torch whose CUDA version supports it."
+    )
+
+
+def test_an_index_beyond_the_last(machine):
+    tested = machine(TWO)
+    with pytest.raises(DeviceError) as error:
+        resolve("cuda:7")
+    assert str(error.value) == "device='cuda:7': there is no GPU 7: 2 visible, counted from 0."
+    assert tested == []
+
+
+@pytest.mark.parametrize(
+    "spec", ["gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:1:0", "cuda:²", "auto:0", "cpu:0", "", None]
+)
+def test_names_that_mean_nothing(spec):
+    with pytest.raises(ValueError) as error:
+        resolve(spec)
+    assert str(error.value) == f"device: got '{spec}', wanted one of auto, require, cpu, cuda, cuda:<index>."
+
+
+@pytest.mark.parametrize("value", ["", " ", "-1", "none", "None", "-1,0"])
+def test_cuda_visible_devices_that_hides_every_gpu(monkeypatch, cuda_build, value):
+    cuda_build(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert look() == Sight(0, f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU")
+
+
+@pytest.mark.parametrize("value", ["0", "1,0", "GPU-8f2c", "MIG-1a"])
+def test_cuda_visible_devices_that_shows_some(monkeypatch, cuda_build, value):
+    cuda_build(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert look() == ONE
+
+
+def test_a_containers_variable_does_not_hide_what_cuda_shows(monkeypatch, cuda_build):
+    """NVIDIA_VISIBLE_DEVICES=void is set where a GPU comes into a container through CDI: believing it would mean the CPU."""
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+    cuda_build(1)
+    assert look() == ONE
+    cuda_build(0)
+    assert look() == Sight(0, "NVIDIA_VISIBLE_DEVICES='void' hides every GPU")
+
+
+def test_a_cpu_build_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(policy.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    with pytest.raises(DeviceError) as error:
+        resolve("auto")
+    assert str(error.value) == (
+        "an NVIDIA GPU is here but cannot be used: torch 2.13.0+cpu is a CPU build. "
+        "What to do: install a CUDA build of torch (see the selector on pytorch.org)."
+    )
+
+
+def test_a_cpu_build_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(policy.glob, "glob", lambda pattern: [])
+    assert resolve("auto") == torch.device("cpu")
+    assert capsys.readouterr().err == "gpubound: NO GPU: running on the CPU (torch 2.13.0+cpu is a CPU build).\n"
+
+
+def test_a_driver_that_is_too_old_is_named(cuda_build):
+    """CUDA counts no GPU then; the cause comes out only when it is started."""
+    cuda_build(0, failure="The NVIDIA driver on your system is too old (found version 11040).\nPlease update.")
+    with pytest.raises(DeviceError) as error:
+        resolve("auto")
+    assert str(error.value) == (
+        "an NVIDIA GPU is here but cannot be used: no GPU is visible to CUDA "
+        "(The NVIDIA driver on your system is too old (found version 11040)). "
+        "What to do: update the NVIDIA driver, or install a torch built for an older CUDA."
+    )
+
+
+def test_visible_devices_that_do_not_exist(monkeypatch, cuda_build):
+    cuda_build(0, failure="No CUDA GPUs are available")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(DeviceError) as error:
+        resolve("auto")
+    assert str(error.value) == (
+        "an NVIDIA GPU is here but cannot be used: no GPU is visible to CUDA "
+        "(No CUDA GPUs are available; CUDA_VISIBLE_DEVICES='7'). "
+        "What to do: let CUDA_VISIBLE_DEVICES name GPUs that nvidia-smi lists, counted from 0, or unset it."
+    )
+
+
+def test_a_cuda_build_without_hardware_is_the_cpu(cuda_build):
+    cuda_build(0, hardware=False)
+    assert look() == NONE and resolve("auto") == torch.device("cpu")
+
+
+def test_cuda_that_cannot_start_ends_in_the_policys_sentence(monkeypatch, cuda_build):
+    """One GPU is counted (through NVML), but starting CUDA raises: the policy must not pass that on raw."""
+    cuda_build(1)
+
+    def broken(where):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(policy, "exercise", broken)
+    with pytest.raises(DeviceError) as error:
+        resolve("auto")
+    assert str(error.value) == (
+        "GPU 0 is visible but does not work: CUDA error: out of memory. What to do: another process holds its memory: "
+        "stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>."
+    )
+
+
+def test_the_test_runs_once_a_process(monkeypatch, cuda_build):
+    cuda_build(1)
+    runs = []
+    monkeypatch.setattr(policy, "exercise", runs.append)
+    assert resolve("auto") == resolve("cuda:0") == torch.device("cuda", 0)
+    assert runs == [torch.device("cuda", 0)]
+
+
+def test_an_error_without_words_is_still_named(monkeypatch, cuda_build):
+    cuda_build(1)
+
+    def broken(where):
+        raise AssertionError
+
+    monkeypatch.setattr(policy, "exercise", broken)
+    with pytest.raises(
+        DeviceError, match=r"^GPU 0 is visible but does not work: AssertionError\(\)\. What to do: check driver"
+    ):
+        resolve("auto")
+
+
+def test_exercise_passes_where_products_are_right():
+    exercise(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")], ids=["wrong", "nan"])
+def test_exercise_catches_gradients_that_are_wrong(monkeypatch, factor):
+    """A product whose fp32 form is off, as on a GPU that computes garbage; the fp64 form it is compared with stays right."""
+    right = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: right(a, b) * (factor if a.dtype == torch.float32 else 1.0))
+    with pytest.raises(DeviceError) as error:
+        exercise(torch.device("cpu"))
+    off = "nan" if factor != factor else "0.21"
+    assert str(error.value) == f"a small product's input gradient on cpu is off by {off} relative to the CPU's"
+
+
+@pytest.mark.parametrize(
+    ("cause", "fix"),
+    [
+        ("CUDA out of memory. Tried to allocate", "another process holds its memory"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "update the NVIDIA driver"),
+        ("libcudart.so.12: cannot open shared object file", "two CUDA builds are mixed"),
+        ("undefined symbol: cublasLtGetVersion", "two CUDA builds are mixed"),
+        ("all CUDA-capable devices are busy: exclusive mode", "the GPU is in exclusive mode"),
+        ("something new", "check driver, CUDA and torch against each other"),
+    ],
+)
+def test_every_known_cause_has_its_cure(cause, fix):
+    assert cure(cause).startswith(fix)
+
+
+def test_label():
+    assert label(torch.device("cpu")) == f"CPU ({torch.get_num_threads()} threads)"
+    assert label(torch.device("meta")) == "meta"
+
+
+@pytest.mark.gpu
+def test_this_machines_gpu_passes():
+    device = resolve("require")
+    assert device.type == "cuda" and label(device) == f"{torch.cuda.get_device_name(device)} ({device})"

@@ -1,0 +1,58 @@
+"""What the trainer's tests share: the reference kernels, and a small model whose data and loss have uneven items."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpubound.kernels import choose
+
+
+@pytest.fixture
+def on_reference(monkeypatch):
+    """Doors take the reference on the CPU: hundreds of steps in the interpreter would take minutes."""
+    monkeypatch.setattr(choose, "interpreted", lambda: False)
+
+
+class Small(nn.Module):
+    """Token -> logits, with what a layout must cope with: a table, a matrix with bias, a norm, and (tied) the table again."""
+
+    def __init__(self, tied: bool = True, words: int = 13, width: int = 8, dropout: float = 0.0):
+        super().__init__()
+        self.embed, self.mix, self.norm = nn.Embedding(words, width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.dropout(torch.tanh(self.mix(x)))))
+
+
+def small(seed: int = 0, **options) -> Small:
+    torch.manual_seed(seed)
+    return Small(**options)
+
+
+def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    ids, labels = batch
+    logits = model(ids)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"), (labels != -100).sum()
+
+
+def draw(rows: int, seed: int = 0, tokens: int = 6, words: int = 13) -> tuple[Tensor, Tensor]:
+    """Rows whose number of valid labels differs from row to row."""
+    g = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(words, (rows, tokens), generator=g), torch.randint(words, (rows, tokens), generator=g)
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=g)
+    return ids, torch.where(torch.arange(tokens) < lengths, labels, -100)
+
+
+def cut(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(t.tensor_split(parts) for t in batch)))
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,0 +1,122 @@
+"""fp32 gradient sums: exact over micro-batches, whoever computes the gradient; born zero; nothing twice, nothing lost."""
+
+import doctest
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.train import Accumulators, accumulate
+from gpubound.train.flat import lay_out
+
+from .conftest import cut, draw, small, summed
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+def gradients_in_fp64(model, batch) -> dict[str, torch.Tensor]:
+    """Of the sum of the losses, by plain autograd."""
+    twin = small(tied=model.head.weight is model.embed.weight).double()
+    twin.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    summed(twin, batch)[0].backward()
+    return {name: p.grad for name, p in twin.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [1, 2, 8, 16])
+def test_micro_batches_are_one_big_batch(parts, tied):
+    model, batch = small(tied=tied), draw(16)
+    sums = Accumulators(model.named_parameters())
+    for part in cut(batch, parts):
+        summed(model, part)[0].backward()
+    want = gradients_in_fp64(model, batch)
+    for name, p in model.named_parameters():
+        assert p.grad is None
+        assert (p.main_grad.double() - want[name]).norm() <= 1e-6 * want[name].norm(), name
+    total = torch.stack([g.norm() for g in want.values()]).norm()
+    assert torch.linalg.vector_norm(sums.gradient).item() == pytest.approx(total.item(), rel=1e-6), "the padding is not zero"
+
+
+def test_born_zero_under_poisoned_memory():
+    """conftest fills torch.empty with NaN: a buffer that is not zeroed at birth shows."""
+    model = small()
+    sums = Accumulators(model.named_parameters())
+    assert sums.gradient.eq(0).all()
+    sums.gradient.fill_(torch.nan)
+    sums.zero()
+    assert sums.gradient.eq(0).all()
+
+
+def test_16_bit_gradients_are_summed_in_fp32():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    Accumulators([("weight", weight)])
+    for factor in (256.0, 1.0):
+        (weight * factor).sum().backward()
+    assert weight.main_grad.tolist() == [257.0] * 4
+    plain = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    for factor in (256.0, 1.0):
+        (plain * factor).sum().backward()
+    assert plain.grad.tolist() == [256.0] * 4
+
+
+def test_a_product_that_delivers_is_not_counted_twice():
+    """A Function that adds to main_grad hands autograd None; a weight used by such a one and by plain autograd gets both."""
+    from gpubound.kernels.accumulate import weight_gradient
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, g):
+            x, weight = ctx.saved_tensors
+            return g @ weight, weight_gradient(weight, g, x)
+
+    weight, x = nn.Parameter(torch.randn(3, 5)), torch.randn(4, 5)
+    Accumulators([("weight", weight)])
+    (Product.apply(x, weight).sum() + weight.sum()).backward()
+    assert torch.allclose(weight.main_grad, x.sum(0).expand(3, 5) + 1)
+
+
+def test_frozen_parameters_are_left_alone():
+    model = small(tied=False)
+    model.mix.requires_grad_(False)
+    Accumulators(model.named_parameters())
+    summed(model, draw(2))[0].backward()
+    assert not hasattr(model.mix.weight, "main_grad") and model.mix.weight.grad is None
+
+
+def test_a_gradient_from_before_does_not_count():
+    model = small()
+    summed(model, draw(2))[0].backward()
+    Accumulators(model.named_parameters())
+    assert all(p.grad is None and p.main_grad.eq(0).all() for p in model.parameters())
+
+
+def test_release_gives_gradients_back_to_autograd():
+    model = small()
+    sums = Accumulators(model.named_parameters())
+    sums.release()
+    summed(model, draw(2))[0].backward()
+    assert all(p.grad is not None and not hasattr(p, "main_grad") for p in model.parameters())
+    Accumulators(model.named_parameters())
+
+
+def test_errors():
+    model = small()
+    Accumulators(model.named_parameters())
+    with pytest.raises(ValueError) as error:
+        Accumulators(model.named_parameters())
+    assert str(error.value) == (
+        "Accumulators: embed.weight already has a main_grad, so its gradients would be counted for one owner only; "
+        "call release() on the other Accumulators (close() on the other TrainStep) first."
+    )
+    with pytest.raises(ValueError) as error:
+        Accumulators(small().named_parameters(), lay_out(small().named_parameters()))
+    assert str(error.value) == "Accumulators: got both or neither of named parameters and a layout, wanted one of them."
+
+
+def test_docstring():
+    assert doctest.testmod(accumulate).failed == 0

@@ -1,0 +1,124 @@
+"""The flat layout: every parameter once, neighbours stay neighbours, decayed ones first, strides and values kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.kernels.accumulate import join_rows
+from gpubound.train.flat import ALIGN, Weights, lay_out
+
+
+def packed(*rows: int, width: int = 8, dtype=torch.float32) -> list[nn.Parameter]:
+    """Parameters that are row slices of one buffer, as placed layers keep theirs."""
+    buffer = torch.randn(sum(rows), width).to(dtype)
+    return [nn.Parameter(part) for part in buffer.split(list(rows))]
+
+
+def named(**parameters) -> list[tuple[str, nn.Parameter]]:
+    return list(parameters.items())
+
+
+def test_decaying_first_and_aligned():
+    layout = lay_out(
+        named(gain=nn.Parameter(torch.ones(5)), w=nn.Parameter(torch.ones(3, 5)), bias=nn.Parameter(torch.ones(3)))
+    )
+    assert [(slot.name, slot.start) for slot in layout.slots] == [("w", 0), ("gain", ALIGN), ("bias", 2 * ALIGN)]
+    (group,) = layout.groups
+    assert (group.start, group.decay_stop, group.stop, layout.size) == (0, ALIGN, 3 * ALIGN, 3 * ALIGN)
+
+
+def test_dtypes_become_groups_of_their_own():
+    mixed = named(a=nn.Parameter(torch.ones(2, 2)), b=nn.Parameter(torch.ones(2, 2).bfloat16()), c=nn.Parameter(torch.ones(3)))
+    assert [(g.dtype, g.start, g.stop) for g in lay_out(mixed).groups] == [
+        (torch.float32, 0, 2 * ALIGN),
+        (torch.bfloat16, 2 * ALIGN, 3 * ALIGN),
+    ]
+    assert [g.dtype for g in lay_out(mixed, torch.bfloat16).groups] == [torch.bfloat16]
+
+
+def test_neighbours_stay_neighbours_in_the_storages_order():
+    q, k, v = packed(4, 3, 2)
+    other = nn.Parameter(torch.randn(7, 3))
+    layout = lay_out(named(v=v, other=other, q=q, k=k))
+    assert [slot.name for slot in layout.slots] == ["q", "k", "v", "other"]
+    before = torch.cat([p.detach().clone() for p in (q, k, v)])
+    weights = Weights(layout, masters=False)
+    assert join_rows([q.detach(), k.detach(), v.detach()]).equal(before)
+    assert q.untyped_storage().data_ptr() == weights.flat[0].untyped_storage().data_ptr()
+    gradient = torch.arange(float(layout.size))
+    mains = [slot.view(gradient) for slot in layout.slots[:3]]
+    assert join_rows(mains).shape == (9, 8)
+
+
+def test_a_frozen_neighbour_stays_behind():
+    q, k, v = packed(4, 3, 2)
+    k.requires_grad_(False)
+    address, values = k.data_ptr(), k.detach().clone()
+    layout = lay_out(named(q=q, k=k, v=v))
+    Weights(layout, masters=False)
+    assert [slot.name for slot in layout.slots] == ["q", "v"]
+    assert k.data_ptr() == address and k.equal(values)
+
+
+def test_tied_once_and_still_tied():
+    embed, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight = embed.weight
+    model = nn.ModuleDict({"embed": embed, "head": head})
+    layout = lay_out([*model.named_parameters(), ("again", head.weight)])
+    assert [slot.name for slot in layout.slots] == ["embed.weight"]
+    Weights(layout, masters=True)
+    assert head.weight is embed.weight
+
+
+def test_values_and_strides_survive_the_cast():
+    conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    start, strides = conv.weight.detach().clone(), conv.weight.stride()
+    weights = Weights(lay_out(conv.named_parameters(), torch.bfloat16), masters=True)
+    assert conv.weight.dtype == torch.bfloat16 and conv.weight.stride() == strides
+    assert conv.weight.equal(start.bfloat16())
+    assert weights.layout.slots[0].view(weights.masters[0]).equal(start), "the master keeps all of the fp32 weight"
+    assert conv(torch.randn(1, 3, 4, 4).bfloat16()).dtype == torch.bfloat16
+
+
+def test_padding_is_zero_and_round_masters():
+    model = nn.Linear(3, 5)
+    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=True)
+    used = sum(p.numel() for p in model.parameters())
+    assert weights.flat[0].count_nonzero() == weights.masters[0].count_nonzero() == used
+    weights.masters[0].fill_(1.5)
+    weights.round_masters()
+    assert model.weight.eq(1.5).all()
+
+
+def message(call) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def test_errors():
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2), requires_grad=False)))) == (
+        "parameters: none of them has requires_grad=True, wanted at least one; unfreeze what is to be trained."
+    )
+    assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2).double())))) == (
+        "parameters: a is torch.float64, wanted torch.float32, torch.bfloat16 or torch.float16; "
+        "cast it, or freeze it with requires_grad_(False)."
+    )
+    assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2, device="meta"))))) == (
+        "parameters: a is on the meta device and has no values yet; load the weights first."
+    )
+    assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(weight.detach()[1:])))) == (
+        "parameters: a and b are two Parameters over the same memory; tie them by giving both modules the one Parameter object."
+    )
+
+
+def test_moved_parameter_is_named():
+    model = nn.Linear(3, 5)
+    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=True)
+    weights.check()
+    model.float()
+    assert message(weights.check) == (
+        "parameters: weight no longer lies in the flat buffer it was moved to (a .to(), .data = or "
+        "load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
+    )

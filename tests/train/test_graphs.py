@@ -1,0 +1,184 @@
+"""The captured step: the eager one bit for bit, the state untouched by capturing, shapes apart, reasons said."""
+
+import pytest
+import torch
+
+from gpubound.errors import GraphError
+from gpubound.trace import fallbacks
+from gpubound.train import AdamW, Schedule, TrainStep, graphs
+
+from .conftest import cut, draw, named, small, summed
+
+
+def window(i: int, bad: bool) -> list:
+    return [(*part, torch.tensor(float("nan") if bad and j == 1 else 1.0)) for j, part in enumerate(cut(draw(6, seed=i), 3))]
+
+
+def weighed(model, batch):
+    ids, labels, factor = batch
+    total, items = summed(model, (ids, labels))
+    return total * factor, items
+
+
+def twenty_steps(graph: str, precision: str, dropout: float = 0.0, device: str = "cpu"):
+    """Three micro-batches, a clip that binds, a schedule, two steps that are not finite, a window of two at the end."""
+    model = small(dropout=dropout).to(device)
+    torch.manual_seed(7)
+    step = TrainStep(
+        model, weighed, AdamW(lr=1e-2, betas=(0.9, 0.95)), accumulate=3, clip=0.3, precision=precision, graph=graph,
+        schedule=Schedule("cosine", steps=20, warmup=0.2),
+    )  # fmt: skip
+    windows = [window(i, bad=i in (4, 11)) for i in range(20)]
+    windows[-1].pop()
+    values = [step([tuple(t.to(device) for t in batch) for batch in batches]).read() for batches in windows]
+    return step, values, named(model)
+
+
+def assert_same(graph: str, precision: str, dropout: float, device: str, captures: int) -> None:
+    step, values, weights = twenty_steps(graph, precision, dropout, device)
+    plain, want, weights_want = twenty_steps("off", precision, dropout, device)
+    assert len(step.captured) == captures and not plain.captured
+    assert values[-1].skipped == 2 and values[-1].updates == 18
+    assert [repr(v) for v in values] == [
+        repr(v) for v in want
+    ]  # a skipped step's loss is NaN, which equals nothing but its name
+    assert all(weights[name].equal(weights_want[name]) for name in weights)
+    state, state_want = step.state_dict(), plain.state_dict()
+    assert all(state[name].equal(state_want[name]) for name in state_want)
+
+
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("precision, dropout", [("fp32", 0.2), ("bf16", 0.0), ("bf16-pure", 0.0), ("fp16", 0.0)])
+def test_captured_is_eager_bit_for_bit(precision, dropout):
+    assert_same("require", precision, dropout, "cpu", captures=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16-pure", "fp16"])
+def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
+    torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
+    assert_same("require", precision, dropout, "cuda", captures=2)
+
+
+def test_through_the_kernels():
+    """The same few steps with the Triton kernels in the interpreter (on a GPU: compiled) under the capture's eye."""
+    model, plain = small(), small()
+    steps = [
+        TrainStep(m, summed, AdamW(lr=1e-2), clip=0.3, precision="fp32", graph=g)
+        for m, g in ((model, "require"), (plain, "off"))
+    ]
+    for i in range(3):
+        got, want = (step(draw(2, seed=i)).read() for step in steps)
+        assert got == want
+    assert all(a.equal(b) for a, b in zip(model.parameters(), plain.parameters()))
+
+
+@pytest.mark.usefixtures("on_reference")
+class TestShapes:
+    def test_each_is_captured_once(self):
+        step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
+        for rows in (2, 4, 2, 4):
+            step(cut(draw(rows), 2))
+        assert len(step.captured) == 2
+        assert [graph.replays for graph in step.captured] == [2, 2]
+        assert all(graph.certificate.bitwise for graph in step.captured)
+        assert step(cut(draw(4), 2)).read().updates == 5, "warm-up and certificate leave no trace"
+
+    def test_constants_are_part_of_the_shape(self):
+        def powered(model, batch):
+            total, items = summed(model, batch["data"])
+            return total * batch["factor"], items
+
+        losses = {}
+        step = TrainStep(small(), powered, AdamW(lr=0.0), precision="fp32", graph="require")
+        for factor in (1.0, 2.0, 1.0):
+            losses[factor] = step({"data": draw(2), "factor": factor}).read().loss
+        assert losses[2.0] == pytest.approx(2 * losses[1.0]) and len(step.captured) == 2
+
+    def test_too_many(self, monkeypatch):
+        monkeypatch.setattr(graphs, "MOST", 1)
+        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+        require, auto = (TrainStep(small(), summed, precision="fp32", graph=mode) for mode in ("require", "auto"))
+        require(draw(2)), auto(draw(2))
+        with pytest.raises(GraphError) as error:
+            require(draw(3))
+        assert str(error.value) == "1 shapes of window are captured already; pad the batches to fewer shapes."
+        assert auto(draw(3)).read().updates == 2
+        assert fallbacks.pop(("train step as one graph", str(error.value))) == 1
+
+
+@pytest.mark.usefixtures("on_reference")
+def test_what_cannot_be_captured(monkeypatch):
+    """A loss that reads the device: refused with its line where a graph is required, run call by call and said otherwise."""
+
+    def reads(model, batch):
+        total, items = summed(model, batch)
+        return total, items.item()
+
+    before, model = None, small()
+    step = TrainStep(model, reads, precision="fp32", graph="require")
+    before = named(model)
+    with pytest.raises(GraphError, match=r"test_graphs.py:\d+"):
+        step(draw(2))
+    assert all(p.equal(before[name]) for name, p in model.named_parameters()), "the refused attempt left no trace"
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    auto, off = (TrainStep(small(), reads, precision="fp32", graph=mode) for mode in ("auto", "off"))
+    for i in range(3):
+        assert auto(draw(2, seed=i)).read() == off(draw(2, seed=i)).read()
+    (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
+    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
+
+
+@pytest.mark.usefixtures("on_reference")
+def test_auto_runs_call_by_call_on_the_cpu():
+    step = TrainStep(small(), summed, precision="fp32")
+    step(draw(2))
+    assert not step.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["require", "off"])
+def test_no_host_sync(graph):
+    """torch's own check raises at any wait inside the steps; results are read one step late, after."""
+    torch.use_deterministic_algorithms(False)
+    model = small().cuda()
+    step = TrainStep(model, summed, accumulate=2, clip=1.0, graph=graph, schedule=Schedule("cosine", steps=50))
+    windows = [[tuple(t.cuda() for t in part) for part in cut(draw(4, seed=i), 2)] for i in range(6)]
+    step(windows[0]), step(windows[1])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step(window) for window in windows]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [result.read().updates for result in results] == list(range(3, 9))
+
+
+@pytest.mark.gpu
+def test_results_reach_the_host_in_order():
+    """More steps in flight than pinned slots: nothing is overwritten before it is read."""
+    torch.use_deterministic_algorithms(False)
+    step = TrainStep(small().cuda(), summed, precision="fp32")
+    results = [step(tuple(t.cuda() for t in draw(2, seed=i))) for i in range(30)]
+    losses = torch.stack([result.loss for result in results]).tolist()
+    assert [result.read().loss for result in results] == losses
+    assert [result.read().updates for result in results] == list(range(1, 31))
+
+
+@pytest.mark.gpu
+def test_fp32_accumulation_keeps_what_bf16_loses():
+    """Micro-batches whose gradients are 256 and 1: 257 in the accumulator, 256 in a bf16 .grad."""
+    torch.use_deterministic_algorithms(False)
+
+    def times(model, batch):
+        return (model.weight * batch).sum().float(), 1
+
+    model = torch.nn.Linear(64, 64, bias=False).cuda()
+    step = TrainStep(model, times, accumulate=2, precision="bf16", graph="require")
+    step([torch.full((64, 64), value, device="cuda", dtype=torch.bfloat16) for value in (256.0, 1.0)])
+    assert model.weight.main_grad.eq(257).all()
+    plain = torch.nn.Parameter(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
+    for value in (256.0, 1.0):
+        (plain * value).sum().backward()
+    assert plain.grad.eq(256).all()

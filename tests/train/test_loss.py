@@ -1,0 +1,186 @@
+"""causal_lm: the loss, gradients and updates of a plain Hugging Face step, the logits never whole where the model allows it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from gpubound import trace
+from gpubound.errors import FallbackError
+from gpubound.kernels import accumulate
+from gpubound.place import place
+from gpubound.train import AdamW, TrainStep
+from gpubound.train.loss import CausalLM
+
+from .conftest import Small, small
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 97, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(tied: bool = False, **options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied, **options)).train()
+
+
+def batch(seed: int, rows: int = 2, ignored: int = 5) -> dict:
+    ids = torch.randint(97, (rows, 16), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :ignored] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def usual_step(model, batches, optimizer, clip):
+    """What transformers' Trainer does: every micro-batch divided by the labels that all of them count."""
+    items = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
+    total = 0.0
+    for b in batches:
+        loss = model(**b, num_items_in_batch=items).loss
+        loss.backward()
+        total += loss.item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm.item(), items.item(), gradients
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_hugging_face_training(tied):
+    theirs = llama(tied)
+    ours = copy.deepcopy(theirs)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    config = AdamW(lr=1e-3, decays=lambda name, parameter: True)
+    step = TrainStep(ours, "causal_lm", config, accumulate=2, clip=0.8, precision="fp32", graph="off")
+    for i in range(3):
+        batches = [batch(2 * i, rows=3), batch(2 * i + 1, rows=1, ignored=11)]
+        loss, norm, items, gradients = usual_step(theirs, batches, optimizer, 0.8)
+        values = step(batches).read()
+        assert (values.loss, values.grad_norm) == pytest.approx((loss, norm), rel=1e-5)
+        assert values.tokens == items == 15 * 4 - 4 - 10
+        for name, p in ours.named_parameters():
+            got, want = p.main_grad / items * min(1.0, 0.8 / norm), gradients[name]
+            assert (got - want).norm() <= 1e-5 * want.norm(), name
+    for (name, p), want in zip(ours.named_parameters(), theirs.parameters()):
+        assert (p - want).norm() <= 1e-5 * want.norm(), name
+
+
+def test_bf16_beside_hugging_face():
+    """The same in bf16: loss and norm within bf16's own rounding of the fp32 step."""
+    theirs = llama()
+    ours = copy.deepcopy(theirs)
+    loss, norm, _, _ = usual_step(theirs, [batch(0)], torch.optim.AdamW(theirs.parameters()), 1.0)
+    values = TrainStep(ours, "causal_lm", clip=1.0, graph="off")(batch(0)).read()
+    assert values.loss == pytest.approx(loss, rel=2e-3)
+    assert values.grad_norm == pytest.approx(norm, rel=1e-2)
+
+
+def total_and_gradients(model, loss=None):
+    total, count = (loss or CausalLM())(model, batch(0))
+    total.backward()
+    return total.item(), count.item(), [p.grad for p in model.parameters()]
+
+
+def test_both_ways_to_the_loss_agree(monkeypatch):
+    direct = total_and_gradients(llama())
+    whole = CausalLM()
+    model = llama()
+    whole.prepare(model, batch(0))
+    monkeypatch.setattr(whole, "_whole", "for the test")
+    around = total_and_gradients(model, whole)
+    assert around[:2] == (pytest.approx(direct[0], rel=1e-6), direct[1])
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(direct[2], around[2]))
+
+
+def test_labels_that_are_the_next_tokens_already():
+    b = batch(0)
+    moved = {**b, "labels": torch.cat([b["labels"][:, 1:], torch.full((2, 1), -100)], 1)}
+    want, count = CausalLM()(llama(), b)
+    got, same = CausalLM(shifted=True)(llama(), moved)
+    assert got.item() == want.item() and same == count
+    step = TrainStep(llama(), "next_token", precision="fp32", graph="off")
+    assert step(moved).read().loss == pytest.approx((want / count).item(), rel=1e-6)
+
+
+def test_placed_model_delivers_by_products(monkeypatch):
+    """q, k, v and gate, up stay neighbours in the flat buffers: one product fills the gradients of each group."""
+    plain, placed = llama(), llama()
+    place(placed, device="cpu")
+    shapes, add = [], accumulate.add_product
+    monkeypatch.setattr(accumulate, "add_product", lambda main, g, x: (shapes.append(tuple(main.shape)), add(main, g, x)))
+    steps = [TrainStep(model, "causal_lm", precision="fp32", graph="off", accumulate=2) for model in (plain, placed)]
+    values = [step([batch(0), batch(1)]).read() for step in steps]
+    assert shapes == [(32, 48), (96, 32), (32, 32), (64, 32)] * 4  # down, gate and up, o, q k v; two layers, two micro-batches
+    assert (values[0].loss, values[0].grad_norm) == pytest.approx((values[1].loss, values[1].grad_norm), rel=1e-5)
+    for (name, p), want in zip(placed.named_parameters(), plain.named_parameters()):
+        assert (p.main_grad - want[1].main_grad).norm() <= 1e-5 * want[1].main_grad.norm(), name
+
+
+def test_a_model_that_scales_its_logits_is_found_out(monkeypatch):
+    """Granite divides its logits: head(hidden states) would train another model, so its own forward is asked."""
+    said = []
+    monkeypatch.setattr("gpubound.train.loss.fallback", lambda what, why: said.append(why))
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0))
+    total, count, _ = total_and_gradients(model)
+    assert total / count == pytest.approx(model(**batch(0)).loss.item(), rel=1e-6)
+    (why,) = said
+    assert why.startswith("its forward does more than head(hidden states): the logits differ by 3.0e+00")
+
+
+def test_dropout_does_not_confuse_the_trial_and_stays_on(monkeypatch):
+    monkeypatch.setattr("gpubound.train.loss.fallback", lambda what, why: pytest.fail(why))
+    model = llama(attention_dropout=0.5)
+    model.model.layers[1].eval()
+    CausalLM().prepare(model, batch(0))
+    assert model.training and model.model.layers[0].self_attn.training
+    assert not model.model.layers[1].training and not model.model.layers[1].mlp.training
+
+
+def test_a_plain_module_falls_back_aloud():
+    class Plain(Small):
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+    torch.manual_seed(0)
+    model = Plain(words=97)
+    with trace.strict(), pytest.raises(FallbackError) as error:
+        CausalLM().prepare(model, batch(0))
+    assert str(error.value) == (
+        "causal_lm without whole logits: would fall back: Plain does not offer a base model and a linear head "
+        "(get_output_embeddings). Mend the cause, or leave strict mode to accept the slow path."
+    )
+    b = batch(0)
+    total, count = CausalLM()(model, b)
+    want = nn.functional.cross_entropy(model(b["input_ids"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten())
+    assert (total / count).item() == pytest.approx(want.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (
+            torch.ones(2),
+            "a batch must be a dict with input_ids and labels, got a Tensor; pass your own loss for other data.",
+        ),
+        (
+            {"input_ids": torch.ones(2, 3)},
+            "a batch must be a dict with input_ids and labels, got the keys input_ids; pass your own loss for other data.",
+        ),
+        (
+            {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 2)},
+            "labels must have the shape of input_ids, (2, 3), got (2, 2); "
+            "give one label a token, -100 where there is nothing to learn.",
+        ),
+    ],
+)
+def test_wrong_batches(given, sentence):
+    with pytest.raises(ValueError) as error:
+        CausalLM()(small(), given)
+    assert str(error.value) == f"causal_lm: {sentence}"

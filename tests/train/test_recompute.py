@@ -1,0 +1,87 @@
+"""Activation checkpointing: the same gradients, less kept; found blocks; dropout dropped twice alike."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.train import TrainStep
+from gpubound.train.recompute import drops_out, find_blocks, recompute_blocks
+
+from .test_loss import batch, llama
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+class Stack(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 8)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def stack(**options) -> Stack:
+    torch.manual_seed(0)
+    return Stack(**options)
+
+
+def squares(model, x):
+    return model(x).square().sum(), x.numel()
+
+
+def kept(model, x) -> int:
+    """Elements that autograd saved for backward in a forward."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        model(x)
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_same_steps(dropout):
+    results = []
+    for recompute in ("none", "blocks"):
+        model = stack(dropout=dropout)
+        step = TrainStep(model, squares, precision="fp32", graph="off", recompute=recompute)
+        torch.manual_seed(1)
+        results.append(([step(torch.randn(4, 8)).read() for _ in range(3)], [p.detach().clone() for p in model.parameters()]))
+    (values, weights), (again, weights_again) = results
+    assert values == again
+    assert all(a.equal(b) for a, b in zip(weights, weights_again))
+
+
+def test_less_is_kept_and_undone():
+    model, x = stack(), torch.randn(100, 8)
+    before = kept(model, x)
+    undo = recompute_blocks(model)
+    assert kept(model, x) < before / 4
+    undo()
+    assert kept(model, x) == before
+
+
+def test_hugging_face_blocks():
+    plain, lean = llama(), llama()
+    step = TrainStep(lean, "causal_lm", precision="fp32", graph="off", recompute="blocks")
+    assert kept(lean.model, batch(0)["input_ids"]) < kept(plain.model, batch(0)["input_ids"]) / 2
+    want = TrainStep(plain, "causal_lm", precision="fp32", graph="off")(batch(0)).read()
+    assert step(batch(0)).read() == want
+    step.close()
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in lean.modules())
+
+
+def test_what_is_found():
+    model = stack()
+    assert find_blocks(model) == list(model.blocks)
+    assert drops_out(stack(dropout=0.1)) and not drops_out(stack())
+    assert drops_out(llama(attention_dropout=0.1)) and not drops_out(llama())
+    with pytest.raises(ValueError) as error:
+        recompute_blocks(nn.Linear(2, 2))
+    assert str(error.value) == (
+        "recompute='blocks': Linear has no list of blocks of one class (nn.ModuleList, nn.Sequential); "
+        "leave it out, or checkpoint inside the model."
+    )

@@ -1,0 +1,87 @@
+"""Schedules: every value against formulas written out here, and what a step really used."""
+
+import math
+
+import pytest
+import torch
+
+from gpubound.train import AdamW, Schedule, TrainStep
+
+from .conftest import draw, small, summed
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+def oracle(shape: str, t: int) -> float:
+    """20 updates, 4 of them warm-up, down to a tenth; wsd falls over the last half of the other 16. t counts from 1."""
+    if t <= 4:
+        return t / 4
+    x = min(t - 5, 16) / 16
+    if shape == "constant":
+        return 1.0
+    if shape == "linear":
+        return 1.0 - 0.9 * x
+    if shape == "cosine":
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * x))
+    return 1.0 if x <= 0.5 else 1.0 - 0.9 * (2 * x - 1)
+
+
+@pytest.mark.parametrize("warmup", [4, 0.2])
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
+def test_every_value(shape, warmup):
+    schedule = Schedule(shape, steps=20, warmup=warmup, final=0.1, decay=0.5)
+    assert [schedule.factor(t) for t in range(1, 30)] == pytest.approx([oracle(shape, t) for t in range(1, 30)], abs=1e-12)
+    table = schedule.table(0.5)
+    assert table.dtype == torch.float64 and len(table) == 21
+    assert table.tolist() == pytest.approx([0.5 * oracle(shape, t) for t in range(1, 22)])
+
+
+@pytest.mark.parametrize("shape", ["cosine", lambda t: 1 / t])
+def test_the_step_uses_them(shape):
+    model = small()
+    step = TrainStep(
+        model,
+        summed,
+        AdamW(lr=0.01),
+        precision="fp32",
+        graph="off",
+        schedule=Schedule(shape, steps=6, warmup=0 if callable(shape) else 2),
+    )
+    want = (
+        (lambda t: 1 / min(t, 7))
+        if callable(shape)
+        else lambda t: t / 2 if t <= 2 else 0.5 * (1 + math.cos(math.pi * min(t - 3, 4) / 4))
+    )
+    used = [step(draw(2)).read().lr for _ in range(9)]
+    assert used == pytest.approx([0.01 * want(t) for t in range(1, 10)], abs=1e-15)
+
+
+def test_constant_needs_no_steps_and_warms_up():
+    schedule = Schedule(warmup=3)
+    assert schedule.table(1.0).tolist() == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert Schedule().table(0.3).tolist() == [0.3]
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"shape": "cosin"}, "shape must be one of constant, linear, cosine, wsd or a function of the update, got 'cosin'."),
+        (
+            {"shape": "cosine"},
+            "shape='cosine' with warmup=0 needs steps, got None; say how many updates the run is planned for.",
+        ),
+        (
+            {"warmup": 0.1},
+            "shape='constant' with warmup=0.1 needs steps, got None; say how many updates the run is planned for.",
+        ),
+        ({"shape": "linear", "steps": 0}, "steps must be at least 1, got 0."),
+        ({"shape": "linear", "steps": 5, "warmup": 6}, "warmup must lie between 0 and steps=5, got 6."),
+        ({"shape": "linear", "steps": 5, "warmup": -1}, "warmup must lie between 0 and steps=5, got -1."),
+        ({"shape": "linear", "steps": 5, "final": 2}, "final must lie between 0 and 1, got 2."),
+        ({"shape": "wsd", "steps": 5, "decay": -1}, "decay must lie between 0 and 1, got -1."),
+    ],
+)
+def test_errors(options, sentence):
+    with pytest.raises(ValueError) as error:
+        Schedule(**options)
+    assert str(error.value) == f"Schedule: {sentence}"

@@ -1,0 +1,413 @@
+"""TrainStep: the right update for any cut of the batch, in every precision; bad steps skipped; state resumes; errors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.feed import feed
+from gpubound.trace import fallbacks
+from gpubound.train import AdamW, Schedule, TrainStep
+
+from .conftest import cut, draw, named, small, summed
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+def trained(parts: int, steps: int = 3, **options) -> tuple[dict, list]:
+    """Weights and reports after steps over 16 rows cut into `parts`."""
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-2), accumulate=parts, clip=0.5, precision="fp32", graph="off", **options)
+    values = [step(cut(draw(16, seed=i), parts)).read() for i in range(steps)]
+    return named(model), values
+
+
+@pytest.mark.parametrize("parts", [2, 8, 16])
+def test_micro_batches_are_one_big_batch(parts):
+    (want, whole), (got, cut_up) = trained(1), trained(parts)
+    for a, b in zip(cut_up, whole):
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-6)
+        assert (a.tokens, a.updates) == (b.tokens, b.updates)
+    for name in want:
+        assert (got[name] - want[name]).norm() <= 1e-6 * want[name].norm(), name
+
+
+def test_ten_updates_are_torch_adamw():
+    """Against the usual loop over the whole batch: mean loss, clip_grad_norm_, torch.optim.AdamW with a no-decay group."""
+    model = small()
+    theirs = copy.deepcopy(model)
+    decaying = [p for p in theirs.parameters() if p.dim() > 1]
+    rest = [p for p in theirs.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decaying}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1)
+    step = TrainStep(model, summed, AdamW(lr=1e-2, weight_decay=0.1), accumulate=3, clip=0.5, precision="fp32", graph="off")
+    for i in range(10):
+        total, items = summed(theirs, draw(16, seed=i))
+        (total / items).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = step(cut(draw(16, seed=i), 3)).read()
+        assert values.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+        assert values.loss == pytest.approx((total / items).item(), rel=1e-5)
+    for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
+        assert (got - want).norm() <= 1e-6 * want.norm(), name
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("bf16-pure", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bit_weights_follow_fp32_training(precision, dtype):
+    losses = {}
+    for kind in ("fp32", precision):
+        model = small(tied=False)
+        step = TrainStep(model, summed, AdamW(lr=3e-2), accumulate=2, precision=kind, graph="off")
+        losses[kind] = [step(cut(draw(8), 2)).read().loss for i in range(40)]
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert losses["fp32"][-1] < 0.7 * losses["fp32"][0]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+def test_masters_keep_what_16_bits_lose():
+    """Each update is 1e-5, and the next bf16 below one is 1 - 2^-8: a hundred updates must still be there."""
+
+    def down(model, batch):
+        return model(batch).float().sum(), 1
+
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = TrainStep(model, down, AdamW(lr=1e-5, weight_decay=0.0), precision="bf16", graph="off")
+    for _ in range(100):
+        step(torch.ones(1, 4))
+    assert step.state_dict()["master.weight"].flatten().tolist() == pytest.approx([1 - 1e-3] * 4, abs=1e-5)
+    assert model.weight.eq(1).all()
+    for _ in range(300):
+        step(torch.ones(1, 4))
+    assert model.weight.eq(1 - 2**-8).all(), "1 - 0.004 rounds to the next bf16 below one"
+
+
+def test_pure_bf16_is_right_on_average():
+    """The same without masters: rounding to the nearest would stay at one for ever, rounding at random arrives."""
+
+    def down(model, batch):
+        return model(batch).float().sum(), 1
+
+    model = nn.Linear(4000, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = TrainStep(model, down, AdamW(lr=1e-4, weight_decay=0.0), precision="bf16-pure", graph="off")
+    for _ in range(100):
+        step(torch.ones(1, 4000))
+    assert "master.weight" not in step.state_dict()
+    assert model.weight.float().mean().item() == pytest.approx(1 - 1e-2, abs=1e-3)
+
+
+class Poison(nn.Module):
+    """Multiplies by what it is told, so that one micro-batch can be made bad."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, ids, factor):
+        return self.inner(ids) * factor
+
+
+def poisoned(model, batch):
+    ids, labels, factor = batch
+    return summed(lambda ids: model(ids, factor), (ids, labels))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_step_is_skipped_and_counted(bad):
+    """One micro-batch of three is not finite: nothing changes bit for bit but the count, and the next step goes on."""
+    model = Poison()
+    step = TrainStep(
+        model, poisoned, accumulate=3, clip=1.0, precision="bf16", graph="off", schedule=Schedule("linear", steps=9)
+    )
+
+    def window(factors):
+        return [(*part, torch.tensor(f)) for part, f in zip(cut(draw(6), 3), factors)]
+
+    assert step(window([1.0, 1, 1])).read().skipped == 0
+    before, weights = {k: v.clone() for k, v in step.state_dict().items()}, named(model)
+    values = step(window([1.0, bad, 1])).read()
+    assert (values.skipped, values.updates) == (1, 1)
+    after = step.state_dict()
+    assert after.pop("state").tolist() == [1, 1, 1, 0]
+    before.pop("state")
+    assert all(after[name].equal(before[name]) for name in before)
+    assert all(p.equal(weights[name]) for name, p in model.named_parameters())
+    values = step(window([1.0, 1, 1])).read()
+    assert (values.skipped, values.updates) == (1, 2)
+    assert values.lr == pytest.approx(1e-3 * 8 / 9), "a skipped step uses no rate up"
+
+
+def test_nothing_to_learn_from_is_skipped():
+    model = small()
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    ids, labels = draw(2)
+    before = named(model)
+    values = step((ids, torch.full_like(labels, -100))).read()
+    assert (values.skipped, values.tokens) == (1, 0) and values.loss != values.loss
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+
+
+def test_fp16_scale_halves_until_it_fits_and_the_update_does_not_feel_it():
+    model, twin = small(tied=False), small(tied=False)
+    ours = TrainStep(model, summed, precision="fp16", graph="off", clip=1.0)
+    other = TrainStep(twin, summed, precision="fp16", graph="off", clip=1.0)
+    other.state_dict()["state"][2] = 2.0**30  # overflows fp16
+    first = ours(draw(8)).read()
+    values = [other(draw(8)).read() for _ in range(25)]
+    skipped = values[-1].skipped
+    assert 5 < skipped < 25 and values[skipped - 1].updates == 0
+    assert values[skipped].grad_norm == pytest.approx(first.grad_norm, rel=1e-2)
+    assert values[skipped].loss == pytest.approx(first.loss, rel=1e-3)
+    assert values[-1].loss_scale == 2.0 ** (30 - skipped)
+
+
+def test_frozen_weights_are_untouched_and_tied_ones_stay_tied():
+    model = small()
+    model.mix.requires_grad_(False)
+    before, address = model.mix.weight.detach().clone(), model.mix.weight.data_ptr()
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    step(draw(4))
+    assert model.mix.weight.data_ptr() == address and model.mix.weight.equal(before)
+    assert model.head.weight is model.embed.weight
+    assert not any("mix" in name for name in step.state_dict())
+
+
+def test_ragged_last_window_from_an_iterator():
+    """Seven batches in windows of three: the last holds one, and is that batch's own step."""
+    batches = [draw(2, seed=i) for i in range(7)]
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-2), accumulate=3, precision="fp32", graph="off")
+    source, tokens = iter(batches), []
+    while (result := step(source)) is not None:
+        tokens.append(result.read().tokens)
+    counts = [(labels != -100).sum().item() for _, labels in batches]
+    assert tokens == [sum(counts[:3]), sum(counts[3:6]), counts[6]]
+    twin = small()
+    again = TrainStep(twin, summed, AdamW(lr=1e-2), accumulate=3, precision="fp32", graph="off")
+    for window in (batches[:3], batches[3:6], batches[6:]):
+        again(window)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), twin.parameters()))
+
+
+def test_a_feed_is_drawn_from_epoch_after_epoch():
+    batches = [draw(2, seed=i) for i in range(5)]
+    counts = [(labels != -100).sum().item() for _, labels in batches] * 2
+    source = feed(batches, device="cpu")
+    step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="off")
+    assert [step(source).read().tokens for _ in range(4)] == [counts[i] + counts[i + 1] for i in (0, 2, 4, 6)]
+    assert (source.epoch, source.batch) == (1, 3)
+
+
+def test_results_are_this_steps_own():
+    model = small()
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    results = [step(draw(2, seed=i)) for i in range(12)]
+    losses = [float(r.loss) for r in results]
+    assert len(set(losses)) == 12
+    assert [r.read().loss for r in results] == losses
+    assert [r.read().updates for r in results] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
+def test_state_resumes_bit_for_bit(precision, weights_first):
+    def fresh():
+        model = small()
+        schedule = Schedule("cosine", steps=12, warmup=3)
+        return model, TrainStep(
+            model, summed, AdamW(lr=1e-2), accumulate=2, clip=0.5, precision=precision, graph="off", schedule=schedule
+        )
+
+    def run(step, start, stop):
+        return [step(cut(draw(4, seed=i), 2)).read() for i in range(start, stop)]
+
+    model, step = fresh()
+    run(step, 0, 5)
+    saved = {k: v.clone() for k, v in step.state_dict().items()}, {k: v.clone() for k, v in model.state_dict().items()}
+    want = run(step, 5, 10)
+    again, resumed = fresh()
+    loads = [lambda: again.load_state_dict(saved[1]), lambda: resumed.load_state_dict(saved[0])]
+    for load in loads if weights_first else loads[::-1]:
+        load()
+    assert run(resumed, 5, 10) == want
+    assert all(a.equal(b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_weights_loaded_from_elsewhere_become_the_masters():
+    model, other = small(), small(seed=1).bfloat16()
+    step = TrainStep(model, summed, AdamW(lr=0.0), precision="bf16", graph="off")
+    fine = step.state_dict()["master.mix.weight"].clone()
+    model.embed.load_state_dict(other.embed.state_dict())
+    step(draw(2))
+    assert model.embed.weight.equal(other.embed.weight)
+    assert step.state_dict()["master.embed.weight"].equal(other.embed.weight.float())
+    assert step.state_dict()["master.mix.weight"].equal(fine), "untouched masters keep their precision"
+
+
+def test_a_rate_set_by_hand_holds():
+    step = TrainStep(small(), summed, precision="fp32", graph="off", schedule=Schedule("linear", steps=4))
+    assert step(draw(2)).read().lr == pytest.approx(1e-3)
+    step.lr = 4e-3
+    assert step(draw(2)).read().lr == pytest.approx(3e-3) and step.lr == 4e-3
+
+
+def test_reduce_sees_sums_once_before_the_norm():
+    """Two ranks with the same data are one with each item twice: same mean, same norm, twice the tokens."""
+    calls = []
+
+    def twice(gradient, totals):
+        calls.append(totals.clone())
+        gradient.mul_(2)
+        totals.mul_(2)
+
+    alone, both = (
+        TrainStep(small(), summed, accumulate=3, precision="fp32", graph="off", reduce=reduce)(cut(draw(6), 3)).read()
+        for reduce in (None, twice)
+    )
+    assert len(calls) == 1
+    assert (both.loss, both.grad_norm) == pytest.approx((alone.loss, alone.grad_norm), rel=1e-6)
+    assert both.tokens == 2 * alone.tokens
+
+
+def test_floating_point_inputs_are_cast():
+    def squares(model, batch):
+        x, y = batch
+        return (model(x).float() - y).square().sum(), y.numel()
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    step = TrainStep(model, squares, AdamW(lr=1e-2), precision="bf16", graph="off")
+    batch = torch.randn(8, 3), torch.randn(8, 2)
+    losses = [step(batch).read().loss for _ in range(50)]
+    assert losses[-1] < 0.9 * losses[0]
+    step.close()
+    assert not model._forward_pre_hooks
+
+
+def test_memory_is_told_before(capsys):
+    model = nn.Linear(64, 32)
+    step = TrainStep(model, summed, precision="bf16", graph="off")
+    flat = 64 * 32 + 64  # the bias of 32 takes a slot of 64
+    assert step.memory == {"weights": 2 * flat, "masters": 4 * flat, "gradient": 4 * flat, "moments": 8 * flat}
+    assert "train: bf16, 38.0 kB besides activations: weights 4.2 kB, masters 8.4 kB" in capsys.readouterr().err
+
+
+def test_close_gives_the_model_back():
+    model = small()
+    TrainStep(model, summed, precision="bf16", graph="off", recompute="none").close()
+    assert not any(hasattr(p, "main_grad") for p in model.parameters()) and not model._forward_pre_hooks
+    TrainStep(model, summed, precision="fp32", graph="off")(draw(2))
+    assert model.mix.weight.dtype == torch.float32
+
+
+def message(call) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"accumulate": 0}, "TrainStep: accumulate must be a whole number of at least 1, got 0."),
+        ({"clip": 0.0}, "TrainStep: clip must be above 0, got 0.0; None does not clip."),
+        ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
+        ({"recompute": "all"}, "TrainStep: recompute must be one of none, blocks, got 'all'."),
+        ({"precision": "fp8"}, "precision: got 'fp8', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+        ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
+        ({"optimizer": "sgd"}, "TrainStep: optimizer must be 'adamw' or an AdamW(...) of gpubound.train, got 'sgd'."),
+    ],
+)
+def test_wrong_options(options, sentence):
+    assert message(lambda: TrainStep(small(), **{"loss": summed, **options})) == sentence
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"lr": -1}, "AdamW: lr, eps and weight_decay must not be negative, got -1, 1e-08 and 0.01."),
+        ({"betas": (0.9, 1.0)}, "AdamW: betas must be two numbers from 0 to below 1, got (0.9, 1.0)."),
+    ],
+)
+def test_wrong_numbers(options, sentence):
+    assert message(lambda: AdamW(**options)) == sentence
+
+
+def test_unknown_arguments_raise():
+    with pytest.raises(TypeError):
+        TrainStep(small(), summed, acumulate=2)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (
+            [1, 2, 3],
+            "step: got a list of 3 micro-batches, wanted 1 to accumulate=2; "
+            "a list always holds micro-batches, one batch goes in as a tensor, a tuple or a dict.",
+        ),
+        (
+            {1, 2},
+            "step: got a set, wanted a list of micro-batches, one batch (a tensor, tuple or dict), a feed, or an iterator over "
+            "batches; pass gpubound.feed(source), or keep an iter(source).",
+        ),
+        (
+            {"x": torch.ones(1, device="meta")},
+            "step: batch['x'] is on meta, the model on cpu; a copy here would make the device wait: "
+            "draw the batches from gpubound.feed(source), which copies ahead.",
+        ),
+        (
+            {"x": {1}},
+            "step: batch['x'] is a set, wanted tensors, numbers, strings and the like; "
+            "it could not be told whether it changed since the step was captured.",
+        ),
+    ],
+)
+def test_wrong_batches(given, sentence):
+    step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="off")
+    assert message(lambda: step(given)) == sentence
+
+
+@pytest.mark.parametrize(
+    "loss, sentence",
+    [
+        (
+            lambda m, b: summed(m, b)[0],
+            "loss: got a torch.float32 tensor of shape () on cpu, requires_grad, wanted two things, the sum of the loss over "
+            "the valid items and their number; return (loss.sum(), count), not a mean.",
+        ),
+        (
+            lambda m, b: (summed(m, b)[0].detach(), 1),
+            "loss: its sum is a torch.float32 tensor of shape () on cpu, wanted a floating-point scalar that requires grad; "
+            "reduce it with .sum() and keep it attached to the model.",
+        ),
+        (
+            lambda m, b: (summed(m, b)[0], torch.ones(2)),
+            "loss: its number of items is a torch.float32 tensor of shape (2,) on cpu, wanted a scalar on cpu, or a Python "
+            "number; count on the device, as in (labels != -100).sum().",
+        ),
+        (lambda m, b: (summed(m, b)[0], "3"), "loss: its number of items is a str, wanted a scalar tensor or a Python number."),
+    ],
+)
+def test_wrong_losses(loss, sentence):
+    step = TrainStep(small(), loss, precision="fp32", graph="off")
+    assert message(lambda: step(draw(2))) == sentence
+
+
+def test_state_of_another_model():
+    step = TrainStep(small(), summed, precision="fp32", graph="off")
+    other = TrainStep(small(words=14), summed, precision="fp32", graph="off")
+    with pytest.raises(
+        ValueError, match=r"load_state_dict: [mv].embed.weight: got shape \(14, 8\), wanted shape \(13, 8\); the state is"
+    ):
+        step.load_state_dict(other.state_dict())
+    state = step.state_dict() | {"m.more": torch.ones(1)}
+    assert message(lambda: step.load_state_dict(state)) == (
+        "load_state_dict: m.more: got shape (1,), wanted nothing; the state is another model's, or another precision's."
+    )
+
+
+def test_nothing_fell_back():
+    assert not [what for what, _ in fallbacks if what.startswith(("train", "adamw"))]

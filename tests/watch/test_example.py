@@ -1,0 +1,21 @@
+"""examples/assert_no_sync.py runs and finds its own careless line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "assert_no_sync.py"
+
+
+def test_assert_no_sync():
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=120, cwd=EXAMPLE.parent)
+    assert done.returncode == 0, done.stderr
+    (line,) = [n for n, text in enumerate(EXAMPLE.read_text().splitlines(), 1) if "loss.item()" in text]
+    careful, careless, guarded = done.stdout.strip().split("\n\n")
+    assert careful == "the careful step: no sync, 4096 bytes uploaded a step, all from pinned memory"
+    assert careless.startswith("the careless step: over budget: syncs 1 (allowed 0).\n")
+    assert f"assert_no_sync.py:{line} in step  best = min(best, loss.item())" in careless
+    assert guarded.startswith(
+        f"under the guard: assert_no_sync.py:{line} in step: `best = min(best, loss.item())` makes the host wait"
+    )
+    assert len(EXAMPLE.read_text().splitlines()) < 50

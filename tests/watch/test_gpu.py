@@ -1,0 +1,205 @@
+"""On a CUDA GPU: the same plants, by GPUTrace and by the sensors that stand in for it; copies, allocations, a clean step."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpubound.errors import StallError
+from gpubound.watch import no_stall, watch
+
+from .planted import PLANTS, Kit
+from .test_ledger import Block, make_step
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+# CUDA waits more than once in these calls: a print formats value by value, unique sorts and then counts.
+SEVERAL = {
+    "printed",
+    "unique",
+    "nonzero",
+    "where",
+    "boolean_mask",
+    "masked_assignment",
+    "masked_select",
+    "stacked_scalars",
+    "one_hot",
+}
+
+
+def lines(ledger):
+    return {(row.place.site.file.rsplit("/", 1)[-1], row.place.site.line) for row in ledger.rows if row.kind == "sync"}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_by_the_stand_in_sensors(plant, capsys):
+    """Without GPUTrace: dispatch and calls find every plant but the one on another thread."""
+    kit = Kit(CUDA)
+    plant.run(Kit(CUDA))
+    torch.cuda.synchronize()
+    with watch(gputrace=False) as ledger:
+        plant.run(kit)
+    if plant.name == "another_thread":
+        assert ledger.totals["syncs"] == 0
+    else:
+        assert lines(ledger) == {("planted.py", plant.line)}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_by_gputrace(plant, capsys):
+    kit = Kit(CUDA)
+    plant.run(Kit(CUDA))  # lazy loading of a kernel may synchronize by itself
+    torch.cuda.synchronize()
+    with watch(gputrace=True) as ledger:
+        plant.run(kit)
+    assert lines(ledger) == {("planted.py", plant.line)}, str(ledger)
+    if plant.name not in SEVERAL:
+        assert ledger.totals["syncs"] == 1, str(ledger)
+
+
+TABLED = {
+    "multinomial": lambda x, n: x.softmax(0).multinomial(2),
+    "bincount": lambda x, n: n.bincount(),
+    "unique_consecutive": lambda x, n: n.unique_consecutive(),
+    "unique_dim": lambda x, n: n.view(2, 4).unique(dim=0),
+    "linalg_inv": lambda x, n: torch.linalg.inv(torch.eye(3, device=x.device)),
+    "repeat_interleave_sized": lambda x, n: torch.repeat_interleave(x, n, output_size=28),
+    "masked_fill_by_index": lambda x, n: x.__setitem__(n > 3, 1.0),
+    "host_index": lambda x, n: x[torch.tensor([0, 2])],
+    "linalg_inv_ex": lambda x, n: torch.linalg.inv_ex(torch.eye(3, device=x.device)),
+    "cumsum_sort_topk": lambda x, n: (x.cumsum(0), x.sort(), x.topk(2), n.count_nonzero()),
+    "histc": lambda x, n: x.histc(4, 0, 1),
+    "set_slice": lambda x, n: x.__setitem__(slice(2, 4), 1.0),
+    "index_by_tensor": lambda x, n: x[n],
+    "isin": lambda x, n: torch.isin(n, n[:2]),
+}
+
+
+@pytest.mark.parametrize("name", TABLED)
+def test_the_table_agrees_with_cuda(name):
+    """ops.SYNCS and its kin say that an op waits exactly where GPUTrace sees it wait."""
+    x, n = torch.rand(8, device=CUDA), torch.arange(8, device=CUDA)
+    TABLED[name](x, n)
+    torch.cuda.synchronize()
+    with watch(gputrace=True) as truth:
+        TABLED[name](x, n)
+    with watch(gputrace=False) as table:
+        TABLED[name](x, n)
+    assert (table.totals["syncs"] > 0) == (truth.totals["syncs"] > 0), f"{truth}\n{table}"
+
+
+@pytest.mark.parametrize("plant", [p for p in PLANTS if p.name != "another_thread"], ids=lambda plant: plant.name)
+def test_the_guard_raises_at_the_line(plant):
+    kit = Kit(CUDA)
+    with pytest.raises(StallError, match=rf"planted\.py:{plant.line} in \w+: `"), no_stall():
+        plant.run(kit)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}], ids=str)
+def test_a_clean_training_step(options):
+    model = Block().to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    step = make_step(CUDA, model, optimizer, (torch.arange(12).view(2, 6) % 13).pin_memory())
+    for _ in range(3):
+        step()
+    with watch(gputrace=True) as ledger, no_stall():
+        for _ in range(4):
+            step()
+            ledger.step()
+    ledger.assert_within(
+        syncs=0,
+        d2h_bytes=0,
+        pageable_copies=0,
+        h2d_bytes=4 * 12 * 8,
+        allocations=0,
+        alloc_retries=0,
+        pinned_allocations=0,
+        fallbacks=0,
+    )
+
+
+def test_a_sync_in_a_cpp_node_leads_to_its_forward_line():
+    w, mask = torch.rand(6, device=CUDA, requires_grad=True), torch.tensor([True, False] * 3, device=CUDA)
+    with watch(gputrace=True) as ledger:
+        z = (w * 2)[mask]
+        z.sum().backward()
+    (row,) = [row for row in ledger.rows if row.kind == "sync" and row.place.node]
+    assert row.place.site is None and row.place.built.code == "z = (w * 2)[mask]"
+
+
+def test_pageable_and_pinned():
+    pageable, pinned = torch.ones(1 << 20), torch.ones(1 << 20).pin_memory()
+    with watch(gputrace=True) as ledger:
+        pageable.to(CUDA)
+        pageable.to(CUDA, non_blocking=True)
+        pinned.to(CUDA)
+        pinned.to(CUDA, non_blocking=True)
+    rows = {row.detail: (row.count, row.bytes) for row in ledger.rows if row.kind == "h2d"}
+    assert rows == dict.fromkeys(
+        ("pageable, blocking", "pageable, non_blocking", "pinned, blocking", "pinned, non_blocking"), (1, 4 << 20)
+    )
+    assert ledger.totals["syncs"] == 2
+
+
+def test_allocations_have_their_lines():
+    torch.cuda.empty_cache()
+    with watch() as ledger:
+        held = torch.empty(64 << 20, device=CUDA)
+    del held
+    rows = [row for row in ledger.rows if row.kind == "alloc"]
+    assert ledger.totals["allocations"] == 1
+    assert rows[0].place.site.code == "held = torch.empty(64 << 20, device=CUDA)"
+
+
+def test_a_pinned_allocation_is_counted():
+    with watch() as ledger:
+        torch.empty(3 << 20).pin_memory()
+    assert ledger.totals["pinned_allocations"] >= 1
+
+
+def test_kernel_launches_by_kineto():
+    x = torch.ones(8, device=CUDA)
+    x.mul_(2).add_(1)
+    with watch(launches="kernels") as ledger:
+        for _ in range(5):
+            x.mul_(2).add_(1)
+    assert ledger.totals["launches"] == 10
+
+
+def test_triton_launches():
+    kernels = pytest.importorskip("gpubound.kernels")
+    x, weight = torch.randn(4, 64, device=CUDA), torch.ones(64, device=CUDA)
+    kernels.rms_norm(x, weight)
+    with watch() as ledger:
+        kernels.rms_norm(x, weight)
+    assert ledger.totals["launches"] == 1
+
+
+def test_a_captured_graph_replays_without_syncs():
+    x = torch.ones(8, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    x * 2
+    with torch.cuda.graph(graph):
+        y = x * 2
+    with watch(gputrace=True) as ledger:
+        graph.replay()
+    assert ledger.totals["syncs"] == 0
+    assert y.tolist() == [2.0] * 8
+
+
+def test_the_pretend_device_s_tests_with_the_gpu_hidden():
+    """Both cannot live in one process, so on a GPU machine the CPU half of this folder runs in another."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/watch"],
+        cwd=root,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,198 @@
+"""no_stall: raises at the very line, honours a reason given there, and minds its own thread only."""
+
+import threading
+
+import pytest
+import torch
+
+from gpubound.errors import StallError
+from gpubound.watch import no_stall
+
+from .planted import PLANTS, Kit
+
+KEEP = (
+    "keep the value on the device and read it later (once a step, pinned and non_blocking), or work with "
+    "torch.where and fixed shapes"
+)
+
+
+@pytest.mark.parametrize("plant", [p for p in PLANTS if p.name != "another_thread"], ids=lambda plant: plant.name)
+def test_each_planted_stall_raises_at_its_line(plant, sim):
+    kit = Kit(sim)
+    with pytest.raises(StallError, match=rf"planted\.py:{plant.line} in \w+: `"), no_stall():
+        plant.run(kit)
+
+
+def test_the_sentence(sim, monkeypatch, request):
+    monkeypatch.chdir(request.path.parent)
+    x = torch.ones(3, device=sim)
+    with pytest.raises(StallError) as error, no_stall():
+        x.sum().item()
+    line = error.traceback[0].lineno + 1
+    assert str(error.value) == (
+        f"test_guard.py:{line} in test_the_sentence: `x.sum().item()` makes the host wait for simgpu:0 (sync: "
+        f"item). What to do: {KEEP}; "
+        "or say on that line `# gpubound: allow(sync) <why>`."
+    )
+
+
+def test_the_sentence_of_a_copy(sim, monkeypatch, request):
+    monkeypatch.chdir(request.path.parent)
+    x = torch.ones(3)
+    with pytest.raises(StallError) as error, no_stall(message="the step must not stall"):
+        x.to(sim)
+    line = error.traceback[0].lineno + 1
+    assert str(error.value) == (
+        f"the step must not stall: test_guard.py:{line} in test_the_sentence_of_a_copy: `x.to(sim)` makes the "
+        "host wait for simgpu:0 "
+        "(h2d: copy to device, pageable, blocking). What to do: put the batch into pinned memory and copy it "
+        "with non_blocking=True "
+        "(gpubound.feed does both), or make it on the device; or say on that line `# gpubound: allow(h2d) <why>`."
+    )
+
+
+def test_what_does_not_stall_passes(sim):
+    x, host = torch.ones(3, device=sim), torch.ones(3).pin_memory()
+    with no_stall():
+        host.to(sim, non_blocking=True)
+        x.to("cpu", non_blocking=True)
+        host.copy_(x, non_blocking=True)
+        host.sum().item()
+        torch.zeros(3, device=sim).add_(x)
+        x[x > 0] = 0.0
+
+
+def test_pageable_and_non_blocking_stalls_all_the_same(sim):
+    x = torch.ones(3)
+    with pytest.raises(StallError, match="pageable, non_blocking"), no_stall():
+        x.to(sim, non_blocking=True)
+
+
+def test_allowed_kinds(sim):
+    x = torch.ones(3, device=sim)
+    with no_stall(allow=("d2h", "sync")):
+        x.cpu()
+        x.sum().item()
+        with pytest.raises(StallError):
+            torch.ones(3).to(sim)
+
+
+def test_a_comment_with_a_reason_allows_and_is_counted(sim):
+    x = torch.ones(3, device=sim)
+    with no_stall() as guard:
+        for _ in range(2):
+            x.sum().item()  # gpubound: allow(sync) the loss is printed here
+        torch.cat(
+            [x, torch.ones(2).to(sim)]  # gpubound: allow(h2d, sync) a constant
+        )
+    assert sorted(guard.allowed.values()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("stall", "note"),
+    [
+        (lambda x: x.sum().item(), ""),
+        (lambda x: x.sum().item(), "The comment there gives no reason."),  # gpubound: allow(sync)
+        (lambda x: x.sum().item(), "The comment there allows h2d only."),  # gpubound: allow(h2d) not the right kind
+        (
+            lambda x: x.cpu(),  # gpubound: allow(d2g) misspelt
+            "The comment there allows 'd2g', which is none of sync, h2d, d2h; did you mean d2h?",
+        ),
+    ],
+)
+def test_a_comment_that_does_not_allow(stall, note, sim):
+    with pytest.raises(StallError) as error, no_stall():
+        stall(torch.ones(3, device=sim))
+    assert str(error.value).endswith(f"<why>`. {note}" if note else "<why>`.")
+
+
+def test_backward_is_covered(sim):
+    w = torch.ones(3, device=sim).requires_grad_()
+
+    def hook(g):
+        return g * g.sum().item()
+
+    with no_stall():
+        y = w * 2
+        y.register_hook(hook)
+        with pytest.raises(
+            StallError, match=r"in hook: .*in backward of MulBackward0, built at .* in test_backward_is_covered\)"
+        ):
+            y.sum().backward()
+    (w * 3).sum().backward()  # and the engine still works
+    assert w.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_backward_without_a_user_frame_names_the_forward_line(sim):
+    w, mask = torch.ones(4, device=sim).requires_grad_(), torch.ones(4, dtype=torch.bool).to(sim)
+    with no_stall():
+        with no_stall(allow="sync"):
+            y = (w * 2)[mask]
+        with pytest.raises(
+            StallError, match=r": `y = \(w \* 2\)\[mask\]` \(in backward of IndexBackward0\) makes the host wait"
+        ):
+            y.sum().backward()
+
+
+def test_other_threads_go_on(sim):
+    x, values = torch.ones(3, device=sim), []
+    thread = threading.Thread(target=lambda: values.append(x.sum().item()))
+    with no_stall():
+        thread.start()
+        thread.join()
+        with pytest.raises(StallError):
+            x.sum().item()
+    assert values == [3.0]
+
+
+def test_the_innermost_guard_decides(sim):
+    x = torch.ones(3, device=sim)
+    with no_stall():
+        with no_stall(allow="sync"):
+            x.sum().item()
+            torch.simgpu.synchronize()
+        with pytest.raises(StallError):
+            torch.simgpu.synchronize()
+    with no_stall(allow="sync"), no_stall(), pytest.raises(StallError):
+        x.sum().item()
+
+
+def test_nested_guards_count_a_permitted_call_once(sim):
+    with no_stall() as outer, no_stall() as inner:
+        torch.simgpu.synchronize()  # gpubound: allow(sync) the end of the epoch
+    assert (outer.allowed.total(), inner.allowed.total()) == (0, 1)
+
+
+def test_as_a_decorator(sim):
+    @no_stall(allow="d2h")
+    def step(x):
+        x.cpu()
+        return x.sum().item()
+
+    for _ in range(2):
+        with pytest.raises(StallError, match="in step: `return"):
+            step(torch.ones(3, device=sim))
+    torch.ones(3, device=sim).sum().item()
+
+
+def test_inference_mode_is_covered(sim):
+    with torch.inference_mode(), no_stall():
+        x = torch.ones(2, 3, device=sim)
+        x.reshape(3, 2) @ x
+        for stall in (lambda: x.sum().item(), lambda: x.cpu(), lambda: torch.ones(3).to(sim)):
+            with pytest.raises(StallError):
+                stall()
+
+
+def test_nothing_is_left_behind(sim):
+    before = torch.cuda.synchronize, torch._tensor_str._str
+    with pytest.raises(StallError), no_stall():
+        torch.ones(3, device=sim).sum().item()
+    assert (torch.cuda.synchronize, torch._tensor_str._str) == before
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError) as error:
+        no_stall(allow=("d2h", "syncs"))
+    assert str(error.value) == "no_stall: allow: got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"

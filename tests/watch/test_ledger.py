@@ -1,0 +1,445 @@
+"""The ledger on the pretend device: every planted stall on its own line, nothing on a clean step, budgets by exact sentence."""
+
+import gc
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpubound import trace
+from gpubound.errors import BudgetError
+from gpubound.watch import watch
+
+from .planted import PLANTS, Kit
+
+
+def of(ledger, kind):
+    return [row for row in ledger.rows if row.kind == kind]
+
+
+def test_there_are_enough_plants():
+    assert len(PLANTS) >= 40
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_each_planted_sync_is_counted_once_on_its_line(plant, sim, capsys):
+    kit = Kit(sim)
+    with watch() as ledger:
+        plant.run(kit)
+    found = [(row.count, row.place.site.line) for row in of(ledger, "sync")]
+    assert found == [(1, plant.line)]
+    assert of(ledger, "sync")[0].place.site.file.endswith("planted.py")
+    assert ledger.totals["syncs"] == 1
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(13, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.qkv = torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+def make_step(device, model, optimizer, batch):
+    def step():
+        tokens = batch.to(device, non_blocking=True)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_clean_training_step_has_no_sync(sim, options):
+    """Single-tensor AdamW reads its step count from CPU tensors: those .item() are not syncs."""
+    model = Block().to(sim)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    step = make_step(sim, model, optimizer, (torch.arange(12).view(2, 6) % 13).pin_memory())
+    step()
+    with watch() as ledger:
+        for _ in range(2):
+            step()
+            ledger.step()
+    ledger.assert_within(
+        syncs=0, d2h_bytes=0, pageable_copies=0, h2d_bytes=2 * 12 * 8, h2d_copies=2, dead_clones=0, fallbacks=0
+    )
+    assert ledger.totals["launches"] > 50
+
+
+def test_a_cpu_tensor_is_no_sync(sim):
+    x = torch.ones(3)
+    with watch() as ledger:
+        x.sum().item(), bool(x.sum()), x[x > 0], x.tolist(), x.unique()
+        str(x)
+    assert ledger.totals["syncs"] == 0
+
+
+def test_work_on_the_cpu_is_counted_apart(sim):
+    a, b, step = torch.ones(4, 4), torch.ones(4, 4), torch.zeros(())
+    with watch() as ledger:
+        a @ b
+        step + 1
+    assert [(row.what, row.count) for row in of(ledger, "cpu_op")] == [("mm", 1)]
+
+
+def test_copies_with_bytes_and_manner(sim):
+    pageable, pinned = torch.ones(16), torch.ones(16).pin_memory()
+    there = torch.ones(16).to(sim)
+    with watch() as ledger:
+        pageable.to(sim)
+        pinned.to(sim, non_blocking=True)
+        pageable.to(sim, non_blocking=True)
+        pinned.to(sim, torch.float16, non_blocking=True)  # a change of dtype is staged through pageable memory
+        pinned.view(4, 4)[:, :2].to(sim, non_blocking=True)  # so is a tensor with gaps
+        there.cpu()
+        there.to("cpu", non_blocking=True)
+    assert [(row.detail, row.count, row.bytes) for row in of(ledger, "h2d")] == [
+        ("pageable, blocking", 1, 64),
+        ("pinned, non_blocking", 1, 64),
+        ("pageable, non_blocking", 1, 64),
+        ("pageable, non_blocking", 1, 32),
+        ("pageable, non_blocking", 1, 32),
+    ]
+    assert [(row.detail, row.bytes) for row in of(ledger, "d2h")] == [("pageable, blocking", 64), ("pinned, non_blocking", 64)]
+    totals = ledger.totals
+    assert (totals["syncs"], totals["h2d_bytes"], totals["d2h_bytes"], totals["pageable_copies"]) == (2, 256, 128, 5)
+
+
+def test_the_same_storage_uploaded_again(sim):
+    constant, batch = torch.arange(6.0), torch.arange(6.0)
+    ring = torch.zeros(6).pin_memory()
+    with watch() as ledger:
+        for n in range(3):
+            constant.to(sim)
+            batch.add_(1).to(sim)  # written: another version
+            ring.numpy()[:] = n + 1  # written behind the version counter
+            ring.to(sim, non_blocking=True)
+    repeated = of(ledger, "repeat")
+    assert [(row.count, row.bytes, row.place.site.code) for row in repeated] == [(2, 48, "constant.to(sim)")]
+
+
+def test_clones_whose_source_dies(sim):
+    x = torch.rand(4, 4).to(sim)
+    with watch() as ledger:
+        a = (x * 2).clone()
+        b = (x * 2).t().contiguous()  # changes the layout: it does work
+        c = (x * 2)[:2].clone()  # keeps half so that the rest can be freed
+        d = x.clone()  # x lives on
+        e = x * 3
+        f = e.clone()
+        e.add_(1)  # used afterwards
+        del e
+        g = (x * 2).detach().clone()
+    assert [(row.count, row.bytes, row.place.site.code) for row in of(ledger, "clone")] == [
+        (1, 64, "a = (x * 2).clone()"),
+        (1, 64, "g = (x * 2).detach().clone()"),
+    ]
+    assert all(t.device == sim for t in (a, b, c, d, f, g))
+
+
+def test_a_sync_inside_a_cpp_node_leads_back_to_the_forward_line(sim):
+    w, mask = torch.rand(6).to(sim).requires_grad_(), torch.tensor([True, False] * 3).to(sim)
+    with watch() as ledger:
+        y = w * 2
+        z = y[mask]  # its backward scatters through the mask, which waits again
+        z.sum().backward()
+    forward, backward = sorted(of(ledger, "sync"), key=lambda row: row.place.node)
+    assert (forward.what, forward.place.site.code[:11], forward.place.node) == ("boolean mask", "z = y[mask]", "")
+    assert backward.place.site is None
+    assert (backward.what, backward.place.node, backward.place.built) == ("boolean mask", "IndexBackward0", forward.place.site)
+    assert backward.place.thread == "autograd"
+
+
+def test_a_hook_knows_its_node(sim):
+    w = torch.rand(6).to(sim).requires_grad_()
+    with watch() as ledger:
+        y = w * 2
+        y.register_hook(lambda g: g * float(g.sum()))
+        y.sum().backward()
+    (row,) = of(ledger, "sync")
+    assert row.place.site.function == "<lambda>"
+    assert (row.place.node, row.place.built.code) == ("MulBackward0", "y = w * 2")
+
+
+def test_library_frames_are_walked_to_the_user(sim):
+    w = torch.rand(6).to(sim).requires_grad_()
+    w.grad = torch.ones_like(w)
+    with watch() as ledger:
+        torch.nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True)
+    (row,) = of(ledger, "sync")
+    assert row.place.site.function == "test_library_frames_are_walked_to_the_user"
+    assert row.place.via.startswith("torch/nn/utils/clip_grad.py:")
+
+
+def test_a_custom_op_is_looked_into(sim):
+    @torch.library.custom_op("gpubound_test::waits", mutates_args=())
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    with watch() as ledger:
+        waits(torch.ones(3, device=sim))
+    (row,) = of(ledger, "sync")
+    assert row.place.site.code == "return x * x.sum().item()"
+
+
+def test_collector_pauses():
+    with watch() as ledger:
+        gc.collect()
+    full = [row for row in of(ledger, "gc") if row.what == "generation 2" and row.place.site.code == "gc.collect()"]
+    assert [row.count for row in full] == [1]
+    assert ledger.totals["gc_ms"] > 0
+
+
+def test_fallbacks_and_spans_of_another_recorder(monkeypatch):
+    class Recorder:
+        spans = 0
+
+        def span(self, name):
+            self.spans += 1
+            return trace._NOTHING
+
+        def count(self, name, amount): ...
+
+    monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
+    with trace.recording(Recorder()) as outer, watch() as ledger:
+        trace.fallback("rms_norm", "no kernel here")
+        trace.fallback("rms_norm", "no kernel here")
+        with trace.span("feed.wait"):
+            pass
+    rows = of(ledger, "fallback")
+    assert [(row.what, row.detail, row.count) for row in rows] == [("rms_norm", "no kernel here", 1)] * 2
+    assert outer.spans == 1
+
+
+def test_recompiles():
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    with watch() as ledger:
+        for number in ("0/0", "0/1"):
+            callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, number))
+    assert [row.what for row in of(ledger, "compile")] == ["compile 0/0", "recompile 0/1"]
+    callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, "0/2"))
+    assert ledger.totals["recompiles"] == 2
+
+
+def test_a_ledger_does_not_keep_code_from_being_compiled():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    with watch() as ledger:
+        compiled(torch.ones(3))
+    assert [(row.what[-4:], row.place.site.code) for row in of(ledger, "compile")] == [(" 0/0", "compiled(torch.ones(3))")]
+
+
+def test_nothing_is_left_behind(sim):
+    from torch.cuda import _gpu_trace as gputrace
+
+    from gpubound.watch import simgpu
+
+    calls = (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor)
+    with watch(gputrace=True):
+        assert torch.tensor is not calls[3]
+    assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor) == calls
+    assert simgpu.observers == [] and trace._recorders == []
+    assert gputrace.StreamSynchronizationCallbacks.callback_list == []
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not any("gpubound" in getattr(callback, "__module__", "") for callback in gc.callbacks)
+
+
+def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
+    from gpubound.watch import simgpu
+    from gpubound.watch.sensors import Dispatch
+
+    def fail(self):
+        raise OSError("no")
+
+    monkeypatch.setattr(Dispatch, "start", fail)
+    with pytest.raises(OSError), watch():
+        pass
+    assert simgpu.observers == [] and trace._recorders == []
+
+
+def test_ledgers_nest(sim):
+    with watch() as outer:
+        torch.ones(2, device=sim).sum().item()
+        with watch() as inner:
+            torch.ones(2, device=sim).sum().item()
+    assert (outer.totals["syncs"], inner.totals["syncs"]) == (2, 1)
+
+
+def test_a_device_filter(sim):
+    with watch(device="cuda") as ledger:
+        torch.ones(2, device=sim).sum().item()
+    assert "syncs" not in ledger.totals
+    assert ledger.absent["simgpu"] == "device='cuda' was asked for"
+
+
+QUIET = ("gc", "compiles", "fallbacks", "triton", "calls", "dispatch", "kernels", "allocator", "gputrace")
+
+TABLE = """\
+ledger: 2 steps
+COUNTED
+zero: d2h_copies, d2h_bytes, dead_clones
+not counted: cpu_ops, allocations, frees, alloc_retries, pinned_allocations, recompiles, gc_pauses, gc_ms, fallbacks
+
+kind    what                                 times  amount  WHERE  code
+sync    copy to device                       2              ONE  x = batch.to(sim)
+sync    item                                 2              TWO  return x.sum().item()
+h2d     copy to device [pageable, blocking]  2      4 KiB   ONE  x = batch.to(sim)
+repeat  copy to device                       1      2 KiB   ONE  x = batch.to(sim)
+launch  sum                                  2              TWO  return x.sum().item()
+
+sensors
+  simgpu     every op, copy and sync on the pretend device, in any thread
+did not run
+  kernels    left out
+  allocator  left out
+  gc         left out
+  compiles   left out
+  fallbacks  left out
+  triton     left out
+  calls      left out
+  dispatch   left out
+  gputrace   left out"""
+
+COUNTED = (
+    "counted: syncs 4 (2 a step), h2d_copies 2 (1 a step), h2d_bytes 4096 (2.05e+03 a step), pageable_copies 2 (1 a step), "
+    "repeated_uploads 1 (0.5 a step), launches 2 (1 a step)"
+)
+
+
+def make(batch, sim):
+    x = batch.to(sim)
+    return x.sum().item()
+
+
+def small_ledger(sim, monkeypatch, request):
+    monkeypatch.chdir(request.path.parent)
+    batch = torch.ones(512)
+    with watch(without=QUIET) as ledger:
+        for _ in range(2):
+            make(batch, sim)
+            ledger.step()
+    return ledger
+
+
+def test_the_table(sim, monkeypatch, request):
+    first = make.__code__.co_firstlineno
+    one, two = (f"test_ledger.py:{first + n} in make" for n in (1, 2))
+    want = TABLE.replace("WHERE", "where".ljust(len(one))).replace("ONE", one).replace("TWO", two).replace("COUNTED", COUNTED)
+    assert str(small_ledger(sim, monkeypatch, request)) == want
+
+
+def test_as_dict_goes_into_json(sim, monkeypatch, request):
+    got = json.loads(json.dumps(small_ledger(sim, monkeypatch, request).as_dict()))
+    assert got["version"] == 1 and got["steps"] == 2
+    assert got["totals"]["h2d_bytes"] == 4096 and got["per_step"]["syncs"] == 2.0
+    assert list(got["sensors"]) == ["simgpu"] and got["absent"]["gc"] == "left out"
+    assert got["rows"][1] == {
+        "kind": "sync",
+        "what": "item",
+        "detail": "",
+        "count": 2,
+        "bytes": 0,
+        "ms": 0.0,
+        "site": {
+            "file": __file__,
+            "line": make.__code__.co_firstlineno + 2,
+            "function": "make",
+            "code": "return x.sum().item()",
+        },
+        "via": "",
+        "node": "",
+        "built": None,
+        "thread": "",
+    }
+
+
+def test_over_budget_shows_the_lines(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    ledger.assert_within(syncs=4, h2d_bytes=4096)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(syncs=3, d2h_bytes=0, repeated_uploads=0)
+    first = make.__code__.co_firstlineno
+    one, two = f"test_ledger.py:{first + 1} in make", f"test_ledger.py:{first + 2} in make"
+    assert str(error.value).splitlines() == [
+        "over budget: syncs 4 (allowed 3), repeated_uploads 1 (allowed 0).",
+        f"kind    what            times  amount  {'where'.ljust(len(one))}  code",
+        f"sync    copy to device  2              {one}  x = batch.to(sim)",
+        f"sync    item            2              {two}  return x.sum().item()",
+        f"repeat  copy to device  1      2 KiB   {one}  x = batch.to(sim)",
+    ]
+    assert isinstance(error.value, AssertionError)
+
+
+def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(allocations=0)
+    assert str(error.value) == (
+        "not counted: allocations. A budget cannot pass on what no sensor saw. Run on a GPU or on the pretend device "
+        "(gpubound.watch.simgpu). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
+        "out; compiles: left out; "
+        "fallbacks: left out; triton: left out; calls: left out; dispatch: left out; gputrace: left out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: watch().assert_within(sync=0),
+            "assert_within: got 'sync', wanted one of syncs, h2d_copies, h2d_bytes, d2h_copies, d2h_bytes, pageable_copies, "
+            "repeated_uploads, dead_clones, launches, cpu_ops, allocations, frees, alloc_retries, "
+            "pinned_allocations, recompiles, "
+            "gc_pauses, gc_ms, fallbacks; did you mean syncs?",
+        ),
+        (
+            lambda: watch().assert_within(syncs=-1),
+            "assert_within: syncs: got -1, wanted a number from 0 up; it is the most that may be counted.",
+        ),
+        (
+            lambda: watch(device="cpu"),
+            "watch: device: got 'cpu', wanted an accelerator: the host cannot stall itself.",
+        ),
+        (lambda: watch(device="gpu"), "watch: device: got 'gpu', wanted an accelerator such as 'cuda' or 'simgpu'."),
+        (
+            lambda: watch(without="gputraces"),
+            "watch: without: got 'gputraces', wanted sensors among kernels, allocator, gc, compiles, fallbacks, "
+            "triton, calls, simgpu, "
+            "dispatch, gputrace; did you mean gputrace?",
+        ),
+        (lambda: watch(launches="all"), "watch: launches: got 'all', wanted 'ops' or 'kernels'."),
+        (lambda: watch(gputrace="on"), "watch: gputrace: got 'on', wanted True, False or None."),
+    ],
+)
+def test_bad_arguments(call, sentence):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def test_no_limits():
+    with pytest.raises(ValueError, match=r"^assert_within: got no limits, wanted at least one of syncs, "):
+        watch().assert_within()
+
+
+def test_a_ledger_is_used_once():
+    ledger = watch()
+    with ledger:
+        pass
+    with pytest.raises(ValueError) as error, ledger:
+        pass
+    assert str(error.value) == "watch: this ledger was used already; call watch() again for a new one."

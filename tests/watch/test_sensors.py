@@ -1,0 +1,243 @@
+"""The sensors that need a GPU, as far as they can be shown without one: their callbacks are fired, and their sources
+faked, by hand.
+"""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubound.errors import BudgetError
+from gpubound.watch import calls, ops, site, watch
+from gpubound.watch.sensors import kernels, memory
+
+
+def syncs(ledger):
+    return [row for row in ledger.rows if row.kind == "sync"]
+
+
+def test_gputrace_callbacks_from_another_thread_and_from_backward():
+    from torch.cuda import _gpu_trace as gputrace
+
+    def driver_waits():
+        gputrace.StreamSynchronizationCallbacks.fire_callbacks(7)
+
+    def work():
+        driver_waits()
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            driver_waits()
+            return g
+
+    with watch(gputrace=True) as ledger:
+        thread = threading.Thread(target=work, name="loader")
+        thread.start()
+        thread.join()
+        Waits.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        gputrace.DeviceSynchronizationCallbacks.fire_callbacks()
+        gputrace.EventSynchronizationCallbacks.fire_callbacks(3)
+    gputrace.StreamSynchronizationCallbacks.fire_callbacks(7)  # nobody listens now
+    found = {(row.what, row.place.site.function, row.place.thread, row.place.node) for row in syncs(ledger)}
+    here = "test_gputrace_callbacks_from_another_thread_and_from_backward"
+    assert found == {
+        ("stream synchronize", "driver_waits", "loader", ""),
+        ("stream synchronize", "driver_waits", "", "WaitsBackward"),
+        ("device synchronize", here, "", ""),
+        ("event synchronize", here, "", ""),
+    }
+
+
+def test_gputrace_is_only_turned_on_when_asked():
+    with watch() as ledger:
+        pass
+    assert ledger.absent["gputrace"] == "not asked for: watch(gputrace=True)"
+    with watch(gputrace=False) as ledger:
+        pass
+    assert ledger.absent["gputrace"] == "left out with gputrace=False"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to count syncs on")
+def test_gputrace_without_a_gpu_vouches_for_nothing():
+    with watch(gputrace=True, device="cuda") as ledger:
+        pass
+    with pytest.raises(BudgetError, match=r"^not counted: syncs\. "):
+        ledger.assert_within(syncs=0)
+
+
+def test_synchronize_calls_are_heard_while_somebody_listens():
+    heard = []
+    original = torch.cuda.Event.synchronize
+
+    def listener(what, device):
+        heard.append((what, device))
+        raise InterruptedError  # before the driver, which may not be there, is reached
+
+    calls.listen(listener)
+    try:
+        for call in (
+            torch.cuda.synchronize,
+            lambda: torch.cuda.Stream.synchronize(None),
+            lambda: torch.cuda.Event.synchronize(None),
+        ):
+            with pytest.raises(InterruptedError):
+                call()
+    finally:
+        calls.leave(listener)
+    assert heard == [("torch.cuda.synchronize", "cuda"), ("stream.synchronize", "cuda"), ("event.synchronize", "cuda")]
+    assert torch.cuda.Event.synchronize is original
+
+
+def test_launching_driver_calls():
+    names = [
+        "cudaLaunchKernel",
+        "cudaLaunchKernel",
+        "cuLaunchKernelEx",
+        "cudaGraphLaunch",
+        "cudaMemcpyAsync",
+        "vectorized_kernel",
+    ]
+    events = [SimpleNamespace(name=lambda n=n: n) for n in names]
+    assert kernels.launch_calls(events) == {"cudaLaunchKernel": 2, "cuLaunchKernelEx": 1, "cudaGraphLaunch": 1}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+def test_triton_launches():
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    @triton.jit
+    def double(x, n: tl.constexpr):
+        i = tl.arange(0, n)
+        tl.store(x + i, tl.load(x + i) * 2)
+
+    original, x = InterpretedFunction.run, torch.ones(4)
+    with watch() as ledger:
+        for _ in range(3):
+            double[(1,)](x, 4)
+    assert InterpretedFunction.run is original
+    (row,) = [row for row in ledger.rows if row.kind == "launch"]
+    assert (row.what, row.count, row.place.site.code) == ("double", 3, "double[(1,)](x, 4)")
+    assert x.tolist() == [8.0] * 4
+
+
+def test_triton_s_own_launch_hook(monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with watch() as ledger:
+        knobs.runtime.launch_enter_hook(SimpleNamespace(data={"name": "rms_norm_forward"}))
+    knobs.runtime.launch_enter_hook(SimpleNamespace(data={"name": "later"}))
+    assert [(row.what, row.count) for row in ledger.rows if row.kind == "launch"] == [("rms_norm_forward", 1)]
+
+
+def test_allocations_with_their_lines(monkeypatch):
+    now = {"num_device_alloc": 3, "num_device_free": 1, "num_alloc_retries": 0}
+    library = {"filename": torch.__file__, "line": 1, "name": "empty"}
+    mine = {"filename": __file__, "line": 2, "name": "step"}
+    trace = [
+        {"action": "alloc", "size": 512, "frames": [mine]},
+        {"action": "segment_alloc", "size": 2 << 20, "frames": [{"filename": "??", "line": 0, "name": "x"}, library, mine]},
+        {"action": "segment_alloc", "size": 20 << 20, "frames": []},
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: dict(now))
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"num_host_alloc": now["num_device_alloc"]})
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **k: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [trace]})
+    with watch(without=("kernels", "dispatch", "calls", "gputrace")) as ledger:
+        now.update(num_device_alloc=6, num_device_free=2)
+    rows = [
+        (row.kind, row.what, row.count, row.bytes, row.place.site and row.place.site.line)
+        for row in ledger.rows
+        if row.kind != "gc"
+    ]
+    assert rows == [
+        ("alloc", "cudaMalloc", 2, 20 << 20, None),
+        ("alloc", "cudaMalloc", 1, 2 << 20, 2),
+        ("free", "cudaFree", 1, 0, None),
+        ("pin", "pinned allocation", 3, 0, None),
+    ]
+    assert ledger.totals["allocations"] == 3
+    assert memory.site_in([library]) is None
+
+
+def test_on_a_machine_without_a_device_syncs_cannot_pass(monkeypatch):
+    from gpubound.watch import simgpu
+
+    monkeypatch.setattr(simgpu, "ready", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with watch() as ledger:
+        pass
+    ledger.assert_within(fallbacks=0, recompiles=0)
+    with pytest.raises(
+        BudgetError, match=r"^not counted: syncs\. .* simgpu: simgpu\(\) was not called; dispatch: no GPU and no pretend"
+    ):
+        ledger.assert_within(syncs=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"),
+    [
+        (__file__, site.USER),
+        (torch.__file__, site.TORCH),
+        (torch._ops.__file__, site.PLUMBING),
+        (threading.__file__, site.STDLIB),
+        (pytest.__file__, site.LIBRARY),
+        (calls.__file__, site.OWN),
+        (ops.__file__.replace("watch/ops", "device"), site.LIBRARY),
+        ("<string>", site.UNNAMED),
+        ("<stdin>", site.USER),
+        ("<ipython-input-3-abc>", site.USER),
+        ("<frozen runpy>", site.UNNAMED),
+    ],
+)
+def test_whose_file(file, whose):
+    assert site.owner(file) is whose
+
+
+def test_code_run_as_main_from_a_string_is_the_users():
+    code = compile("def f():\n    return here()\nplace = f()", "<string>", "exec")
+    space = {"__name__": "__main__", "here": site.here}
+    exec(code, space)
+    assert (space["place"].site.function, space["place"].site.line) == ("f", 2)
+
+
+def test_a_statement_over_several_lines():
+    place = (
+        site.here()
+    )  # fmt: skip
+    assert place.site.code.startswith("site.here()")
+
+
+def test_origins_of_another_thread_s_nodes_are_not_believed():
+    origins = site.Origins()
+    x = torch.ones(2, requires_grad=True)
+    node = (x * 2).grad_fn
+    origins._built[node._sequence_nr()] = ("addmm", site.here().site)
+    assert origins.of(node) is None
+    origins._built[node._sequence_nr()] = ("mul", site.here().site)
+    assert origins.of(node).function == "test_origins_of_another_thread_s_nodes_are_not_believed"
+
+
+def test_dense():
+    x = torch.zeros(4, 6)
+    assert ops.dense(x) and ops.dense(x.t()) and ops.dense(x[1:]) and ops.dense(torch.zeros(()))
+    assert not ops.dense(x[:, 1:]) and not ops.dense(x.expand(3, 4, 6))
+
+
+def test_names_of_the_table_exist():
+    """A name that torch no longer has would silently stop being seen."""
+    for name in ops._LOOKS:
+        _, op, overload = name.split(".")
+        assert overload in getattr(torch.ops.aten, op).overloads(), name
