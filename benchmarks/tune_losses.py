@@ -6,7 +6,7 @@ First the kernel that turns a chunk of logits into losses and gradients, in plac
 read and one write of the logits, the least there is (the second read finds a row in the L2 or not). Then the whole op, forward
 and backward of `--tokens` tokens, chunk by chunk, in its two forms: `grad` returns dweight, `main_grad` adds it to an fp32
 accumulator inside the products (grad_scale). TFLOP/s count the three products. Memory is the peak beside the arguments. Liger's
-fused form stands beside them when it is installed. The settings go into `plan` and LOGITS_BYTES, the figures into LOG.md.
+fused form stands beside them when it is installed. The settings go into `plan` and `chunk_rows`, the figures into LOG.md.
 """
 
 import argparse
@@ -37,29 +37,30 @@ def main() -> None:
     chunks, tiles, warps = ([int(n) for n in text.split(",")] for text in (options.chunks, options.tiles, options.warps))
     for head in options.heads.split(","):
         features, words = map(int, head.split("x"))
-        for line in kernel_lines(words, options.tokens, tiles, warps, options.runs, device, dtype):
+        for line in kernel_lines(features, words, options.tokens, tiles, warps, options.runs, device, dtype):
             print(line, flush=True)
         for line in op_lines(features, words, options.tokens, chunks, options.runs, device, dtype):
             print(line, flush=True)
 
 
-def kernel_lines(words: int, tokens: int, tiles, warps, runs: int, device: torch.device, dtype: torch.dtype) -> list[str]:
+def kernel_lines(
+    features: int, words: int, tokens: int, tiles, warps, runs: int, device: torch.device, dtype: torch.dtype
+) -> list[str]:
     """One line a tile, its warps side by side; today's plan first."""
-    from gpubound.kernels.triton import cross_entropy
-    from gpubound.kernels.triton.linear_cross_entropy import chunk_rows
+    from gpubound.kernels.triton import _logits
 
-    rows = min(tokens, chunk_rows(tokens, words, dtype.itemsize))
+    rows = min(tokens, _logits.chunk_rows(tokens, features))
     logits = torch.randn(rows, words, device=device, dtype=dtype)
     labels = torch.randint(words, (rows,), device=device)
-    options, today = cross_entropy.Options(-100, 0.0, None, 0.0), cross_entropy.plan
+    options, today = _logits.Options(-100, 0.0, None, 0.0), _logits.plan
     moved = 2 * logits.numel() * logits.element_size()
 
     def timed(tile: int, count: int) -> str:
-        cross_entropy.plan = lambda _: (tile, count)
+        _logits.plan = lambda _: (tile, count)
         try:
-            seconds = median(lambda: cross_entropy.row_losses(logits, labels, options, write=True), runs, device, ahead=True)
+            seconds = median(lambda: _logits.row_losses(logits, labels, options, write=True), runs, device, ahead=True)
         finally:
-            cross_entropy.plan = today
+            _logits.plan = today
         return f"{count} warps {seconds * 1e6:.0f} us {moved / seconds / 1e9:.0f} GB/s"
 
     tile, count = today(words)

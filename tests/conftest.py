@@ -23,7 +23,10 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    """Without a GPU, what is marked `gpu` is skipped. With one, whatever runs on `device` runs there, and is marked so too."""
+    there = torch.cuda.is_available()
+    for item in items:
+        if there and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        elif not there and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

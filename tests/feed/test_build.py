@@ -12,6 +12,7 @@ import pytest
 
 from gpubound.errors import DataError
 from gpubound.feed import Corpus, Tokenizer, train_tokenizer
+from gpubound.feed import build as build_module
 from gpubound.feed.corpus import CLAIM, MANIFEST
 from gpubound.feed.shards import write_shard
 
@@ -167,7 +168,7 @@ def interrupted(path):
 
 
 def test_an_interrupted_build_is_not_finished_with_other_texts_or_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpubound.feed.build.BATCH_TEXTS", 1)
+    monkeypatch.setattr(build_module, "BATCH_TEXTS", 1)
     interrupted(tmp_path)
     before = contents(tmp_path)
     changed = "the texts have changed since the interrupted build; build to another path, or delete that one."
@@ -198,7 +199,7 @@ def test_a_finished_corpus_is_left_as_it_is(corpus, said):
 def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text " * 10)
     build(tmp_path / "c", tmp_path / "a.txt")
-    monkeypatch.setattr("gpubound.feed.build.documents", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(build_module, "documents", lambda *_: pytest.fail("read again"))
     assert build(tmp_path / "c", tmp_path / "a.txt").documents == 1
 
 

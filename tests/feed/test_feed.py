@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from gpubound import trace
 from gpubound.errors import DataError, FallbackError
-from gpubound.feed import feed
+from gpubound.feed import choose, feed
 from gpubound.feed.choose import fits
 
 MODES = ("resident", "ring", "direct")
@@ -254,8 +254,8 @@ def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("gpubound.feed.choose.Resident", full)
-    monkeypatch.setattr("gpubound.feed.choose.bytes_needed", lambda *_: 3_000_000)
+    monkeypatch.setattr(choose, "Resident", full)
+    monkeypatch.setattr(choose, "bytes_needed", lambda *_: 3_000_000)
     served = feed(batches(), device="cpu")
     assert seen(served) == list(range(7)) and served.mode == "direct"
     why = "cpu ran out of memory while 3.0 MB were uploaded; streaming instead"
@@ -265,7 +265,7 @@ def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
 
 
 def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
-    monkeypatch.setattr("gpubound.feed.choose.bytes_needed", lambda *_: 3_000_000)
+    monkeypatch.setattr(choose, "bytes_needed", lambda *_: 3_000_000)
     assert feed(batches(), device="cpu", budget="2 MB").mode == "direct"
     assert said() == "gpubound: feed: streaming: its 3.0 MB do not fit the budget of 2.0 MB on cpu.\n"
     with pytest.raises(ValueError) as error:

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from gpubound.feed import ring as ring_module
 from gpubound.feed.bucket import Padding
 from gpubound.feed.lane import HostLane, pack
 from gpubound.feed.ring import AHEAD, Ring
@@ -177,10 +178,8 @@ def test_a_forgotten_ring_ends_its_thread():
 
 
 def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
-    import gpubound.feed.ring as module
-
     gate = threading.Event()
-    monkeypatch.setattr(module, "CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr(ring_module, "CLOSING_SECONDS", 0.05)
     monkeypatch.setattr("gpubound.trace._said", set())
 
     def source():

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound import trace
 from gpubound.errors import FallbackError, GraphError
-from gpubound.feed import Corpus, feed, train_tokenizer
+from gpubound.feed import Corpus, feed, serve, train_tokenizer
 from gpubound.graph import capture
 
 from .conftest import TEXTS, Bytes
@@ -179,7 +179,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("gpubound.feed.serve._to_device", full)
+    monkeypatch.setattr(serve, "_to_device", full)
     assert same(corpus.batches(16, 2, "cpu").take(), served.take())
     assert said() == (
         "gpubound: fallback: batches: cpu ran out of memory while a corpus of 2.5 kB was uploaded; streaming through the ring\n"

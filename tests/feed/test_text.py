@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpubound.errors import DataError
+from gpubound.feed import text
 from gpubound.feed.text import documents, files
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -39,12 +40,10 @@ def test_files_and_folders(tmp_path):
 
 
 def test_a_separator_splits_a_txt_file_even_across_its_chunks(tmp_path, monkeypatch):
-    import gpubound.feed.text as module
-
     path = tmp_path / "stories.txt"
     path.write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\nthree")
     for chunk in (1, 5, 1000):
-        monkeypatch.setattr(module, "_CHUNK", chunk)
+        monkeypatch.setattr(text, "_CHUNK", chunk)
         assert read(path, separator="<|endoftext|>") == ["one", "two\nlines", "three"]
 
 
@@ -59,10 +58,13 @@ def test_parquet(tmp_path):
 
 
 def test_a_saved_dataset(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
-    rows.select([2, 0]).save_to_disk(str(tmp_path / "picked"))
-    assert read(tmp_path / "picked") == ["c", "a"] and read(rows) == ["a", "b", "c"]
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    # With a fingerprint of our own: datasets 5.2 cannot compute one of pyarrow 26's tables.
+    rows = datasets.Dataset(pyarrow.table({"text": ["a", "b", "c"], "n": [1, 2, 3]}), fingerprint="rows")
+    chats = datasets.Dataset(pyarrow.table({"messages": [CHAT]}), fingerprint="chats")
+    rows.save_to_disk(str(tmp_path / "rows"))
+    chats.save_to_disk(str(tmp_path / "chats"))
+    assert read(tmp_path / "rows") == read(rows) == ["a", "b", "c"] and read(tmp_path / "chats") == [CHAT]
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "splits"))
     assert refused(tmp_path / "splits", ValueError) == (
         f"{tmp_path / 'splits'}: holds the splits train, test, wanted one of them; pass the folder of the split."

@@ -1,5 +1,6 @@
 """A captured function computes what the function does, and capturing leaves no trace."""
 
+import doctest
 import functools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from gpubound.graph import capture
+from gpubound.graph import captured as captured_module
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
 
@@ -271,6 +273,11 @@ def test_wrong_arguments(arguments, sentence):
     with pytest.raises(ValueError) as error:
         capture(arguments.pop("fn"), torch.ones(2), **arguments)
     assert str(error.value) == sentence
+
+
+def test_docstring_example():
+    assert doctest.testmod(captured_module).attempted == 3
+    assert doctest.testmod(captured_module).failed == 0
 
 
 def test_unknown_argument():

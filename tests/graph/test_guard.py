@@ -102,7 +102,9 @@ def test_another_model_in_the_closure():
     model = perceptron()
     captured = capture(lambda x: model(x), drawn(5, 4))
     model = perceptron()
-    assert said(captured, drawn(5, 4)) == REPLACED.format("model", "another object")
+    assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "another tensor")
+    model = None
+    assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "nothing")
 
 
 def test_a_cache_that_is_rebound():
@@ -119,6 +121,20 @@ def test_a_cache_that_is_rebound():
     assert captured.held == ["self.keys[0]", "input 0"]
     cache.keys[0] = torch.zeros(3)
     assert said(captured, torch.ones(3)) == REPLACED.format("self.keys[0]", "another tensor")
+
+
+def test_an_attribute_that_is_rebound():
+    class Cell:
+        def __init__(self):
+            self.state = torch.zeros(3)
+
+        def step(self, x):
+            return self.state.mul_(0.5).add_(x).clone()
+
+    cell = Cell()
+    captured = capture(cell.step, torch.ones(3))
+    cell.state = torch.zeros(3)
+    assert said(captured, torch.ones(3)) == REPLACED.format("self.state", "another tensor")
 
 
 def test_optimizer_state_loaded_again(model):
@@ -150,6 +166,30 @@ def test_learning_rate_in_a_tensor_is_followed(model, tape):
     before = model[0].weight.clone()
     captured(drawn(5, 4), drawn(5, 1))
     assert torch.equal(before, model[0].weight)
+
+
+def test_python_values_in_the_closure():
+    scale, mask = 2.0, None
+    captured = capture(lambda x: x * scale if mask is None else x * mask, torch.ones(3))
+    scale = 1.0 + 1.0  # equal, though another object
+    captured(torch.ones(3))
+    scale = 3.0
+    assert said(captured, torch.ones(3)) == BAKED.format("scale", "3.0", "2.0")
+    scale, mask = 2.0, torch.ones(3)
+    assert said(captured, torch.ones(3)) == BAKED.format("mask", "a tensor", "None")
+
+
+def test_a_count_that_the_function_keeps_for_itself(runner):
+    calls = 0
+
+    def fn(x):
+        nonlocal calls
+        calls += 1
+        return x * 2
+
+    captured = capture(fn, torch.ones(3))
+    for _ in range(3):
+        captured(torch.ones(3))
 
 
 def test_evaluation_mode(captured, model):

@@ -12,7 +12,7 @@ from gpubound.kernels.triton import adamw as fast
 
 from .cases import assert_inside, banded, draw, same
 
-SIZES = [1, 63, 4096, 5000]
+SIZES = [1, 63, 4096, 5000]  # a block of the kernel is 4096
 BETAS = (0.9, 0.95)
 INF, NAN = float("inf"), float("nan")
 
@@ -172,11 +172,52 @@ def test_random_rounding_is_the_same_in_both_mirrors_and_right_on_average(device
     assert abs(up - 1 / 8) < 4 * math.sqrt(7 / 64 / n)  # four standard deviations
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_reference_part_by_part_is_the_whole(monkeypatch, seed):
+    """Cut at 7 elements, with the end of the decay inside a part: each element still has its own index and decay."""
+    results = []
+    for part in (7, 1000):
+        monkeypatch.setattr(reference, "PART", part)
+        weight, m, v = draw("cpu", torch.bfloat16, 50), torch.zeros(50), torch.zeros(50)
+        plan = torch.tensor([1, 1, 0.5, 0.1, 1, 1])
+        reference.adamw(weight, draw("cpu", torch.float32, 50, seed=1), m, v, None, plan, *BETAS, 1e-8, 24, seed)
+        results.append((weight, m, v))
+    assert all(a.equal(b) for a, b in zip(*results))
+
+
 def test_random_rounding_varies_with_the_update_and_takes_every_sign(device):
     x = torch.linspace(-3, 3, 1000, device=device)
-    a, b = (reference._round_at_random(x, torch.tensor(float(t), device=device), 0) for t in (1, 2))
+    a, b = (reference._round_at_random(x, 0, torch.tensor(float(t), device=device), 0) for t in (1, 2))
     assert not a.equal(b)
     assert ((a.float() - x).abs() <= x.abs() * 2**-7 + 1e-30).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [None, 3])
+def test_many_elements_on_the_gpu(seed):
+    """More than one wave of programs, a length that no block divides: norm, masters and 16-bit weights as the reference's."""
+    device, n = torch.device("cuda"), 10_000_019
+    gradient = draw(device, torch.float32, n)
+    states = [wide(4, 0, 1, 0).to(device) for _ in range(2)]
+    (plan, report), (plan_want, report_want) = (
+        planned(gradient, s, clip=1.0, by=by) for s, by in zip(states, (fast, reference))
+    )
+    assert report == pytest.approx(report_want, rel=1e-6)
+    got, want = [
+        [
+            draw(device, torch.bfloat16, n, seed=1),
+            gradient,
+            draw(device, torch.float32, n, seed=2),
+            draw(device, torch.float32, n, seed=3).square(),
+            draw(device, torch.float32, n, seed=4) if seed is None else None,
+        ]
+        for _ in range(2)
+    ]
+    fast.adamw(*got, plan, *BETAS, 1e-8, n // 3, seed)
+    reference.adamw(*want, plan_want, *BETAS, 1e-8, n // 3, seed)
+    for name, a, b in zip(("weight", "gradient", "m", "v", "master"), got, want):
+        if a is not None:
+            same(name, a, b, 8e-3 if a.dtype == torch.bfloat16 else 1e-6)
 
 
 def test_stores_stay_inside(device):

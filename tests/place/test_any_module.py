@@ -3,9 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 import gpubound as gb
+from gpubound.models import Decoder, DecoderConfig
 from gpubound.place.swap import Fused
 
 from .models import tiny, tokens
@@ -75,6 +84,35 @@ def test_autocast_keeps_torchs_own_rules():
         want = net(x)["y"]
         place(net)
         assert torch.equal(net(x)["y"], want)
+
+
+def test_running_statistics_are_the_users():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False), nn.LayerNorm(3)).train()
+    state = {name: t.clone() for name, t in net.state_dict().items()}
+    assert place(net, example=torch.randn(5, 4)).verified
+    assert all(torch.equal(t, state[name]) for name, t in net.state_dict().items())
+
+
+def test_families_without_parts_are_moved_and_verified():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+    placement = place(GPT2LMHeadModel(GPT2Config(**sizes)), strict=True)
+    assert placement.verified and placement.swapped == 3, "its layer norms"
+    bert = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20)
+    placement = place(BertForMaskedLM(bert), strict=True)
+    assert placement.verified and placement.swapped == 4
+
+
+def test_a_decoder_of_gpubounds_own():
+    model = Decoder(DecoderConfig(16, 24, 2, 4, 2, 50, tied=True))
+    placement = place(model, strict=True)
+    assert placement.verified and placement.swapped == 0
+    rows = {row.module: (row.kernel, row.why) for row in placement.rows}
+    why = "gpubound's own, tested against the reference"
+    assert rows["model.layers.1.self_attn"] == ("q, k, v as one product; reference rope_qkv; SDPA", why)
+    assert rows["lm_head"] == ("loss without whole logits: reference linear_cross_entropy", why)
+    assert "model.layers.1.self_attn.q_proj" not in rows and rows["model.embed_tokens"] == ("torch", "as it was")
+    assert ": reference kernels. Whole model, forward and backward: " in placement.summary
 
 
 def test_a_norm_over_two_dimensions_is_left_alone():

@@ -33,8 +33,8 @@ def test_the_whole_table():
     norm = f"cpu | float32 | reference rms_norm, add_rms_norm | 0 | {off}"
     assert lines == [
         "module | device | dtype | kernel | fallbacks | why",
-        f"(the model) | cpu | float32 | head and loss without whole logits: reference linear_cross_entropy | 0 | {off}",
-        f"model | cpu | float32 | residual adds inside the norms: reference add_rms_norm | 0 | {off}",
+        f"(the model) | cpu | float32 | loss without whole logits: reference linear_cross_entropy | 0 | {off}",
+        f"model | cpu | float32 | residual adds in the norms: reference add_rms_norm | 0 | {off}",
         "model.embed_tokens | cpu | float32 | torch | 0 | as it was",
         f"model.layers.*.self_attn (2) | cpu | float32 | q, k, v as one product; reference rope; SDPA | 0 | {off}",
         f"model.layers.*.self_attn.q_norm (2) | {norm}",

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpubound.kernels import choose
+from gpubound import device as facts
 
 
 @pytest.fixture
 def on_reference(monkeypatch):
     """Doors take the reference on the CPU: hundreds of steps in the interpreter would take minutes."""
-    monkeypatch.setattr(choose, "interpreted", lambda: False)
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
 
 
 class Small(nn.Module):

@@ -108,6 +108,13 @@ def test_errors():
     assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2, device="meta"))))) == (
         "parameters: a is on the meta device and has no values yet; load the weights first."
     )
+    assert message(lambda: lay_out(nn.LazyLinear(3).named_parameters())) == (
+        "parameters: weight is a UninitializedParameter, wanted a plain torch.nn.Parameter; "
+        "run a lazy module once before, and do not shard or quantise what is trained."
+    )
+    assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(torch.ones(2, device="meta"))))) == (
+        "parameters: b is on meta, a on cpu; move the model to one device before it is trained."
+    )
     assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(weight.detach()[1:])))) == (
         "parameters: a and b are two Parameters over the same memory; tie them by giving both modules the one Parameter object."
     )

@@ -2,6 +2,7 @@
 
 reach.py       what the function can reach, with names and the ways to it
 discover.py    what it reads and writes, found by watching eager calls (launches.py: kernels that no dispatcher sees)
+operations.py  what an operation does to its arguments
 explain.py     what a graph cannot hold, at which line, and what to write instead (places.py: whose line it is)
 memory.py      copies of what it writes, put back bit for bit; the comparison of results
 layout.py      static inputs, and the exact check of every later call against them
@@ -10,9 +11,9 @@ prepare.py     the whole way from a function to a graph
 guard.py       what must still be true at a replay
 certify.py     replays against eager on other inputs (calls.py, vary.py; diagnose.py: why they disagree)
 poison.py      NaN where nothing should be read
-capture.py     the public function
+captured.py    the public function and what it returns
 """
 
-from .capture import Captured as Captured
-from .capture import capture as capture
+from .captured import Captured as Captured
+from .captured import capture as capture
 from .certify import Certificate as Certificate

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -17,6 +18,7 @@ class Subject(Protocol):
     """What a certificate needs of a captured function."""
 
     name: str
+    device: torch.device
     layout: Layout
     snapshot: Snapshot
     generators: Generators

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from ..errors import GraphError
 from .calls import Results, Subject, eager_call, replay_call
 from .diagnose import cause
-from .memory import EQUAL, Difference, Memory, difference
+from .memory import EQUAL, Difference, Memory, Room, difference
 from .vary import vary
 
 
@@ -77,7 +77,8 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
     names = [slot.name for slot in subject.layout.slots if slot.buffer is not None]
     rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
     subject.reset()
-    workspace = [Memory(memory.tensor, memory.name) for memory in subject.snapshot.memories.values()]
+    room = Room(subject.device)
+    workspace = [Memory(memory.tensor, memory.name, room) for memory in subject.snapshot.memories.values()]
     worst, worst_name, same_random = EQUAL, "", True
     for index, (given, _) in enumerate(rounds):
         verdicts, random = _round(subject, given, workspace, made_up=others is None)

@@ -10,27 +10,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import explain
 from .launches import patched
 from .memory import Memory, Snapshot
+from .operations import Origin, began, plain_tensors, tensors_in, written
 from .places import Place, here
 from .reach import storage_key
 
 # A kernel may write all its tensor arguments. Weights and anything larger than this count as written when their bytes change.
 LARGE = 256 << 20
-
-_NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
-_CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
-_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the value
-_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
 @dataclass
@@ -46,16 +41,6 @@ class Seen:
     def describe(self) -> str:
         kind = f"the {str(self.tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(self.tensor.shape)}"
         return f"{kind} used at {self.read}" if self.read else f"{kind} used in the backward pass"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How a tensor began that the function made: filled with a value, uninitialised, or computed."""
-
-    place: Place | None
-    call: int
-    fill: Any = None
-    empty: bool = False
 
 
 class Watch:
@@ -156,7 +141,7 @@ class Watch:
         """Note a result that is no view of an argument. Freed memory may be taken again: the newest origin counts."""
         key = storage_key(tensor)
         if key and key not in given and key not in self.external and key not in self.inputs:
-            self._made[key] = _origin(op, args, tensor, place, self.calls)
+            self._made[key] = began(op, args, tensor, place, self.calls)
 
     def refill(self, tensor: Tensor, value: Any) -> None:
         """`zero_()` or `fill_(value)` right after `empty()` is a filled tensor."""
@@ -189,7 +174,7 @@ class Watch:
                 known = key in self.external and self.external[key].is_written
                 weight = isinstance(tensor, nn.Parameter) or tensor.untyped_storage().nbytes() > LARGE
                 if key in self.inputs or (weight and not known):
-                    doubtful[key] = (tensor, Memory(tensor, ""))
+                    doubtful[key] = (tensor, Memory(tensor, "", self.snapshot.room))
                 else:
                     self.before_write(tensor, place)
             result = launch()
@@ -198,6 +183,8 @@ class Watch:
                     if key not in self.inputs and key not in self.made_before:
                         self.snapshot.adopt(key, memory)
                     self.before_write(tensor, place)
+                else:
+                    self.snapshot.room.give_back(memory.kept)
         return result
 
 
@@ -244,11 +231,11 @@ class _Operations(TorchDispatchMode):
         watch.remember_forward(place)
         if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
             watch.made(args[0], func, args, place, set())
-        given = [plain for tensor in explain.tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
+        given = [plain for tensor in tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
         for tensor in given:
             watch.see(tensor, place)
         with watch.quietly():
-            for tensor in _written(func, args, kwargs):
+            for tensor in written(func, args, kwargs):
                 for plain in plain_tensors(tensor):
                     watch.before_write(plain, place)
                     self._check_host_write(func, plain, args)
@@ -262,7 +249,7 @@ class _Operations(TorchDispatchMode):
         with watch.inside_operation():
             out = func(*args, **kwargs)
         keys = {storage_key(tensor) for tensor in given}
-        for tensor in explain.tensors_in(out):
+        for tensor in tensors_in(out):
             for plain in plain_tensors(tensor):
                 watch.made(plain, func, args, place, keys)
         return out
@@ -275,54 +262,3 @@ class _Operations(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[1].device == device and tensor.is_pinned():
             return
         self.watch.hazard(explain.HOST_WRITE.format(device=device))
-
-
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory inside a wrapper (DTensor and its kin), or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(tensor, name))
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    positions, names, every = _writes(func)
-    if every:
-        yield from explain.tensors_in((args, kwargs))
-        return
-    for position in positions:
-        if position < len(args):
-            yield from explain.tensors_in(args[position])
-    for name in names:
-        if name in kwargs:
-            yield from explain.tensors_in(kwargs[name])
-
-
-@cache
-def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
-    """Which arguments an operation writes, by its schema; all of them for a collective, whose schemas do not say."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return (), (), False
-    if schema.name.startswith("c10d::"):
-        return (), (), True
-    hit = [
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _NORM_STATISTICS
-    ]
-    return tuple(position for position, _ in hit), tuple(name for _, name in hit), False
-
-
-def _origin(op: Any, args: tuple, made: Tensor, place: Place | None, call: int) -> Origin:
-    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
-    if name in _EMPTY:
-        return Origin(place, call, empty=True)
-    if name in _CONSTANTS:
-        return Origin(place, call, fill=_CONSTANTS[name])
-    if name in _FILLED and len(args) > _FILLED[name] and isinstance(args[_FILLED[name]], (bool, int, float)):
-        return Origin(place, call, fill=args[_FILLED[name]])
-    if name == "lift_fresh" and made.numel() == 1 and made.device.type == "cpu":
-        return Origin(place, call, fill=made.detach().numpy().item())
-    return Origin(place, call)

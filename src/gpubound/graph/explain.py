@@ -5,7 +5,7 @@ looked at first: reads of the device from the host, results whose shape depends 
 rules hold on a CPU, so that a run without a GPU says what would fail on one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
+from .operations import tensors_in
 from .places import Place, from_traceback
 
 aten = torch.ops.aten
@@ -150,18 +151,6 @@ def _of_lift(made: Tensor, device: torch.device) -> str | None:
 
 def _any_on(args: Any, device: torch.device) -> bool:
     return any(tensor.device == device for tensor in tensors_in(args))
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in the arguments of an operation."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
 
 
 # What CUDA and torch say when a capture breaks, and what that means. First match wins.

@@ -42,9 +42,18 @@ def _hook() -> None:
 
 
 class Guard:
-    """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them."""
+    """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them.
 
-    def __init__(self, held: list[tuple[str, Tensor]], reach: Reach, gradients: list[tuple[str, Tensor, Tensor]]) -> None:
+    `plain` are the Python values that fn names directly and does not change itself, `gradients` those that the graph writes.
+    """
+
+    def __init__(
+        self,
+        held: list[tuple[str, Tensor]],
+        reach: Reach,
+        plain: list[tuple[Way, Any]],
+        gradients: list[tuple[str, Tensor, Tensor]],
+    ) -> None:
         _hook()
         self.names = [name for name, _ in held]
         self._tensors = [tensor for _, tensor in held]
@@ -55,13 +64,16 @@ class Guard:
         mine = {id(tensor) for tensor in self._tensors}
         self._places = [found for found in reach.tensors if id(found.tensor) in mine]
         self._gradients = gradients
-        self._roots = [(way, way.find()) for way in reach.roots]
+        steady, loose = {way.name for way, _ in plain}, {way.name for way, _ in reach.plain}
+        self._root_ways = [way for way in reach.roots if way.name in steady or way.name not in loose]
         self._optimizers = reach.optimizers
-        self._values = reach.constants + reach.modes
+        self._values = reach.constants + reach.modes + plain
         on_gpu = any(tensor.is_cuda for tensor in self._tensors)
-        self._versions = (
-            [(name, t, t._version) for name, t in held if t.device.type == "cpu" and not t.is_inference()] if on_gpu else []
-        )
+        # Pinned memory is read, or written, by a node of the graph at every replay; other CPU tensors were read once.
+        baked = [
+            (name, t) for name, t in held if on_gpu and t.device.type == "cpu" and not t.is_pinned() and not t.is_inference()
+        ]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in baked]
         self._calls = 0
         self._prepare()
 
@@ -84,22 +96,22 @@ class Guard:
         direct = [found for found in self._places if not _registered(found.way)][:DIRECT]
         objects = [slot for found in direct if (slot := found.way.slot())]
         objects += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
-        self._objects = ([c for c, _ in objects], [k for _, k in objects], [c[k] for c, k in objects])
         shallow = [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
-        values = [slot for way in shallow if (slot := way.slot())]
-        self._scalars = ([c for c, _ in values], [k for _, k in values], [c[k] for c, k in values])
+        objects += [slot for way in shallow if (slot := way.slot())]
+        self._objects = ([c for c, _ in objects], [k for _, k in objects], [c[k] for c, k in objects])
+        self._roots = [(way, way.find()) for way in self._root_ways]
         few = self._gradients[:GRADIENTS]
         self._few = ([leaf for _, leaf, _ in few], [gradient for _, _, gradient in few])
         self._seen = _registrations
 
     def _stands(self) -> bool:
-        """Whether everything compared at every call is as it was."""
+        """Whether everything compared at every call is the same object still; the walk then sees whether another is as good."""
         try:
             containers, keys, wanted = self._objects
-            if not all(map(is_, map(getitem, containers, keys), wanted)):
-                return False
-            containers, keys, wanted = self._scalars
-            if list(map(getitem, containers, keys)) != wanted or not all(map(is_, map(_gradient, self._few[0]), self._few[1])):
+            leaves, gradients = self._few
+            if not all(map(is_, map(getitem, containers, keys), wanted)) or not all(
+                map(is_, map(_gradient, leaves), gradients)
+            ):
                 return False
             return all(way.root() is node for way, node in self._roots)
         except (KeyError, IndexError, ValueError):  # something was deleted: the walk names it
@@ -107,9 +119,6 @@ class Guard:
 
     def _walk(self) -> None:
         """Go every way again, and name what stands there instead."""
-        for way, node in self._roots:
-            if not isinstance(node, Tensor) and way.find() is not node:
-                self._replaced(way.name, way.find())
         for name, leaf, gradient in self._gradients:
             if leaf.grad is not gradient:
                 raise GraphError(
@@ -120,10 +129,10 @@ class Guard:
             if found.way.find() is not found.tensor:
                 self._replaced(found.name, found.way.find())
         for way, value in self._values:
-            now = way.find()
-            if now is not value and now != value:
+            if not same(now := way.find(), value):
+                got = "a tensor" if isinstance(now, Tensor) else "nothing" if now is MISSING else repr(now)
                 raise GraphError(
-                    f"{way.name}: got {now!r}, wanted {value!r} as captured: a Python value is baked into the graph; "
+                    f"{way.name}: got {got}, wanted {value!r} as captured: a Python value is baked into the graph; "
                     "make it a tensor on the device and write it with fill_(), or call captured.recapture()."
                 )
         self._prepare()
@@ -145,16 +154,24 @@ class Guard:
 
     @staticmethod
     def _replaced(name: str, now: Any) -> None:
-        got = "nothing" if now is MISSING or now is None else "another tensor" if isinstance(now, Tensor) else "another object"
+        got = "another tensor" if isinstance(now, Tensor) else "nothing" if now is MISSING or now is None else "another object"
         raise GraphError(
             f"{name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
             "write into it with copy_(), or call captured.recapture()."
         )
 
 
+def same(now: Any, value: Any) -> bool:
+    """Whether a Python value is as it was; a tensor in its place is not."""
+    return now is value or (type(now) is type(value) and now == value)
+
+
 def _registered(way: Way) -> bool:
     """True for a parameter, buffer or optimizer state: their number is large, and replacing one is noticed otherwise."""
-    return any(step in (("attribute", "_parameters"), ("attribute", "_buffers"), ("attribute", "state")) for step in way.steps)
+    return any(
+        step in (("attribute", "_parameters"), ("attribute", "_buffers")) or (step[0] == "item" and isinstance(step[1], Tensor))
+        for step in way.steps
+    )
 
 
 def address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[], bool]:

@@ -1,7 +1,7 @@
 """Memory as bytes: a copy of what a function writes, put back bit for bit; and the comparison of two results.
 
-A copy is made of the whole storage, not of a tensor, because views overlap. It lies on the device while it takes at most half
-of what is free there, else in pinned host memory: a training state of tens of GB must not be the reason that a capture fails.
+A copy is made of the whole storage, not of a tensor, because views overlap. Copies lie on the device until they fill half of
+what is free there, then in pinned host memory: a training state of tens of GB must not be the reason that a capture fails.
 """
 
 from dataclasses import dataclass
@@ -20,24 +20,41 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def room_for(live: Tensor) -> Tensor:
-    """A buffer like `live`, on its device when at most half of the free memory goes into it, else pinned on the host."""
-    if live.is_cuda:
-        free, _ = torch.cuda.mem_get_info(live.device)
-        free += torch.cuda.memory_reserved(live.device) - torch.cuda.memory_allocated(live.device)
-        if live.numel() > free // 2:
+def whole(tensor: Tensor) -> Tensor:
+    """Everything in the tensor's storage, as numbers of its dtype."""
+    raw, size = bytes_of(tensor), tensor.element_size()
+    return raw[: raw.numel() // size * size].view(tensor.dtype)
+
+
+class Room:
+    """Where copies go: the device until they fill half of what was free there, then pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.left: float = float("inf")
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self.left = (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+
+    def take(self, live: Tensor) -> Tensor:
+        if live.is_cuda and live.numel() > self.left:
             return torch.empty(live.numel(), dtype=torch.uint8, pin_memory=True)
-    return torch.empty_like(live)
+        if live.is_cuda:
+            self.left -= live.numel()
+        return torch.empty_like(live)
+
+    def give_back(self, kept: Tensor) -> None:
+        if kept.is_cuda:
+            self.left += kept.numel()
 
 
 class Memory:
     """One storage, and the bytes kept of it."""
 
-    def __init__(self, tensor: Tensor, name: str) -> None:
+    def __init__(self, tensor: Tensor, name: str, room: Room) -> None:
         self.name = name
         self.tensor = tensor.detach()
         self.live = bytes_of(tensor)
-        self.kept = room_for(self.live)
+        self.kept = room.take(self.live)
         self.keep()
 
     def keep(self) -> None:
@@ -66,23 +83,21 @@ class Memory:
         """How far the live contents are from the kept ones, read as numbers of the tensor's dtype."""
         if not self.changed():
             return EQUAL
-        size = self.tensor.element_size()
-        whole = self.live.numel() // size * size
-        return difference(
-            _as(self.live[:whole], self.tensor.dtype), _as(self.kept[:whole].to(self.live.device), self.tensor.dtype)
-        )
+        now = whole(self.tensor)
+        return difference(now, self.kept[: now.nbytes].view(now.dtype).to(now.device))
 
 
 class Snapshot:
     """Copies of storages, taken one by one before their first write, and put back together."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.room = Room(device)
         self.memories: dict[int, Memory] = {}
 
     def add(self, tensor: Tensor, name: str = "") -> None:
         key = storage_key(tensor)
         if key and key not in self.memories and tensor.untyped_storage().nbytes():
-            self.memories[key] = Memory(tensor, name)
+            self.memories[key] = Memory(tensor, name, self.room)
 
     def adopt(self, key: int, memory: Memory) -> None:
         self.memories.setdefault(key, memory)
@@ -135,10 +150,6 @@ def difference(got: Tensor, want: Tensor) -> Difference:
 def _bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def _as(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    return raw.view(dtype)
 
 
 class Generators:

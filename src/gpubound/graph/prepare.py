@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from . import explain
 from .discover import Watch
-from .guard import Guard
+from .guard import Guard, same
 from .layout import Layout
-from .memory import Generators, Snapshot
+from .memory import Generators, Snapshot, whole
 from .poison import fill_results
-from .reach import Found, Reach, storage_key
+from .reach import Found, Reach, Way, storage_key
 from .runner import runner_for
 
 
@@ -24,13 +24,13 @@ class Preparation:
         self.name, self.fn, self.layout, self.state = name, fn, layout, state
         self.before = Reach(fn, state)
         self.device = choose_device(layout, self.before)
-        if torch.is_autocast_enabled(self.device.type):
+        if torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(self.device.type):
             raise GraphError(
                 f"{name}: got autocast around capture(), wanted none: its cached casts of the weights would go stale; "
                 "write `with torch.autocast(...)` inside the function."
             )
         self.runner = runner_for(self.device, pool)
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(self.device)
         self.watch = Watch(self.device, layout.buffers, self.snapshot)
         self._bound: dict[str, tuple[Tensor, Tensor | None]] = {}
         self.leaves: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ class Preparation:
             raise
         self._bound = {name: (leaf, leaf.grad) for name, leaf in self.leaves.items()}
         self.reset()
-        self.guard = Guard(self._held(), self.reach, self._watched_gradients())
+        self.guard = Guard(self._held(), self.reach, self._steady(), self._watched_gradients())
 
     @property
     def new_gradients(self) -> list[str]:
@@ -167,7 +167,7 @@ class Preparation:
                     "capture one graph for each device."
                 )
         for way, value in self.before.constants:
-            if (now := way.find()) is not value and now != value:
+            if not same(now := way.find(), value):
                 raise GraphError(
                     f"{way.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do again; "
                     "keep it in a tensor on the device and update it in place."
@@ -199,13 +199,13 @@ class Preparation:
         for key, origin in self.watch.survivors().items():
             seen = self.watch.external[key]
             if key in gradients:
-                seen.tensor.detach().zero_()
+                whole(seen.tensor).zero_()
             elif not seen.is_written:
                 if self.watch.moves(key):
                     raise self._moving(seen.tensor, origin)
                 continue  # a table made once and only read
             elif origin.fill is not None:
-                seen.tensor.detach().fill_(origin.fill)
+                whole(seen.tensor).fill_(origin.fill)
             elif not origin.empty:
                 raise self._moving(seen.tensor, origin)
             self.snapshot.add(seen.tensor)
@@ -245,6 +245,11 @@ class Preparation:
         covered = {storage_key(tensor) for _, tensor in held}
         held += [(self._name(seen.tensor), seen.tensor) for key, seen in self.watch.external.items() if key not in covered]
         return held + [(slot.name, slot.buffer) for slot in self.layout.slots if slot.buffer is not None]
+
+    def _steady(self) -> list[tuple[Way, Any]]:
+        """The Python values that fn names and leaves alone. One that it counts up itself is the certificate's to judge."""
+        before = {way.name: value for way, value in self.before.plain}
+        return [(way, value) for way, value in self.reach.plain if way.name in before and same(value, before[way.name])]
 
     def _watched_gradients(self) -> list[tuple[str, Tensor, Tensor]]:
         return [

@@ -76,10 +76,11 @@ class Reach:
         self.generators: list[torch.Generator] = []
         self.constants: list[tuple[Way, Any]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.modes: list[tuple[Way, Any]] = []
+        self.modes: list[tuple[Way, Any]] = []  # every module's `training`
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids stay taken while we look
         self.roots = sorted(_roots(fn), key=lambda way: _rank(way.find()))
+        self.plain = [(way, value) for way in self.roots if isinstance(value := way.find(), _PRIMITIVES)]
         for way in self.roots:
             self._walk(way, way.find(), 0)
         self.of_state: list[Found] = []

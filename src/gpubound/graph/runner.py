@@ -16,9 +16,9 @@ from .reach import storage_key
 
 
 class EagerRunner:
-    """The CPU's form: a replay is a call of the function on the static inputs, its results copied into the static outputs.
+    """The CPU's form: a replay is a call on the static inputs, its results copied into the static outputs.
 
-    What surrounds a replay does not reach a graph, so neither does it here: gradients are on or off as they were at the capture.
+    What surrounds a replay does not reach a graph, so neither does it here: gradients are on or off as at the capture.
     """
 
     mode = "eager (no CUDA)"
@@ -31,7 +31,7 @@ class EagerRunner:
         self.grad_enabled = torch.is_grad_enabled()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        with torch.set_grad_enabled(self.grad_enabled), torch.autocast(self.device.type, enabled=False):
+        with torch.set_grad_enabled(self.grad_enabled), _without_autocast(self.device):
             return call()
 
     def strictly(self, call: Callable[[], Any]) -> None:
@@ -65,6 +65,12 @@ class EagerRunner:
                             f"{tuple(kept.shape)} as captured; a graph's shapes are fixed."
                         )
                     kept.copy_(new)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

@@ -52,7 +52,8 @@ def linear_cross_entropy(
 
         chunk · V · s  logits  +  N · H · s  dx  +  V · H · 4  dweight, summed in fp32 (V · H · s if one chunk holds all)
 
-    `chunk` is the number of tokens taken at a time; left out, as many as 256 MiB of logits hold. What is frozen costs nothing.
+    `chunk` is the number of tokens taken at a time; left out, H of them: logits no larger than the weight. What
+    is frozen costs nothing.
 
     A training step that knows its loss's factor (1 / tokens of all micro-batches) passes it as `grad_scale`, a float scalar
     on the device. Loss and gradients are multiplied by it, and the caller promises to run backward once, from the loss
@@ -92,7 +93,9 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
         if t is not None and t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for 256 MiB of logits at a time.")
+        raise ValueError(
+            f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for logits no larger than the weight."
+        )
     if grad_scale is not None and (grad_scale.dim() != 0 or not grad_scale.is_floating_point()):
         raise ValueError(
             f"{op}: grad_scale must be a floating-point scalar tensor, got {grad_scale.dtype} {tuple(grad_scale.shape)}; "

@@ -7,6 +7,7 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from .. import device as facts
 from ..errors import FallbackError, GpuboundError, PlaceError
 from ..kernels.choose import implementation
+from ..layers import MLP, Attention
 from ..trace import fallback
 from . import exercise, families, guard
 from .swap import Fused, adopt, release
@@ -48,7 +50,7 @@ def place(
         if run is not None and before is not None:
             verdict, verified = _last_run(model, run, before, placer)
         placer.report()
-    except GpuboundError:  # strict: nothing stays half swapped
+    except BaseException:  # strict, or Ctrl-C: nothing stays half swapped
         placer.release_all()
         raise
     notes = placer.notes(model)
@@ -63,8 +65,9 @@ def _first_run(model: nn.Module, example: Any) -> tuple[exercise.Exercise | None
     if run is None:
         return None, None, "nobody knows what to feed it; pass example=<a batch>"
     try:
-        return run, run(), ""
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        before = run()
+        return (run, before, "") if before else (None, None, "it gives no floating-point output")
+    except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
         return None, None, f"its own forward and backward raised {_said(error)}"
 
 
@@ -93,6 +96,7 @@ class _Placer:
     def __init__(self, strict: bool) -> None:
         self.strict = strict
         self.decided: dict[str, Note] = {}
+        self.adopted: list[nn.Module] = []
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def leaves(self, model: nn.Module) -> None:
@@ -112,7 +116,7 @@ class _Placer:
 
     def _verified(self, c: families.Candidate) -> Verdict:
         try:
-            return verify(c.module, c.cases, lambda: adopt(c.module, c.part, c.attributes))
+            return verify(c.module, c.cases, lambda: self._adopt(c))
         except FallbackError:
             raise
         except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
@@ -123,12 +127,18 @@ class _Placer:
         run, before, trouble = _first_run(c.module, None)
         if run is None or before is None:
             return Verdict("", 0.0, 0.0, trouble)
-        adopt(c.module, c.part, c.attributes)
+        self._adopt(c)
         return _compared(run, before, c.module)
+
+    def _adopt(self, c: families.Candidate) -> None:
+        adopt(c.module, c.part, c.attributes)
+        self.adopted.append(c.module)
 
     def settle(self, c: families.Candidate, verdict: Verdict) -> None:
         if verdict.ok:
-            self.decided[c.name] = Note(c.name, c.module, _kernel(c), f"verified: {verdict}", verdict=verdict)
+            self.decided[c.name] = Note(
+                c.name, c.module, _kernel(c.module, c.kernels, c.ops), f"verified: {verdict}", verdict=verdict
+            )
             return
         if isinstance(c.module, Fused):
             release(c.module)
@@ -150,9 +160,9 @@ class _Placer:
         self.refusals["the model", why] += 1
 
     def release_all(self) -> None:
-        for note in self.decided.values():
-            if isinstance(note.module, Fused):
-                release(note.module)
+        for module in self.adopted:
+            if isinstance(module, Fused):
+                release(module)
 
     def report(self) -> None:
         """One fallback for each kind of module and reason, however many layers there are."""
@@ -165,31 +175,29 @@ class _Placer:
         for name, module in model.named_modules():
             if name in self.decided:
                 notes.append(self.decided[name])
-            elif module._parameters and not self._within_swapped(name):
+            elif (kernels := families.own(module)) and not isinstance(module, Fused):
+                notes.append(Note(name, module, _kernel(module, *kernels), "gpubound's own, tested against the reference"))
+            elif module._parameters and not _within_ours(model, name):
                 notes.append(Note(name, module, "torch", "as it was"))
         return notes
 
-    def _within_swapped(self, name: str) -> bool:
-        """Inside a leaf that was swapped: its row speaks for its projections."""
-        parents = [name[:i] for i, c in enumerate(name) if c == "."]
-        return any(
-            p in self.decided and isinstance(self.decided[p].module, Fused) and _is_leaf(self.decided[p]) for p in parents
-        )
+
+def _within_ours(model: nn.Module, name: str) -> bool:
+    """Inside an attention or MLP of ours: its row speaks for its projections."""
+    parents = [name[:i] for i, c in enumerate(name) if c == "."]
+    return any(isinstance(model.get_submodule(p), Attention | MLP) for p in parents)
 
 
-def _is_leaf(note: Note) -> bool:
-    return families.role_of(note.module) in ("Attention", "MLP")
-
-
-def _kernel(c: families.Candidate) -> str:
-    """The candidate's kernels in words, each op under the implementation that its door chooses for this module's tensors."""
-    p = next(c.module.parameters(), torch.empty(1))
+def _kernel(module: nn.Module, words: str, ops: tuple[str, ...]) -> str:
+    """A module's kernels in words, each op under the implementation that its door chooses for this module's tensors."""
+    p = next(module.parameters(), torch.empty(1))
     chosen: dict[str, list[str]] = {}
-    for op in c.ops:
-        x = torch.empty(1, device=p.device, dtype=p.dtype)
-        source = implementation(op, x).__module__.split(".")[-2]
-        chosen.setdefault(source, []).append(op.rpartition(".")[2])
-    return c.kernels.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
+    with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+        for op in ops:
+            x = torch.empty(1, device=p.device, dtype=p.dtype)
+            source = implementation(op, x).__module__.split(".")[-2]
+            chosen.setdefault(source, []).append(op.rpartition(".")[2])
+    return words.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

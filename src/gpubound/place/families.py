@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import RopeTable, Stacked
+from ..layers import MLP, Attention, LMLoss, RMSNorm, RopeTable, Stacked
 from ..layers.product import plain
 from . import torch_parts
 from .verify import Case, noise
@@ -20,6 +20,8 @@ from .verify import Case, noise
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length of what they read
+NORM = "{}", ("rms_norm", "rms_norm.add_rms_norm")
+LOSS = "loss without whole logits: {}", ("linear_cross_entropy",)
 CALLED = "projections as they are"  # adapters, hooks, subclasses: each is called, and its output taken from there
 
 BATCH, TOKENS = 2, 16
@@ -63,6 +65,17 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
                 yield make(name, module)
 
 
+def own(module: nn.Module) -> tuple[str, tuple[str, ...]] | None:
+    """(kernels in words, ops) of a module that is gpubound's already; None for any other."""
+    if isinstance(module, RMSNorm):
+        return NORM
+    if isinstance(module, MLP):
+        return _mlp_kernels(module, module.activation)
+    if isinstance(module, Attention):
+        return _attention_kernels(module, turns=True)
+    return LOSS if isinstance(module, LMLoss) else None
+
+
 def role_of(module: nn.Module) -> str | None:
     """'RMSNorm', 'Attention', 'MLP', 'DecoderLayer', 'Model' or 'ForCausalLM' for a module of a known family, else None."""
     kind = getattr(type(module), "original", type(module))
@@ -98,19 +111,16 @@ def _torch_norm(name: str, module: Any) -> Candidate:
 
 def _norm(name: str, module: Any) -> Candidate:
     shape = (BATCH, TOKENS, module.weight.shape[0])
-    ops = ("rms_norm", "rms_norm.add_rms_norm")
-    return Candidate(name, module, _parts().HFNorm, "{}", ops, {"eps": module.variance_epsilon}, (_case(module, shape),))
+    return Candidate(name, module, _parts().HFNorm, *NORM, {"eps": module.variance_epsilon}, (_case(module, shape),))
 
 
 def _mlp(name: str, module: Any) -> Candidate:
     activation = ACTIVATIONS.get(getattr(module.config, "hidden_act", ""))
-    product = "gate and up as one product" if plain(module.gate_proj) and plain(module.up_proj) else CALLED
     return Candidate(
         name,
         module,
         _parts().HFMLP,
-        f"{product}; {{}}",
-        ("swiglu" if activation == "silu" else "geglu",),
+        *_mlp_kernels(module, activation),
         {"stacked": Stacked(), "activation": activation},
         (_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
         "" if activation else f"no kernel for the activation {module.config.hidden_act!r}",
@@ -131,12 +141,19 @@ def _attention(name: str, module: Any, rotary: Any) -> Candidate:
         "delegated": Counter(),
     }
     cases = tuple(_attention_case(module, rotary, masked) for masked in (False, True))
+    return Candidate(name, module, part, *_attention_kernels(module, attributes["turns"]), attributes, cases, refusal)
+
+
+def _mlp_kernels(module: Any, activation: str | None) -> tuple[str, tuple[str, ...]]:
+    product = "gate and up as one product" if plain(module.gate_proj) and plain(module.up_proj) else CALLED
+    return f"{product}; {{}}", ("swiglu" if activation == "silu" else "geglu",)
+
+
+def _attention_kernels(module: Any, turns: bool) -> tuple[str, tuple[str, ...]]:
     one = all(plain(projection) for projection in (module.q_proj, module.k_proj, module.v_proj))
     product = "q, k, v as one product" if one else CALLED
     op = "rope.rope_qkv" if one and not hasattr(module, "q_norm") else "rope"
-    return Candidate(
-        name, module, part, f"{product}; {{}}; SDPA", (op,) if attributes["turns"] else (), attributes, cases, refusal
-    )
+    return f"{product}; {{}}; SDPA", (op,) if turns else ()
 
 
 def _decoder(name: str, module: Any) -> Candidate:
@@ -155,12 +172,11 @@ def _decoder(name: str, module: Any) -> Candidate:
         "delegated": Counter(),
     }
     ops = ("rms_norm.add_rms_norm",)
-    return Candidate(name, module, parts.HFDecoder, "residual adds inside the norms: {}", ops, attributes, refusal=refusal)
+    return Candidate(name, module, parts.HFDecoder, "residual adds in the norms: {}", ops, attributes, refusal=refusal)
 
 
 def _causal_lm(name: str, module: Any) -> Candidate:
-    kernels, ops = "head and loss without whole logits: {}", ("linear_cross_entropy",)
-    return Candidate(name, module, _parts().HFCausalLM, kernels, ops, {"delegated": Counter()})
+    return Candidate(name, module, _parts().HFCausalLM, *LOSS, {"delegated": Counter()})
 
 
 def _window(decoder: Any) -> int | None:

@@ -95,9 +95,6 @@ def leave_alone(module: nn.Module) -> str | None:
         return "accelerate moves its weights in and out with a hook"
     if "forward" in module.__dict__:
         return "its forward is already patched on this instance"
-    dtypes = {p.dtype for p in module.parameters()}
-    if len(dtypes) > 1:
-        return f"its parameters are of several dtypes: {_listed(dtypes)}"
     return None
 
 

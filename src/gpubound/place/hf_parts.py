@@ -6,6 +6,8 @@ shows them.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -282,5 +284,9 @@ def delegate(module: Any, why: str, **kwargs):
 
 def by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Positional arguments under the names that the original forward gives them."""
-    names = [name for name in signature(module.original.forward).parameters if name != "self"]
-    return dict(zip(names, args)) | kwargs
+    return dict(zip(_names(module.original.forward), args)) | kwargs
+
+
+@cache
+def _names(forward: Callable) -> tuple[str, ...]:
+    return tuple(name for name in signature(forward).parameters if name != "self")

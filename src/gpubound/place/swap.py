@@ -52,7 +52,8 @@ def adopt(module: Any, part: type, attributes: dict[str, Any]) -> None:
     taken = [name for name in attributes if name in module.__dict__ or name in module._modules or name in module._parameters]
     assert not taken, f"{type(module).__name__} has {taken} already"
     module.__dict__.update(attributes, _added=tuple(attributes))
-    module.__class__ = fused_class(part, type(module))
+    original: Any = type(module)
+    module.__class__ = fused_class(part, original)
 
 
 def release(module: Any) -> None:

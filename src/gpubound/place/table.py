@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import device as facts
+from ..layers import RMSNorm
 from .swap import Fused, release
 from .verify import Verdict
 
@@ -76,7 +77,8 @@ class Placement:
         if self.device.type == "cuda":
             return f"GPU ready: {where}. Whole model, forward and backward: {self._verdict}. {swaps}."
         kernels = "Triton's interpreter (slow, for tests)" if facts.interpreted() else "reference kernels"
-        return f"{where}: {kernels if self.swapped else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
+        ours = self.swapped or any(isinstance(note.module, RMSNorm) for note in self._notes)
+        return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -120,7 +122,7 @@ def _row(note: Note) -> Row:
 
 
 def slow_calls(module: nn.Module) -> Counter[str]:
-    """Calls of a swapped module that took a slower path, by reason."""
+    """Calls of a module of ours that took a slower path, by reason."""
     return sum(_counters(module), Counter())
 
 
@@ -130,8 +132,6 @@ def forget_slow_calls(module: nn.Module) -> None:
 
 
 def _counters(module: nn.Module) -> list[Counter[str]]:
-    if not isinstance(module, Fused):
-        return []
     own = module.__dict__
     return [*([own["delegated"]] if "delegated" in own else []), *([own["stacked"].fallbacks] if "stacked" in own else [])]
 

@@ -54,7 +54,7 @@ class Verdict:
 def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Verdict:
     """Run `module` on every case, call `swap`, run it again, and judge the second run by the first."""
     cases = list(cases)
-    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    dtype = max({p.dtype for p in module.parameters()}, key=UNIT.__getitem__, default=torch.float32)
     config = getattr(module, "config", None)
     wide = deepcopy(module, {id(config): config}).to(WIDER[dtype])
     truth, own = run(wide, cases, WIDER[dtype]), run(module, cases, dtype)
@@ -81,7 +81,7 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
             y = y[0] if isinstance(y, tuple) else y
             upstream = noise(y.shape, y, seed=1)
             gradients = torch.autograd.grad(y, [x, *parameters.values()], upstream, allow_unused=True)
-            names = ["output", "input gradient", *(f"gradient of {name}" for name in parameters)]
+            names = ["output", "input gradient", *(GRADIENT + name for name in parameters)]
             label = f" (case {number + 1})" if number else ""
             named += [(name + label, t) for name, t in zip(names, [y.detach(), *gradients])]
     return named
@@ -89,9 +89,7 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
 
 def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
     """The worst pair. Nothing is read from the device until all is computed."""
-    errors, names = [], []
-    # A gradient that is zero in exact arithmetic is nothing but rounding: measure it against a thousandth of the largest.
-    floor = 1e-3 * torch.stack([t.double().norm() for _, t in truth if t is not None]).max()
+    errors, names, floor = [], [], noise_floor(truth)
     for (name, n), (_, o), (_, t) in zip(new, own, truth):
         if (n is None) != (o is None):
             return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if n is None else 'there'}, unlike the original's")
@@ -99,12 +97,25 @@ def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
             continue
         if n.dtype != o.dtype or n.shape != o.shape:
             return Verdict(name, 0.0, 0.0, f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
-        scale = torch.maximum(t.double().norm(), floor)
-        errors.append(torch.stack([(a.double() - t.double()).norm() / scale for a in (n, o)]))
+        scale = torch.maximum(t.norm(), floor) if name.startswith(GRADIENT) else t.norm().clamp_min(1e-12)
+        errors.append(torch.stack([(a.to(t.dtype) - t).norm() / scale for a in (n, o)]))
         names.append(name)
-    pairs = [(e, FACTOR * own_error + UNIT[dtype]) for e, own_error in torch.stack(errors).tolist()]
-    worst = max(range(len(pairs)), key=lambda i: pairs[i][0] / pairs[i][1] if pairs[i][0] == pairs[i][0] else float("inf"))
-    return Verdict(names[worst], *pairs[worst])
+    return worst(names, [(e, FACTOR * before + UNIT[dtype]) for e, before in torch.stack(errors).tolist()])
+
+
+GRADIENT = "gradient of "
+
+
+def noise_floor(named: Named) -> Tensor:
+    """A gradient that is zero in exact arithmetic is nothing but rounding: measure it against a thousandth of the largest."""
+    norms = [t.norm() for name, t in named if t is not None and name.startswith(GRADIENT)]
+    return 1e-3 * torch.stack(norms).max() if norms else torch.zeros(())
+
+
+def worst(names: list[str], pairs: list[tuple[float, float]]) -> Verdict:
+    """The name whose error is largest for its limit; one that is no number is the largest of all."""
+    i = max(range(len(names)), key=lambda i: pairs[i][0] / pairs[i][1] if pairs[i][0] == pairs[i][0] else float("inf"))
+    return Verdict(names[i], *pairs[i])
 
 
 def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:

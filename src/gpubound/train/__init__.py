@@ -1,13 +1,16 @@
 """Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
 
-TrainStep      micro-batches in, weights updated, one launch where it can be captured     step.py
-AdamW          its numbers                                                               optimizer.py
-Schedule       learning rates, counted in updates                                        schedule.py
-Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
-StepResult     device scalars; read() gives StepValues without holding the device up      result.py
+    TrainStep      micro-batches in, weights updated, one launch where it can be captured     step.py
+    AdamW, Muon    the numbers of an optimizer                                                optimizer.py, muon.py
+    Schedule       learning rates, counted in updates                                         schedule.py
+    Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
+    StepResult     device scalars; read() gives StepValues without holding the device up      result.py
+
+docs/training.md tells how they fit together.
 """
 
 from .accumulate import Accumulators as Accumulators
+from .muon import Muon as Muon
 from .optimizer import AdamW as AdamW
 from .result import StepResult as StepResult
 from .result import StepValues as StepValues

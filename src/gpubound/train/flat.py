@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,9 +36,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of one dtype: elements start to stop of the flat buffers, of which those before decay_stop decay."""
+    """The parameters of one dtype and rule: elements start to stop of the flat buffers; those before decay_stop decay."""
 
     dtype: torch.dtype
+    rule: str
     start: int
     decay_stop: int
     stop: int
@@ -55,6 +57,10 @@ class Layout:
     def size(self) -> int:
         return self.groups[-1].stop
 
+    @property
+    def adamw_size(self) -> int:
+        return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
+
     def slots_of(self, group: Group) -> list[Slot]:
         return [slot for slot in self.slots if group.start <= slot.start < group.stop]
 
@@ -68,30 +74,38 @@ def lay_out(
     named: Iterable[tuple[str, Parameter]],
     dtype: torch.dtype | None = None,
     decays: Callable[[str, Parameter], bool] = matrices,
+    muon: Callable[[str, Parameter], bool] = lambda name, parameter: False,
 ) -> Layout:
     """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own."""
     chosen = _trained(named)
-    kinds = {id(p): (dtype or p.dtype, decays(name, p)) for name, p in chosen}
+    kinds = {id(p): (MUON if muon(name, p) else ADAMW, dtype or p.dtype, decays(name, p)) for name, p in chosen}
     names = {id(p): name for name, p in chosen}
     slots, groups, at = [], [], 0
-    for wanted in dict.fromkeys(kind for kind, _ in kinds.values()):
+    for rule, wanted in sorted(dict.fromkeys(kind[:2] for kind in kinds.values()), key=lambda kind: kind[0] == MUON):
         start = at
         for decaying in (True, False):
-            for run in _runs([p for _, p in chosen if kinds[id(p)] == (wanted, decaying)]):
+            for run in _runs([p for _, p in chosen if kinds[id(p)] == (rule, wanted, decaying)]):
                 for parameter in run:
                     slots.append(Slot(names[id(parameter)], parameter, at))
                     at += parameter.numel()
                 at = -(-at // ALIGN) * ALIGN
             if decaying:
                 decay_stop = at
-        groups.append(Group(wanted, start, decay_stop, at))
+        groups.append(Group(wanted, rule, start, decay_stop, at))
     return Layout(tuple(slots), tuple(groups), chosen[0][1].device)
 
 
 def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
     first: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in named:
-        if parameter.requires_grad and parameter.numel():
+        if not parameter.requires_grad:
+            continue
+        if type(parameter) is not Parameter:
+            raise ValueError(
+                f"parameters: {name} is a {type(parameter).__name__}, wanted a plain torch.nn.Parameter; "
+                f"run a lazy module once before, and do not shard or quantise what is trained."
+            )
+        if parameter.numel():
             first.setdefault(id(parameter), (name, parameter))
     if not first:
         raise ValueError(
@@ -99,8 +113,6 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
         )
     chosen = list(first.values())
     for name, parameter in chosen:
-        if parameter.is_meta:
-            raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
         if parameter.dtype not in SUPPORTED:
             raise ValueError(
                 f"parameters: {name} is {parameter.dtype}, wanted torch.float32, torch.bfloat16 or torch.float16; "
@@ -111,6 +123,8 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
                 f"parameters: {name} is on {parameter.device}, {chosen[0][0]} on {chosen[0][1].device}; "
                 f"move the model to one device before it is trained."
             )
+        if parameter.is_meta:
+            raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
     _check_apart(chosen)
     return chosen
 

@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/optim.py), never seen by the host."""
+"""AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/optim.py), not seen by the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
-from .flat import Layout, Weights, matrices
+from .flat import ADAMW, Layout, Weights, matrices
 from .precision import Precision
 from .schedule import Schedule
 
@@ -46,7 +46,8 @@ class FlatAdamW:
     ):
         self.config, self.weights, self.clip, self.schedule = config, weights, clip, schedule
         layout = weights.layout
-        self.m, self.v = (torch.zeros(layout.size, dtype=torch.float32, device=layout.device) for _ in range(2))
+        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(layout.device)
@@ -64,14 +65,20 @@ class FlatAdamW:
         plan, report = plan_update(
             gradient, totals, self.state, self.rates, config.betas, config.weight_decay, self.clip, self.growth_interval
         )
+        self.carry_out(gradient, plan, report)
+        return report
+
+    def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
+        config = self.config
         for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
+            if group.rule != ADAMW:
+                continue
             here = slice(group.start, group.stop)
             seed = self._seed if weight.dtype == torch.bfloat16 and master is None else None
             adamw(
                 weight, gradient[here], self.m[here], self.v[here], plan, master,
                 config.betas, config.eps, group.decay_stop - group.start, seed,
             )  # fmt: skip
-        return report
 
     def set_lr(self, lr: float) -> None:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
@@ -86,5 +93,5 @@ def memory(layout: Layout, precision: Precision) -> dict[str, int]:
         "weights": sum(n * dtype.itemsize for dtype, n in counts),
         "masters": sum(4 * n for dtype, n in counts if precision.masters and dtype != torch.float32),
         "gradient": 4 * layout.size,
-        "moments": 8 * layout.size,
+        "moments": 4 * layout.size + 4 * layout.adamw_size,
     }

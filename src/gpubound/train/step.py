@@ -23,11 +23,13 @@ from ..trace import notice, span
 from .accumulate import Accumulators
 from .batches import gather, take_apart
 from .core import Core, Loss, Reduce
-from .flat import Weights, lay_out
+from .flat import MUON, Layout, Weights, lay_out
 from .graphs import MODES as GRAPH_MODES
 from .graphs import Graphs
 from .loss import CausalLM
+from .muon import FlatMuon, Muon
 from .optimizer import AdamW, FlatAdamW, memory
+from .precision import Precision
 from .precision import precision as precision_named
 from .recompute import MODES as RECOMPUTE_MODES
 from .recompute import recompute_blocks
@@ -35,7 +37,7 @@ from .result import Mail, StepResult
 from .schedule import Schedule
 
 LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
-OPTIMIZERS = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
 
 
 class TrainStep:
@@ -43,7 +45,7 @@ class TrainStep:
 
     loss       "causal_lm" (labels as Hugging Face's, the tokens themselves), "next_token" (labels are the next tokens already,
                as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
-    optimizer  an AdamW(...), or "adamw" for its defaults
+    optimizer  an AdamW(...) or Muon(...), or "adamw" or "muon" for their defaults
     clip       the largest global gradient norm; None does not clip
     precision  bf16 (fp32 masters), bf16-pure (rounded at random), fp16 (fp32 masters, loss scale), tf32 or fp32
     graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
@@ -56,7 +58,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss: str | Loss,
-        optimizer: str | AdamW = "adamw",
+        optimizer: str | AdamW | Muon = "adamw",
         *,
         accumulate: int = 1,
         clip: float | None = None,
@@ -69,22 +71,27 @@ class TrainStep:
     ):
         _check(accumulate, clip, graph, recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
-        layout = lay_out(model.named_parameters(), numbers.dtype, config.decays)
+        layout = _lay_out(model, numbers, config)
         self.memory = memory(layout, numbers)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
-        self._accumulators = Accumulators(layout=layout)
-        self._weights = Weights(layout, numbers.masters)
-        self._optimizer = FlatAdamW(config, self._weights, numbers, clip, schedule or Schedule(), seed)
-        self._core = Core(model, lossy, self._accumulators, self._optimizer, numbers, reduce)
         self.model, self.accumulate, self.device = model, accumulate, layout.device
-        self._graphs = Graphs(self._core, graph)
+        self._undo: list[Callable[[], Any]] = []
+        try:
+            if recompute == "blocks":
+                self._undo.append(recompute_blocks(model))
+            if numbers.dtype != torch.float32:
+                self._undo.append(_cast_inputs(model, numbers.dtype).remove)
+            accumulators = Accumulators(layout=layout)
+            self._undo.append(accumulators.release)
+            self._weights = Weights(layout, numbers.masters)
+            rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
+            self._optimizer = FlatMuon(config, *rest) if isinstance(config, Muon) else FlatAdamW(config, *rest)
+        except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
+            self._unwind()
+            raise
+        self._graphs = Graphs(Core(model, lossy, accumulators, self._optimizer, numbers, reduce), graph)
         self._mail = Mail(self.device)
-        self._undo = []
-        if recompute == "blocks":
-            self._undo.append(recompute_blocks(model))
-        if numbers.dtype != torch.float32:
-            self._undo.append(_cast_inputs(model, numbers.dtype).remove)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, or what is drawn from a feed (epoch after epoch) or an iterator.
@@ -101,7 +108,7 @@ class TrainStep:
 
     @property
     def lr(self) -> float:
-        """The base learning rate; set it and the next step uses it, captured or not."""
+        """AdamW's base learning rate (Muon's keeps its ratio to it); set it and the next step uses it, captured or not."""
         return self._optimizer.config.lr
 
     @lr.setter
@@ -142,7 +149,8 @@ class TrainStep:
         layout, optimizer = self._weights.layout, self._optimizer
         for slot in layout.slots:
             yield "m", slot.name, slot.view(optimizer.m)
-            yield "v", slot.name, slot.view(optimizer.v)
+            if slot.start < len(optimizer.v):
+                yield "v", slot.name, slot.view(optimizer.v)
         for group, master in zip(layout.groups, self._weights.masters):
             if master is not None:
                 for slot in layout.slots_of(group):
@@ -151,8 +159,10 @@ class TrainStep:
     def close(self) -> None:
         """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""
         self._graphs.drop()
-        self._accumulators.release()
-        for undo in self._undo:
+        self._unwind()
+
+    def _unwind(self) -> None:
+        for undo in reversed(self._undo):
             undo()
         self._undo = []
 
@@ -167,13 +177,27 @@ def _check(accumulate: int, clip: float | None, graph: str, recompute: str) -> N
             raise ValueError(f"TrainStep: {name} must be one of {', '.join(known)}, got {value!r}.")
 
 
-def _optimizer(optimizer: str | AdamW) -> AdamW:
-    if isinstance(optimizer, AdamW):
+def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon) -> Layout:
+    if isinstance(config, AdamW):
+        return lay_out(model.named_parameters(), numbers.dtype, config.decays)
+    if numbers.at_random:
+        raise ValueError("TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got Muon; take precision='bf16'.")
+    layout = lay_out(model.named_parameters(), numbers.dtype, config.rest.decays, config.chooser(model))
+    for group in layout.groups:
+        for slot in layout.slots_of(group) if group.rule == MUON else ():
+            if slot.parameter.dim() != 2:
+                shape = tuple(slot.parameter.shape)
+                raise ValueError(f"Muon: takes {slot.name} of shape {shape}, wanted matrices; leave it to rest.")
+    return layout
+
+
+def _optimizer(optimizer: str | AdamW | Muon) -> AdamW | Muon:
+    if isinstance(optimizer, AdamW | Muon):
         return optimizer
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return OPTIMIZERS[optimizer]()
     raise ValueError(
-        f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))} or an AdamW(...) of gpubound.train, "
+        f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))} or an AdamW(...) or Muon(...), "
         f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}."
     )
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ._launch import first_order_only, power_of_two
 
-# Elements a program: 8 a thread at 4 warps, one 16-byte load of 16-bit numbers.
-AT_ONCE = 1024
+# (elements, warps) of a program. H200, 16384 x 14336: forward 366 us (copying as many bytes: 370), with 1024 and 4 warps 381;
+# backward 588 us, with 4096 elements and 4 warps 625, with 512 and 16 1033.
+FORWARD = (4096, 8)
+BACKWARD = (512, 2)
 
 
 @triton.jit
@@ -74,10 +76,11 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return _matrix(gate), _matrix(up)
 
 
-def _plan(rows: int, cols: int) -> tuple[tuple[int, int], int, int]:
+def _plan(half: Tensor, elements: int) -> tuple[tuple[int, int], int, int]:
     """(grid, rows a program, columns a program)."""
-    block = min(AT_ONCE, power_of_two(max(cols, 1)))
-    at_once = AT_ONCE // block
+    rows, cols = half.shape
+    block = min(elements, power_of_two(max(cols, 1)))
+    at_once = elements // block
     return (triton.cdiv(rows, at_once), triton.cdiv(cols, block)), at_once, block
 
 
@@ -90,8 +93,10 @@ class Gated(torch.autograd.Function):
         ctx.activation, ctx.op = activation, op
         a, b = _halves(gate, up)
         out = torch.empty(*gate.shape[:-1], a.shape[1], device=gate.device, dtype=gate.dtype)
-        grid, rows, block = _plan(*a.shape)
-        _forward_kernel[grid](a, b, out, a.shape[0], a.stride(0), b.stride(0), a.shape[1], rows, block, activation, num_warps=4)
+        grid, rows, block = _plan(a, FORWARD[0])
+        _forward_kernel[grid](
+            a, b, out, a.shape[0], a.stride(0), b.stride(0), a.shape[1], rows, block, activation, num_warps=FORWARD[1]
+        )
         return out
 
     @staticmethod
@@ -102,9 +107,9 @@ class Gated(torch.autograd.Function):
         dgate = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
         dup = None if up is None else torch.empty(up.shape, device=up.device, dtype=up.dtype)
         da, db = _halves(dgate, dup)
-        grid, rows, block = _plan(*a.shape)
+        grid, rows, block = _plan(a, BACKWARD[0])
         _backward_kernel[grid](
             d, a, b, da, db, a.shape[0], d.stride(0), a.stride(0), b.stride(0), da.stride(0), db.stride(0),
-            a.shape[1], rows, block, ctx.activation, num_warps=4,
+            a.shape[1], rows, block, ctx.activation, num_warps=BACKWARD[1],
         )  # fmt: skip
         return dgate, dup, None, None

@@ -1,7 +1,7 @@
 """Cross-entropy of x weightᵀ + bias without the logits ever whole in memory, and without a host sync.
 
 Tokens are taken in chunks. A chunk's logits are one product into a buffer that all chunks share; one launch turns them into
-losses and overwrites them by their gradient (kernels in cross_entropy.py); two more products give the chunk's dx and add to
+losses and overwrites them by their gradient (kernels in _logits.py); two more products give the chunk's dx and add to
 dweight. So the gradients exist before backward is called, and the upstream gradient u reaches them afterwards, in two ways.
 
 Without `grad_scale`, gradients are kept as if u and the mean's 1/count were one, and backward multiplies copies of them by
@@ -20,19 +20,9 @@ import triton
 from torch import Tensor
 
 from ..accumulate import add_product, main_gradient, product
-from ..reference.linear_cross_entropy import last
+from ..reference._last import last
 from ._launch import first_order_only
-from .cross_entropy import Options, row_losses, valid_share
-
-# Most memory for the logits of one chunk: 4096 tokens of 32768 words or 1024 of 128256 in 16 bits, products that fill the GPU.
-LOGITS_BYTES = 256 << 20
-
-
-def chunk_rows(tokens: int, words: int, itemsize: int) -> int:
-    """Tokens in a chunk: multiples of 128, even chunks, logits of at most LOGITS_BYTES (but 128 tokens at least)."""
-    most = max(128, LOGITS_BYTES // (words * itemsize) // 128 * 128)
-    chunks = max(1, triton.cdiv(tokens, most))
-    return 128 * triton.cdiv(triton.cdiv(tokens, chunks), 128)
+from ._logits import Options, chunk_rows, row_losses, valid_share
 
 
 def _buffer(rows: int, words: int, like: Tensor) -> Tensor:
@@ -90,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale = grad_scale.detach().float()
             factor = scale if factor is None else factor * scale
         main, main_bias = ctx.mains = main_gradient(weight), None if bias is None else main_gradient(bias)
-        rows = chunk or chunk_rows(x_NH.shape[0], weight.shape[0], x.element_size())
+        rows = chunk or chunk_rows(*x_NH.shape)
         one_product = rows >= x_NH.shape[0] and main is None  # it rounds its own fp32 sum; several are summed in fp32 first
         losses, dx, dweight, dbias = _chunks(
             x_NH, weight, bias, labels, options, wanted, rows, factor if ctx.final else None,

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from ._launch import first_order_only, power_of_two
 
-# Pairs a program holds: 8 a thread at 4 warps. H200, 16384 tokens of 24 heads of 64, one program a token: 27 us (floor 25).
+# Pairs a program holds, and how many of a head's pairs one warp takes: few warps with many loads in flight each. H200, 16384
+# tokens packed: 24 heads of 64 take 27.5 us with 1 warp (copying as much: 26.6), 31.3 with 4, 95 with 8 and a quarter of the
+# pairs; 48 heads of 128 take 103.5 us with 2 (copying: 97.6).
 PAIRS_AT_ONCE = 1024
+PAIRS_A_WARP = 32
 
 
 @triton.jit
@@ -80,7 +83,7 @@ def _launch(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tens
     _rope_kernel[(batch * tokens, triton.cdiv(sum(counts), heads))](
         *sources, *results, cos, sin, tokens, *(stride for x in sources for stride in x.stride()[:3]),
         *(x.stride(1) for x in results), 0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),
-        *counts, size, pairs, heads, block, rest, back, num_warps=4,
+        *counts, size, pairs, heads, block, rest, back, num_warps=max(1, min(4, block // PAIRS_A_WARP)),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""gpubound.capture: the one CUDA-graph wrapper."""
+"""gpubound.capture, the one CUDA-graph wrapper, and Captured, which it returns."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,0 +1,130 @@
+"""TrainStep: every mistake by its sentence, before anything runs."""
+
+import pytest
+import torch
+
+from gpubound.train import AdamW, TrainStep
+
+from .conftest import draw, small, summed
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+def message(call) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"accumulate": 0}, "TrainStep: accumulate must be a whole number of at least 1, got 0."),
+        ({"clip": 0.0}, "TrainStep: clip must be above 0, got 0.0; None does not clip."),
+        ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
+        ({"recompute": "all"}, "TrainStep: recompute must be one of none, blocks, got 'all'."),
+        ({"precision": "fp8"}, "precision: got 'fp8', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+        ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
+        ({"optimizer": "sgd"}, "TrainStep: optimizer must be 'adamw' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'."),
+    ],
+)
+def test_wrong_options(options, sentence):
+    assert message(lambda: TrainStep(small(), **{"loss": summed, **options})) == sentence
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"lr": -1}, "AdamW: lr, eps and weight_decay must not be negative, got -1, 1e-08 and 0.01."),
+        ({"betas": (0.9, 1.0)}, "AdamW: betas must be two numbers from 0 to below 1, got (0.9, 1.0)."),
+    ],
+)
+def test_wrong_numbers(options, sentence):
+    assert message(lambda: AdamW(**options)) == sentence
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="no list of blocks"):
+        TrainStep(model, summed, recompute="blocks")
+    assert not hasattr(model.weight, "main_grad") and not model._forward_pre_hooks and model.weight.dtype == torch.float32
+    step = TrainStep(model, summed)
+    with pytest.raises(ValueError, match="already has a main_grad"):
+        TrainStep(model, summed)
+    assert len(model._forward_pre_hooks) == 1
+    step.close()
+    assert not model._forward_pre_hooks
+
+
+def test_unknown_arguments_raise():
+    with pytest.raises(TypeError):
+        TrainStep(small(), summed, acumulate=2)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (
+            [1, 2, 3],
+            "step: got a list of 3 micro-batches, wanted 1 to accumulate=2; "
+            "a list always holds micro-batches, one batch goes in as a tensor, a tuple or a dict.",
+        ),
+        (
+            {1, 2},
+            "step: got a set, wanted a list of micro-batches, one batch (a tensor, tuple or dict), a feed, or an iterator over "
+            "batches; pass gpubound.feed(source), or keep an iter(source).",
+        ),
+        (
+            {"x": torch.ones(1, device="meta")},
+            "step: batch['x'] is on meta, the model on cpu; a copy here would make the device wait: "
+            "draw the batches from gpubound.feed(source), which copies ahead.",
+        ),
+        (
+            {"x": {1}},
+            "step: batch['x'] is a set, wanted tensors, numbers, strings and the like; "
+            "it could not be told whether it changed since the step was captured.",
+        ),
+    ],
+)
+def test_wrong_batches(given, sentence):
+    step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="off")
+    assert message(lambda: step(given)) == sentence
+
+
+@pytest.mark.parametrize(
+    "loss, sentence",
+    [
+        (
+            lambda m, b: summed(m, b)[0],
+            "loss: got a torch.float32 tensor of shape () on cpu, requires_grad, wanted two things, the sum of the loss over "
+            "the valid items and their number; return (loss.sum(), count), not a mean.",
+        ),
+        (
+            lambda m, b: (summed(m, b)[0].detach(), 1),
+            "loss: its sum is a torch.float32 tensor of shape () on cpu, wanted a floating-point scalar that requires grad; "
+            "reduce it with .sum() and keep it attached to the model.",
+        ),
+        (
+            lambda m, b: (summed(m, b)[0], torch.ones(2)),
+            "loss: its number of items is a torch.float32 tensor of shape (2,) on cpu, wanted a scalar on cpu, or a Python "
+            "number; count on the device, as in (labels != -100).sum().",
+        ),
+        (lambda m, b: (summed(m, b)[0], "3"), "loss: its number of items is a str, wanted a scalar tensor or a Python number."),
+    ],
+)
+def test_wrong_losses(loss, sentence):
+    step = TrainStep(small(), loss, precision="fp32", graph="off")
+    assert message(lambda: step(draw(2))) == sentence
+
+
+def test_state_of_another_model():
+    step = TrainStep(small(), summed, precision="fp32", graph="off")
+    other = TrainStep(small(words=14), summed, precision="fp32", graph="off")
+    with pytest.raises(
+        ValueError, match=r"load_state_dict: [mv].embed.weight: got shape \(14, 8\), wanted shape \(13, 8\); the state is"
+    ):
+        step.load_state_dict(other.state_dict())
+    state = step.state_dict() | {"m.more": torch.ones(1)}
+    assert message(lambda: step.load_state_dict(state)) == (
+        "load_state_dict: m.more: got shape (1,), wanted nothing; the state is another model's, or another precision's."
+    )
