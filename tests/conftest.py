@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS warns while the NaN fill below is on
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,7 @@ class Direct:
             parcel = pack(batch, self.device, self.padding)
             for i, _, _ in parcel.copied:
                 parcel.tree.leaves[i] = parcel.tree.leaves[i].to(self.device)
+            count_copied(parcel.payload)
             yield Served(
                 parcel.tree.rebuild(parcel.tree.leaves), 0, parcel.passed, len(parcel.copied), parcel.payload, waited=waited
             )
