@@ -1,6 +1,10 @@
 """A tokenizer that anyone can follow, a corpus in a folder, and what the library says."""
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 from gpubound import trace
 from gpubound.feed import Corpus
@@ -16,6 +20,23 @@ class Bytes:
 
 
 TEXTS = [chr(97 + i % 26) * (1 + i * 7 % 40) for i in range(60)]  # 1 to 40 letters each
+
+
+def batches(count=7, rows=2):
+    return [{"x": torch.full((rows, 3), float(i)), "y": (torch.tensor([i]), f"name {i}")} for i in range(count)]
+
+
+def seen(served):
+    return [int(batch["x"][0, 0]) for batch in served]
+
+
+class Counts(Counter):
+    def span(self, name):
+        self["span " + name] += 1
+        return nullcontext()
+
+    def count(self, name, amount):
+        self[name] += amount
 
 
 @pytest.fixture

@@ -140,6 +140,8 @@ def test_a_ring_may_run_while_a_graph_is_captured():
     assert served.take()["y"][1].item() == 6
 
 
+# the refusal ends the capture before its first kernel, and torch's warning of that would take the place of the GraphError
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_batch_of_the_ring_is_refused_inside_a_capture():
     served = feed(lambda: large(20, 1 << 10), CUDA, mode="ring")
     served.take()

@@ -8,7 +8,7 @@ import torch
 
 from gpubound.feed import ring as ring_module
 from gpubound.feed.bucket import Padding
-from gpubound.feed.lane import HostLane, pack
+from gpubound.feed.lane import CudaLane, HostLane, pack
 from gpubound.feed.ring import AHEAD, Ring
 
 CPU = torch.device("cpu")
@@ -80,6 +80,20 @@ def drain(ring):
 
 def right(got):
     return all(batch["y"].item() == i and batch["x"].eq(i).all() for i, batch in enumerate(got))
+
+
+def test_the_ring_s_thread_asks_for_an_event_and_never_synchronizes():
+    class Event:  # has no synchronize(): a ledger would count it as a wait of the host
+        answers = (False, False, True)
+        asked = 0
+
+        def query(self):
+            self.asked += 1
+            return self.answers[self.asked - 1]
+
+    event = Event()
+    CudaLane.wait(object.__new__(CudaLane), event)
+    assert event.asked == 3
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5])

@@ -12,8 +12,7 @@ from gpubound.errors import FallbackError, GraphError
 from gpubound.feed import Corpus, feed, serve, train_tokenizer
 from gpubound.graph import capture
 
-from .conftest import TEXTS, Bytes
-from .test_feed import Counts
+from .conftest import TEXTS, Bytes, Counts
 from .test_tokenizer import CHAT
 
 

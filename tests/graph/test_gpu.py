@@ -23,6 +23,8 @@ def adam(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True, **options)
 
 
+# torch 2.13 says at the eager steps that capturable=True is wasted on them; 2.11 does not
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"])
 def test_adamw_steps_equal_eager_ones(options):
     model, twin = perceptron(cuda), perceptron(cuda)
@@ -30,8 +32,7 @@ def test_adamw_steps_equal_eager_ones(options):
     captured = capture(training_step(model, optimizer), drawn(5, 4, device=cuda), drawn(5, 1, device=cuda))
     assert captured.mode == "graph" and captured.certificate.bitwise and captured.certificate.same_random_state
     eager = training_step(twin, other)
-    with pytest.warns(UserWarning, match="capturable=True"):
-        eager(drawn(5, 4, device=cuda), drawn(5, 1, device=cuda))
+    eager(drawn(5, 4, device=cuda), drawn(5, 1, device=cuda))
     twin.load_state_dict(perceptron(cuda).state_dict())
     for state in other.state.values():
         for value in state.values():

@@ -27,9 +27,9 @@ def products(monkeypatch) -> list[tuple[int, ...]]:
     """The shape of every accumulator that a product was added to."""
     shapes, add = [], accumulate.add_product
 
-    def counted(main, g, x):
+    def counted(main, g, x, parts=None):
         shapes.append(tuple(main.shape))
-        add(main, g, x)
+        add(main, g, x, parts)
 
     monkeypatch.setattr(accumulate, "add_product", counted)
     return shapes

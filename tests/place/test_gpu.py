@@ -1,5 +1,7 @@
 """What only a GPU can show: 16-bit training through the kernels, no wait for the host, and the line that says so."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,21 @@ def on_gpu(**options):
     return {name: t.cuda() for name, t in batch(**options).items()}
 
 
+def error_of(run, truth):
+    """(relative error of all gradients as one vector, relative error of each tensor)."""
+    wrong = {name: (run[name].float() - t).norm().item() for name, t in truth.items()}
+    right = {name: t.norm().item() for name, t in truth.items()}
+    names = [name for name in truth if name != "loss"]
+    whole = math.hypot(*(wrong[name] for name in names)) / math.hypot(*(right[name] for name in names))
+    return whole, {name: wrong[name] / right[name] for name in truth}
+
+
+# The bound on what is proved is the one on all gradients together: bf16 rounding averages out over them (on a CPU a placed
+# model has 0.85 to 0.92 of the model's own error, over four families and three batches). A single tensor's error does not:
+# the gradients of q and k are what remains of terms that nearly cancel, 1.1e-2 and 4e-3 in norm where v has 4e-2 in "llama
+# biased", and the model's own error and the placed one are two draws of the same noise. On an H200 a k_proj.bias had 4.82e-2
+# beside 2.52e-2, a q_proj.weight 1.32e-1 beside 8.05e-2, on a CPU a k_proj.bias 8.9e-2 beside 4.1e-2. So for one tensor
+# only what no rounding explains is refused: a missing term, a wrong factor.
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_16_bit_error_is_no_larger_than_before(kind):
     model = tiny(kind, torch.bfloat16, **SIZES).cuda()
@@ -30,9 +47,10 @@ def test_16_bit_error_is_no_larger_than_before(kind):
     with trace.strict():
         placement = gb.place(model, "require", strict=True)
         got = training_run(model, on_gpu())
-    for name, t in truth.items():
-        error, before = (((g[name].float() - t).norm() / t.norm()).item() for g in (got, own))
-        assert error <= 1.5 * before + 8e-3, f"{name}: {error:.2e}, before {before:.2e}"
+    (error, errors), (before, befores) = error_of(got, truth), error_of(own, truth)
+    assert error <= 1.25 * before + 2e-3, f"all gradients: {error:.2e}, before {before:.2e}"
+    for name in truth:
+        assert errors[name] <= 2.5 * befores[name] + 1e-2, f"{name}: {errors[name]:.2e}, before {befores[name]:.2e}"
     assert placement.summary.startswith("GPU ready: ") and placement.fallbacks == 0
     assert all(row.device.startswith("cuda") for row in placement.rows)
 

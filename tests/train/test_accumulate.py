@@ -120,3 +120,45 @@ def test_errors():
 
 def test_docstring():
     assert doctest.testmod(accumulate).failed == 0
+
+
+def test_a_begun_sum_is_written_by_its_first_delivery_and_zeroed_where_there_is_none():
+    """What is left of the last window, here NaN, must not reach the new sum: by a product, a tie, a hook or an unused weight."""
+    from gpubound.layers import fused_linear, linear
+
+    torch.manual_seed(0)
+    q, k, tied, hooked, unused = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(5))
+    named = [("q", q), ("k", k), ("tied", tied), ("hooked", hooked), ("unused", unused)]
+    x = torch.randn(3, 4)
+    sums = Accumulators(named)
+    for window in range(2):
+        sums.gradient.fill_(float("nan"))
+        sums.begin()
+        for _ in range(2):
+            y = fused_linear(x, [q, k]).sum() + linear(linear(x, tied), tied).sum() + (x @ hooked).sum()
+            y.backward()
+        sums.finish()
+        fresh = [p.detach().clone().requires_grad_() for _, p in named]
+        a, b, c, d, _ = fresh
+        (2 * ((x @ a.t()).sum() + (x @ b.t()).sum() + (x @ c.t() @ c.t()).sum() + (x @ d).sum())).backward()
+        for (name, parameter), want in zip(named, fresh):
+            wanted = torch.zeros(4, 4) if want.grad is None else want.grad
+            torch.testing.assert_close(parameter.main_grad, wanted, msg=f"{name} in window {window}")
+    sums.release()
+
+
+def test_joined_accumulators_of_which_one_has_begun_already():
+    from gpubound.kernels.accumulate import weight_gradients
+
+    buffer = torch.full((6, 3), float("nan"))
+    weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
+    for i, weight in enumerate(weights):
+        weight.main_grad = buffer[2 * i : 2 * i + 2]
+        weight.main_grad.fresh = True
+    weights[1].main_grad.fresh = False
+    buffer[2:4] = 1.0
+    g, x = torch.randn(5, 6), torch.randn(5, 3)
+    assert weight_gradients(weights, g, x) == (None, None, None)
+    want = g.t() @ x
+    want[2:4] += 1.0
+    torch.testing.assert_close(buffer, want)

@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 import torch
 
 from gpubound.errors import BudgetError
 
-pytest_plugins = ("pytester",)
+# Run from the source tree, as on a machine that holds its own torch, nothing has registered the plugin.
+PLUGIN = () if entry_points(group="pytest11", name="gpubound") else ("gpubound.watch.pytest_plugin",)
+
+pytest_plugins = ("pytester", *PLUGIN)
 
 
 def test_within_budget(host_budget, sim):
@@ -55,7 +59,7 @@ def test_a_project_s_own_suite(pytester, sim):
                 float(x.sum())
         """
     )
-    result = pytester.runpytest("-p", "no:cacheprovider")
+    result = pytester.runpytest("-p", "no:cacheprovider", *(word for name in PLUGIN for word in ("-p", name)))
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         ["*over budget: syncs 1 (allowed 0).", "*test_a_project_s_own_suite.py:*in test_stalls*float(x.sum())"]

@@ -206,6 +206,20 @@ def test_whose_file(file, whose):
     assert site.owner(file) is whose
 
 
+def test_packages_in_a_folder_of_sys_path_are_libraries_and_the_files_beside_them_are_not(tmp_path, monkeypatch):
+    """As `pip install --target` leaves them."""
+    (tmp_path / "dep-1.0.dist-info").mkdir()
+    (tmp_path / "dep-1.0.dist-info" / "RECORD").write_text("dep/__init__.py,sha256=x,1\nsingle.py,sha256=y,2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {name: site.owner(str(tmp_path / name)) for name in ("dep/inner/core.py", "single.py", "train.py", "de/x.py")}
+    assert found == {
+        "dep/inner/core.py": site.LIBRARY,
+        "single.py": site.LIBRARY,
+        "train.py": site.USER,
+        "de/x.py": site.USER,
+    }
+
+
 def test_code_run_as_main_from_a_string_is_the_users():
     code = compile("def f():\n    return here()\nplace = f()", "<string>", "exec")
     space = {"__name__": "__main__", "here": site.here}

@@ -2,15 +2,19 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import measure
 from ..device import label
+from ..errors import MeasureError
 from ..monitor import Live, Tape, write_report
+from ..monitor.gauges import Gauges
 from ..monitor.live import quantity
-from ..trace import fallbacks
+from ..monitor.logs import open_log
+from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.run import Run
 from ..version import __version__
@@ -20,32 +24,37 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def train(run: Run, title: str, sample: Any = None) -> tuple[Tape, bool]:
-    """Train `run` with a live line, a tape and a report. Returns the tape and whether it ran to its end.
+def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log: str | None = None) -> Tape:
+    """Train `run` with a live line, a tape, perhaps a logger, and a report at the end.
 
-    `sample(run)` gives a text that the model writes, for the report.
+    `sample(run)` gives a text that the model writes once it is trained, for the report.
     """
-    tape = Tape.create(run.folder, name=title, config=dataclasses.asdict(run.recipe), machine=machine(run.device))
-    tape.tell(placement=run.placement.as_dict()["rows"], verdict=None)
-    say(f"{title}: {size_of(run)} on {label(run.device)}, {quantity(run.tokens_per_step)} tokens a step")
-    scale = Scale.of(run)
-    with Stop() as stop, Live(run.recipe.steps, title) as live:
+    config = dataclasses.asdict(run.recipe)
+    logger = open_log(log, run.folder, title, config)
+    tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device))
+    tape.rewind(run.done)
+    tape.tell(placement=run.placement.as_dict()["rows"], verdict=None, finished=False)
+    say(run.placement.summary)
+    scale, gauges, first = Scale.of(run), Gauges(run.device), run.done
+    after = f" after step {first:,}" if first else ""
+    say(f"{title}: {size_of(run)}, {run.steps - first:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
+    with Stop() as stop, logger, gauges, Live(run.steps, title) as live:
 
         def on_record(record: Record) -> None:
-            record = scale.fill(record)
+            record = scale.fill(record) | gauges.read()
             tape.append(record)
             live.show(record)
+            logger.write(record)
 
-        first = run.done
-        done = run.go(on_record, stop)
-    whole = done >= run.recipe.steps
+        run.go(on_record, stop)
     tape.tell(
-        sample=sample(run) if sample and whole else None,
+        sample=sample(run) if sample and run.finished else None,
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
-        verdict=verdict(run, tape, first, stop),
+        verdict=verdict(run, tape, stop),
+        finished=run.finished,
     )
     say(f"{title}: {tape.about['verdict']}")
-    return tape, whole
+    return tape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +62,22 @@ class Scale:
     """What turns a step's pace into a share of this machine's measured matrix rate."""
 
     flops_per_token: float
-    flops_per_s: float
+    flops_per_s: float | None
 
     @classmethod
     def of(cls, run: Run) -> "Scale":
         config = run.model.config
         width = config.heads * config.head_dim
-        flops = measure.train_flops_per_token(config.product_parameters, config.layers, width, run.recipe.seq)
-        dtype = str(next(run.model.parameters()).dtype)
-        kind = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(dtype, "fp32")
-        found = measure.ceilings(run.device).as_dict()
-        return cls(flops, found[f"{kind}_flops_per_s"])
+        flops = measure.train_flops_per_token(config.product_parameters, config.layers, width, run.stage.recipe.seq)
+        kind = "tf32" if run.recipe.precision == "tf32" else next(run.model.parameters()).dtype
+        try:
+            return cls(flops, measure.ceilings(run.device, quick=True).flops_per_s(kind))
+        except MeasureError as error:
+            notice(f"the share of the matrix rate is left out: {error}")
+            return cls(flops, None)
 
     def fill(self, record: Record) -> Record:
-        if "tokens_per_s" in record:
+        if self.flops_per_s and "tokens_per_s" in record:
             record["mfu"] = measure.mfu(record["tokens_per_s"], self.flops_per_token, self.flops_per_s)
         return record
 
@@ -79,22 +90,26 @@ def size_of(run: Run) -> str:
     return f"{quantity(sum(p.numel() for p in run.model.parameters()))} parameters"
 
 
-def verdict(run: Run, tape: Tape, first: int, stop: Stop) -> str:
+def verdict(run: Run, tape: Tape, stop: Stop) -> str:
     """What happened, from the tape."""
     steps = tape.steps()
     losses = [float(r["loss"]) for r in steps]
     paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
-    parts = [f"{run.done} steps on {label(run.device)}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
+    parts = [f"{run.done:,} steps on {label(run.device)}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
     if run.done in run.evaluations:
         parts.append(f"held out {run.evaluations[run.done]:.3f}")
     if paces:
         parts.append(f"{quantity(paces[len(paces) // 2])} tokens/s")
     if stop.asked:
-        parts.append(f"stopped by {stop.asked}, checkpoint in {run.checkpoints.folder}")
+        parts.append(f"stopped by {stop.asked}, checkpoint of step {run.done} in {run.checkpoints.folder}")
+    elif run.done < run.steps:
+        parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")
     return ", ".join(parts) + "."
 
 
-def finish(tape: Tape) -> None:
-    say(f"report: {write_report([tape])}")
+def finish(tape: Tape) -> Any:
+    report = write_report([tape])
+    say(f"report: {report}")
+    return report

@@ -7,18 +7,17 @@ gpubound train --list                         the presets
 """
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 import yaml
 
-from ..models import PRESETS
-from ..train.run import Recipe, prepare
+from ..train.prepare import prepare
+from ..train.recipe import MODELS, Recipe, unknown
 from .session import finish, say, train
 
 
@@ -33,10 +32,15 @@ class Train(Recipe):
       gpubound train config.yaml --resume
     """
 
+    phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
     resume: bool = False
     """Go on from the newest whole checkpoint in --out."""
+    auto_batch: bool = False
+    """Take the largest micro-batch that fits on the GPU, found by trying; a step keeps its number of tokens."""
     export: str | None = None
     """Write the trained model to this folder as transformers loads it."""
+    log: str | None = None
+    """tensorboard, wandb or trackio: write the records there, too."""
     list: bool = False
     """List the presets and end."""
     json: bool = False
@@ -51,15 +55,20 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print(presets())
         return 0
+    if options.export and Path(options.export).is_file():
+        raise ValueError(f"export: {options.export} is a file; give a folder.")
     recipe = Recipe(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)})
-    run = prepare(recipe, resume=options.resume)
-    tape, _ = train(run, Path(recipe.out).name)
-    finish(tape)
+    run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
+    tape = train(run, Path(recipe.out).name, log=options.log)
+    if not run.finished:
+        say(f"go on with: gpubound train {' '.join([file or '...', *argv])}{'' if options.resume else ' --resume'}")
+    report = finish(tape)
     if options.export:
         say(f"export: {run.export(options.export)}")
     if options.json:
         last = tape.steps()[-1] if tape.steps() else {}
-        print(json.dumps({"out": recipe.out, "last": last, "verdict": tape.about["verdict"], "export": options.export}))
+        about = {"out": recipe.out, "finished": run.finished, "last": last, "verdict": tape.about["verdict"]}
+        print(json.dumps(about | {"report": str(report), "export": options.export}))
     return 0
 
 
@@ -67,40 +76,65 @@ def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
         found: Any = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
+    try:
+        return Train(**typed(found, "config"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
+    """Keys and values as the options' fields want them; what they do not want is refused by name."""
     known = {f.name: f for f in dataclasses.fields(Train)}
-    for key in found:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}."
-            raise ValueError(f"config: {path} has an unknown key {key!r}; {hint}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
-    if isinstance(values.get("data"), str):
-        values["data"] = (values["data"],)
-    return Train(**{key: _as(known[key], value, path) for key, value in values.items()})
+    values = {}
+    for key, value in found.items():
+        if key == "phases":
+            if not isinstance(value, list) or not all(isinstance(phase, dict) for phase in value):
+                raise ValueError("phases must be a list, each with keys and values such as 'steps: 2000'.")
+            values[key] = tuple(_phase(phase, number) for number, phase in enumerate(value, 1))
+        elif key not in known:
+            raise ValueError(f"{where}: {key!r} {unknown(str(key), tuple(known))}")
+        else:
+            values[key] = _as(known[key], value)
+    return values
 
 
-def _as(field: dataclasses.Field, value: Any, path: str) -> Any:
+def _phase(phase: dict[str, Any], number: int) -> dict[str, Any]:
+    """A phase's own keys; which of them a phase may have is the recipe's to say."""
+    known = {f.name for f in dataclasses.fields(Recipe)}
+    own = {key: value for key, value in phase.items() if key in known}
+    return phase | typed(own, f"phase {phase.get('name', number)}")
+
+
+def _as(field: dataclasses.Field, value: Any) -> Any:
     """YAML reads 3e-4 as text; a number field takes it, and anything else of the wrong kind is refused by name."""
-    wanted = type(field.default) if field.default is not None else None
+    if field.name == "data":
+        value = tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(name, str) for name in value):
+            raise ValueError(f"data must be a path or a list of them, got {value!r}.")
+        return value
+    kinds = {"data_bytes": int}
+    wanted = kinds.get(field.name, str if field.default is None else type(field.default))
     if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return float(value)
         except ValueError:
-            pass
-    if wanted is not None and not isinstance(value, wanted):
-        raise ValueError(f"config: {path}: {field.name} must be a {wanted.__name__}, got {value!r}.")
+            pass  # the sentence below names the field
+    if value is None and field.default is None:
+        return None
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ValueError(f"{field.name} must be a {wanted.__name__}, got {value!r}.")
     return value
 
 
 def presets() -> str:
     lines = ["preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied"]
-    for name, c in PRESETS.items():
+    for name, c in MODELS.items():
         tied = "yes" if c.tied else "no"
         lines.append(
             f"{name:6}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.vocabulary:10}  {tied}"

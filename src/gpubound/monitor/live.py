@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
 LINES = 10
+SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
 
 
 def quantity(value: float, unit: str = "") -> str:
@@ -25,6 +26,8 @@ def quantity(value: float, unit: str = "") -> str:
 def describe(record: dict[str, Any]) -> str:
     """One step in a line. Only what was measured appears."""
     parts = [f"loss {float(record['loss']):.3f}"] if "loss" in record else []
+    if "held_out" in record:
+        parts.append(f"held out {record['held_out']:.3f}")
     if "tokens_per_s" in record:
         parts.append(quantity(record["tokens_per_s"], " tok/s"))
     if "mfu" in record:
@@ -33,6 +36,8 @@ def describe(record: dict[str, Any]) -> str:
         parts.append(f"GPU busy {record['gpu_busy']:.0%}")
     if "syncs" in record:
         parts.append(f"{record['syncs']:g} syncs/step")
+    if "power_w" in record:
+        parts.append(f"{record['power_w']:.0f} W")
     if "memory_bytes" in record:
         parts.append(quantity(record["memory_bytes"], "B"))
     if record.get("skipped"):
@@ -48,6 +53,7 @@ class Live:
         self.console = console or Console(file=sys.stderr)
         self._every = max(1, steps // LINES)
         self._bar: Progress | None = None
+        self._seldom: dict[str, Any] = {}
 
     def __enter__(self) -> "Live":
         if self.console.is_terminal:
@@ -58,6 +64,8 @@ class Live:
         return self
 
     def show(self, record: dict[str, Any]) -> None:
+        self._seldom |= {key: record[key] for key in SELDOM if key in record}
+        record = self._seldom | record
         if self._bar:
             self._bar.update(self._task, completed=record["step"], line=describe(record))
         elif record["step"] % self._every == 0 or record["step"] in (1, self.steps):

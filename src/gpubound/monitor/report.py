@@ -20,6 +20,7 @@ class Gauge(NamedTuple):
 
 GAUGES = (
     Gauge("loss", "loss", ".4g", last=True),
+    Gauge("held_out", "held-out loss", ".4g", last=True),
     Gauge("tokens_per_s", "tokens per second", "si"),
     Gauge("mfu", "share of this machine's matrix rate", ".1%"),
     Gauge("gpu_busy", "GPU busy", ".0%"),
@@ -28,7 +29,9 @@ GAUGES = (
     Gauge("h2d_bytes", "bytes from the host per step", "si"),
     Gauge("grad_norm", "gradient norm", ".3g", last=True),
     Gauge("lr", "learning rate", ".2g", last=True),
-    Gauge("memory_bytes", "memory held, bytes", "si"),
+    Gauge("memory_bytes", "memory held at most, bytes", "si", last=True),
+    Gauge("power_w", "power, W", ".3g"),
+    Gauge("sm_active", "SMs at work", ".0%"),
 )
 
 

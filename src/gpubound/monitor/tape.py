@@ -1,8 +1,8 @@
 """The tape of a run: a folder with run.json (what it is) and steps.jsonl (one line a step). Everything else is read from it.
 
 A step's line holds whatever was measured, under names with their units. The ones that the charts know:
-    step, loss, grad_norm, lr, tokens, seconds, tokens_per_s, mfu, gpu_busy, host_lead_ms, syncs, h2d_bytes,
-    memory_bytes, skipped
+    step, loss, held_out, grad_norm, lr, tokens, seconds, tokens_per_s, mfu, gpu_busy, host_lead_ms, syncs, h2d_bytes,
+    memory_bytes, memory_reserved_bytes, power_w, sm_active, skipped
 What was not measured is left out, never written as zero.
 """
 
@@ -56,6 +56,13 @@ class Tape:
         line = json.dumps({k: _plain(v) for k, v in record.items() if v is not None})
         with open(self.path / STEPS, "a") as file:
             file.write(line + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""
+        kept = [json.dumps(record) for record in self._lines() if record["step"] <= step]
+        fresh = self.path / (STEPS + ".new")
+        fresh.write_text("".join(line + "\n" for line in kept))
+        os.replace(fresh, self.path / STEPS)
 
     def steps(self) -> list[dict[str, Any]]:
         """Every step's record, oldest first. When a resumed run wrote a step again, the later line counts."""

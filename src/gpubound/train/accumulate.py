@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ..kernels.accumulate import begins, deliver
 from .flat import Layout, lay_out
 
 
@@ -46,6 +47,21 @@ class Accumulators:
     def zero(self) -> None:
         """Begin a new sum: one memset."""
         self.gradient.zero_()
+        self._mark(False)
+
+    def begin(self) -> None:
+        """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
+        self._mark(True)
+
+    def finish(self) -> None:
+        """Zero what has had no delivery since `begin`. From here on `gradient` is the whole sum."""
+        for slot in self.layout.slots:
+            if begins([slot.parameter.main_grad]):  # type: ignore[attr-defined]
+                slot.parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
+    def _mark(self, fresh: bool) -> None:
+        for slot in self.layout.slots:
+            slot.parameter.main_grad.fresh = fresh  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Take the hooks and main_grad off again; gradients go to parameter.grad from now on."""
@@ -59,5 +75,5 @@ class Accumulators:
 
 def _move_into_main(parameter: Any) -> None:
     if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)
+        deliver(parameter, parameter.grad)
         parameter.grad = None

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import DataError
-from ..trace import notice, span
+from ..trace import fallback, notice, span
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -53,13 +53,14 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def save(
-        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: float | None = None, wait: bool = False
-    ) -> None:
-        """Snapshot now, write in the background. A lower `score` is better. `wait` returns when it is on disk."""
+    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False) -> None:
+        """Snapshot now, write in the background. A lower `score` is better: a number, or a list that is compared as lists are.
+
+        `wait` returns when it is on disk.
+        """
         self.wait()  # one writer at a time; also where an earlier write's failure is raised
         with span("checkpoint.snapshot"):
-            snapshot = {name: t.detach().clone() for name, t in tensors.items()}
+            snapshot = _copied(tensors)
             done = _mark(snapshot)
         work = (step, snapshot, done, dict(facts) | ({"score": score} if score is not None else {}))
         self._writer = threading.Thread(target=self._write_safely, args=work, name="gpubound-checkpoint", daemon=False)
@@ -88,6 +89,12 @@ class Checkpoints:
                 notice(f"{error} Skipped; trying the one before.")
         return None
 
+    def at(self, step: int) -> Checkpoint:
+        return open_checkpoint(self._place(step))
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
     def _paths(self) -> list[Path]:
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)]
         return sorted(found, key=lambda p: int(_NAME.search(p.name)[1]))  # type: ignore[index]
@@ -99,7 +106,7 @@ class Checkpoints:
             self._failure = error
 
     def _write(self, step: int, snapshot: dict[str, Tensor], done: torch.cuda.Event | None, facts: dict[str, Any]) -> None:
-        final = self.folder / f"step-{step:08d}"
+        final = self._place(step)
         fresh = self.folder / f".{final.name}.{os.getpid()}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -151,6 +158,16 @@ def checksum(path: Path) -> int:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the tensors' own devices; on the host, which the step has to wait for, where there is no room for them."""
+    try:
+        return {name: t.detach().clone() for name, t in tensors.items()}
+    except torch.OutOfMemoryError:
+        size = sum(t.nbytes for t in tensors.values() if t.is_cuda)
+        fallback("checkpoint in the background", f"the GPU has no {size / 1e9:.1f} GB free for a copy of the run's state")
+        return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
 
 
 def _mark(snapshot: dict[str, Tensor]) -> torch.cuda.Event | None:

@@ -38,15 +38,18 @@ class Core:
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
+        # Compiled code would hold on to whether a sum was fresh when it was traced.
+        self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""
         gradient, totals = self.accumulators.gradient, self.totals
-        self.accumulators.zero()
+        self.accumulators.zero() if self._compiled else self.accumulators.begin()
         totals.zero_()
         with torch.enable_grad(), products(self.precision.products):
             for batch in batches:
                 self._add(batch)
+        self.accumulators.finish()
         if self.reduce is not None:
             self.reduce(gradient, totals)
         return self.optimizer.update(gradient, totals)

@@ -13,9 +13,10 @@ from .core import Core
 
 MODES = ("auto", "require", "off")
 MOST = 8  # shapes of window: each takes seconds to capture, and some memory beside the pool
-# A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run.
-# What a certificate is to find, an input or a state that a graph has baked in, is off by the value's own size.
-NOISE = 1e-2
+# A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
+# that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
+# to find, an input or a state that a graph has baked in, is off by the value's own size.
+NOISE = 5e-2
 
 
 class Graphs:

@@ -1,6 +1,6 @@
-"""Step after step. The host draws, launches, then looks at the step before the one it has launched; never waiting for the newest.
+"""Step after step. The host draws, launches, then looks at the step before the one it has launched; never waiting for it.
 
-What a record holds (see monitor/tape.py for the names) is measured: pace from the clock between steps whose numbers have come,
+What a record holds (see monitor/tape.py for the names) is measured: pace from the ends of two steps on the device's own clock,
 `host_lead_ms` as the time the host waited for a number because the device still worked on it, `gpu_busy` from events around
 each step. `gpu_busy` is given for captured steps only: between the launches of an eager step the events see nothing. One early
 step runs under the ledger, so that a run says how often its step makes the host wait, and what it copies.
@@ -9,9 +9,9 @@ step runs under the ledger, so that a run says how often its step makes the host
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .result import StepResult
 from .step import TrainStep
 
 Record = dict[str, Any]
-WATCHED = 5  # which step of a run is counted: behind compiling and capture, early enough for a short run
+WATCHED = 6  # which step of a loop is counted: behind compiling and capture, early enough for a short run
 
 
 class Stop:
@@ -51,95 +51,86 @@ class Stop:
             signal.signal(number, handler)
 
 
+class Mark:
+    """A moment: on a GPU, when the device comes to it; on a CPU, now."""
+
+    def __init__(self, device: torch.device):
+        self.clock, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: "Mark") -> float:
+        """Seconds. On a GPU the device must have come to both."""
+        if self.event is None or earlier.event is None:
+            return self.clock - earlier.clock
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
 @dataclass
 class _Launched:
     number: int
     result: StepResult
-    begin: torch.cuda.Event | None = None
-    end: torch.cuda.Event | None = None
-    ledger: Ledger | None = None
+    before: Mark | None  # the end of the step before; None: this step's pace would say nothing
+    begin: Mark
+    end: Mark
+    ledger: Ledger | None
+    noted: Record = field(default_factory=dict)
 
 
-def run_steps(
-    step: TrainStep,
-    batches: Iterator[Any],
-    first: int,
-    last: int,
-    on_record: Callable[[Record], None],
-    after: Callable[[int], None] = lambda number: None,
-    stop: Stop | None = None,
-) -> int:
-    """Steps `first` to `last`, or until the batches end or `stop` is asked. Returns the number of the last step done.
+class Loop:
+    """Launches steps; each one's record goes to `on_record` when the next is launched, the last one's at `finish()`."""
 
-    `on_record` gets each step's record one step late; `after(number)` is called when step `number` has been launched (save
-    here: a checkpoint's snapshot is ordered behind the step by the device).
-    """
-    clock, previous, number = _Clock(step), None, first - 1
-    for number in range(first, last + 1):
-        launched = _launch(step, batches, number, counted=number == first + WATCHED)
-        if launched is None:
-            number -= 1
-            break
-        if previous is not None:
-            on_record(clock.record(previous))
-        previous = launched
-        after(number)
-        if stop is not None and stop.asked:
-            break
-    if previous is not None:
-        on_record(clock.record(previous))
-    return number
+    def __init__(self, step: TrainStep, on_record: Callable[[Record], None]):
+        self.step, self.on_record = step, on_record
+        self._launches = 0
+        self._newest: _Launched | None = None
+        self._before: Mark | None = None  # the first step holds compiling and capture
 
+    def launch(self, number: int, batches: Any) -> None:
+        """Step `number` with micro-batches drawn from `batches`."""
+        self._launches += 1
+        device = self.step.device
+        counted = device.type == "cuda" and self._launches == WATCHED  # a CPU has nothing to wait for
+        with watch() if counted else nullcontext() as ledger:
+            begin = Mark(device)
+            result = self.step(batches)
+            end = Mark(device)
+        assert result is not None, "a feed does not end"
+        launched = _Launched(number, result, self._before, begin, end, ledger)
+        self.finish()
+        self._newest, self._before = launched, end
 
-def _launch(step: TrainStep, batches: Iterator[Any], number: int, counted: bool) -> _Launched | None:
-    if step.device.type != "cuda":  # nothing to wait for, nothing to count
-        result = step(batches)
-        return None if result is None else _Launched(number, result)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with watch() if counted else nullcontext() as ledger:
-        begin.record()
-        result = step(batches)
-        end.record()
-    return None if result is None else _Launched(number, result, begin, end, ledger)
+    def note(self, **measured: Any) -> None:
+        """Add to the newest step's record."""
+        assert self._newest is not None
+        self._newest.noted |= measured
 
+    def resume(self) -> None:
+        """Something else kept the device busy since the newest step: it is not counted as the next step's time."""
+        self._before = Mark(self.step.device)
 
-class _Clock:
-    """Turns launched steps into records as their numbers arrive."""
+    def finish(self) -> None:
+        """Hand out the newest step's record."""
+        done, self._newest = self._newest, None
+        if done is not None:
+            self.on_record(self._record(done) | done.noted)
 
-    def __init__(self, step: TrainStep):
-        self.step = step
-        self._then: float | None = None
-        self._ended: torch.cuda.Event | None = None
-
-    def record(self, done: _Launched) -> Record:
+    def _record(self, done: _Launched) -> Record:
         asked = time.perf_counter()
         with span("train.read"):
             values = done.result.read()
-        now = time.perf_counter()
-        record: Record = {
-            "step": done.number,
-            "loss": values.loss,
-            "grad_norm": values.grad_norm,
-            "lr": values.lr,
-            "tokens": values.tokens,
-            "skipped": values.skipped,
-        }
-        if self._then is not None:  # the first step holds compiling and capture; its pace would say nothing
-            record |= {"seconds": now - self._then, "tokens_per_s": values.tokens / (now - self._then)}
-        if done.end is not None:
-            record |= {"host_lead_ms": 1e3 * (now - asked), "memory_bytes": torch.cuda.max_memory_allocated(self.step.device)}
-            record |= self._busy(done)
+        waited = time.perf_counter() - asked
+        names = ("loss", "grad_norm", "lr", "tokens", "skipped")
+        record: Record = {"step": done.number} | {name: getattr(values, name) for name in names}
+        if done.end.event is not None:
+            done.end.event.synchronize()  # behind the report that has just been read, by a microsecond
+            record["host_lead_ms"] = 1e3 * waited
+        if done.before is not None:
+            seconds = done.end.since(done.before)
+            record |= {"seconds": seconds, "tokens_per_s": values.tokens / seconds}
+            if self.step.captured:
+                record["gpu_busy"] = done.end.since(done.begin) / seconds
         if done.ledger is not None:
-            totals = done.ledger.totals
-            record |= {"syncs": totals["syncs"], "h2d_bytes": totals["h2d_bytes"]}
-        self._then = now
+            record |= {name: n for name, n in done.ledger.totals.items() if name in ("syncs", "h2d_bytes")}
         return record
-
-    def _busy(self, done: _Launched) -> Record:
-        """The share of this step's time, from the end of the step before, in which the device was at work on it."""
-        before, self._ended = self._ended, done.end
-        if before is None or not self.step.captured:
-            return {}
-        assert done.begin is not None and done.end is not None
-        done.end.synchronize()  # already past: the report is read behind it
-        return {"gpu_busy": done.begin.elapsed_time(done.end) / before.elapsed_time(done.end)}

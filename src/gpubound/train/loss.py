@@ -16,6 +16,7 @@ from ..layers.head import shift
 from ..trace import fallback
 
 IGNORE = -100
+CHUNK = 4096  # tokens of logits at a time. H200, 16384 tokens, 32768 words: 5.7 ms against 6.6 with 1024, for 0.2 GB more
 # Relative error allowed between head(hidden states) and the model's own logits: two roundings to the dtype, and tf32 products.
 AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -49,8 +50,9 @@ class CausalLM:
         if self._whole is None:
             head = model.get_output_embeddings()
             total = linear_cross_entropy(
-                _hidden(model, inputs), head.weight, targets, head.bias, ignore_index=IGNORE, reduction="sum", grad_scale=scale
-            )
+                _hidden(model, inputs), head.weight, targets, head.bias,
+                ignore_index=IGNORE, reduction="sum", chunk=CHUNK, grad_scale=scale,
+            )  # fmt: skip
             return total, count
         logits = _logits(model, inputs)
         total = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -61,20 +61,25 @@ class Guard(ContextDecorator):
         self._modes().append(mode)
         return self
 
-    def __exit__(self, *error) -> None:
-        self._modes().pop().__exit__(*error)
+    def __exit__(self, kind, error, traceback) -> None:
+        mode = self._modes().pop()
+        mode.__exit__(kind, error, traceback)
         calls.leave(_called)
+        # A C++ op that is left by a StallError frees its temporaries on the way. If GPUTrace is on (it stays on once a ledger
+        # asked for it), each free calls into Python, where the pending error gets lost: linalg.inv then ends in SystemError.
+        if mode.stall is not None and isinstance(error, SystemError) and "without setting an exception" in str(error):
+            raise mode.stall from None
 
     def _modes(self) -> list[_GuardMode]:
         if not hasattr(self._entered, "modes"):
             self._entered.modes = []
         return self._entered.modes
 
-    def meet(self, kind: str, what: str, device: str, origins: Origins | None) -> None:
+    def meet(self, mode: _GuardMode, kind: str, what: str, device: str) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""
         if kind in self.allow:
             return
-        place = here(origins)
+        place = here(mode.origins)
         site = place.site or place.built
         refused = ""
         if site is not None:
@@ -82,7 +87,8 @@ class Guard(ContextDecorator):
             if permitted:
                 self.allowed[str(site)] += 1
                 return
-        raise StallError(self._sentence(kind, what, device, place, refused))
+        mode.stall = StallError(self._sentence(kind, what, device, place, refused))
+        raise mode.stall
 
     def _sentence(self, kind: str, what: str, device: str, place: Place, refused: str) -> str:
         site = place.site or place.built
@@ -104,6 +110,7 @@ class _GuardMode(TorchDispatchMode):
         super().__init__()
         self.guard = guard
         self.origins = Origins()
+        self.stall: StallError | None = None  # the last one raised
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -119,9 +126,8 @@ class _GuardMode(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         for move in ops.moves(func, args, kwargs):
             if move.stalls:
-                self.guard.meet(
-                    move.kind, f"{move.what}, {move.manner}" if move.bytes else move.what, str(move.device), self.origins
-                )
+                what = f"{move.what}, {move.manner}" if move.bytes else move.what
+                self.guard.meet(self, move.kind, what, str(move.device))
         _settled.inside = True
         try:
             return func(*args, **kwargs)
@@ -140,7 +146,7 @@ def _called(what: str, device_type: str) -> None:
     """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _GuardMode)]
     if modes and not _settled.inside:
-        modes[-1].guard.meet("sync", what, device_type, modes[-1].origins)
+        modes[-1].guard.meet(modes[-1], "sync", what, device_type)
 
 
 def comment(site: Site, kind: str) -> tuple[bool, str]:

@@ -22,7 +22,6 @@ SYNCS = {
     "aten.unique_dim_consecutive.default": "unique_consecutive",
     "aten.equal.default": "torch.equal",
     "aten.allclose.default": "allclose",
-    "aten.multinomial.default": "multinomial",
     "aten.bincount.default": "bincount",
     "aten._linalg_check_errors.default": "linalg error check",
 }

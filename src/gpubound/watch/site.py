@@ -9,11 +9,13 @@ back to the forward line that built it, which `Origins` noted while the forward 
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
@@ -44,9 +46,26 @@ def owner(filename: str) -> str:
         return OWN
     if path.startswith(_TORCH):
         return PLUMBING if path.startswith(_PLUMBING) else TORCH
-    if path.startswith((_GPUBOUND, *_INSTALLED)) or "site-packages" in path or "dist-packages" in path:
+    if path.startswith((_GPUBOUND, *_INSTALLED)) or "site-packages" in path or "dist-packages" in path or _put_there(path):
         return LIBRARY
     return STDLIB if path.startswith(_STDLIB) else USER
+
+
+def _put_there(path: str) -> bool:
+    """Whether pip put this file into a folder of sys.path that is nobody's site-packages (`pip install --target`)."""
+    for folder in map(os.path.abspath, filter(None, sys.path)):
+        if path.startswith(folder + os.sep) and path[len(folder) + 1 :].split(os.sep)[0] in _packages(folder):
+            return True
+    return False
+
+
+@cache
+def _packages(folder: str) -> frozenset[str]:
+    """The top-level names that pip's records in `folder` list. The user's own files may lie beside them."""
+    names: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        names.update(re.split("[/,]", line, maxsplit=1)[0] for line in record.read_text(errors="replace").splitlines())
+    return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..accumulate import add_product, main_gradient, product
+from ..accumulate import add_product, begins, main_gradient, product
 from ..reference._last import last
 from ._launch import first_order_only
 from ._logits import Options, chunk_rows, row_losses, valid_share
@@ -43,7 +43,10 @@ def _settle(gradient: Tensor | None, main: Tensor | None, factor: Tensor | None)
         return None
     if main is None:
         return gradient if factor is None else gradient * factor
-    main.add_(gradient) if factor is None else main.addcmul_(gradient, factor)
+    if begins([main]):
+        main.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=main)
+    else:
+        main.add_(gradient) if factor is None else main.addcmul_(gradient, factor)
     return None
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver
+from ..accumulate import deliver_sum
 from ._launch import first_order_only, rows_of, schedule
 
 
@@ -81,7 +81,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
 def _backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dweight in fp32), each None when not needed."""
+    """(dx, the programs' parts of dweight in fp32), each None when not needed."""
     rows, cols = rows_of(x)
     plan = schedule(cols, x.device, backward=True)
     grid = plan.grid(rows)
@@ -92,7 +92,7 @@ def _backward(
         x if dx is None else dx, rstd if partial is None else partial, rows,
         cols, plan.block, plan.rows, ds is not None, weight is not None, need_dx, need_dw, num_warps=plan.warps,
     )  # fmt: skip
-    return dx, None if partial is None else partial.sum(0)
+    return dx, partial
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -115,8 +115,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         need_x, need_residual, need_dw, _ = ctx.needs_input_grad
         ds = None if ds is None else ds.contiguous()
-        dx, dw = _backward(dy.contiguous(), ds, x, weight, rstd, need_x or need_residual, need_dw)
-        return dx, dx if need_residual else None, None if dw is None else deliver(ctx.weight, dw), None
+        dx, partial = _backward(dy.contiguous(), ds, x, weight, rstd, need_x or need_residual, need_dw)
+        return dx, dx if need_residual else None, None if partial is None else deliver_sum(ctx.weight, partial), None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -18,7 +18,7 @@ def activated() -> bool:
 class GpuTrace(Sensor):
     name = "gputrace"
     sees = "every sync that torch makes on CUDA, in any thread; it stays on in this process and costs 4 µs an allocation"
-    blind = "syncs inside other libraries' CUDA code, and a cudaMalloc's own"
+    blind = "syncs inside other libraries' CUDA code (thrust, in unique(dim=)), and a cudaMalloc's own"
 
     @property
     def counts(self) -> frozenset[str]:  # type: ignore[override]

@@ -43,7 +43,8 @@ class Kernels(Sensor):
         return None
 
     def start(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        # There is one cycle, so nothing accumulates; without acc_events torch 2.11 warns that it drops those before.
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
         self._profile.__enter__()
 
     def stop(self) -> None:

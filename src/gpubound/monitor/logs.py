@@ -1,0 +1,74 @@
+"""A run's records for TensorBoard, Weights & Biases or trackio, each through its own library. The tape stays."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+KINDS = ("tensorboard", "wandb", "trackio")
+
+
+class Log:
+    """`with open_log(...) as log: log.write(record)`. This one, for none, writes nothing."""
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Log:
+    if kind is None:
+        return Log()
+    if kind == "tensorboard":
+        _library("tensorboard")
+        return TensorBoard(import_module("torch.utils.tensorboard"), folder)
+    if kind in KINDS:
+        return Tracker(_library(kind), folder, name, config)
+    raise ValueError(f"log: got {kind!r}, wanted one of {', '.join(KINDS)}.")
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(f"log: {name} is not installed; pip install {name}, or leave --log out.") from error
+
+
+class TensorBoard(Log):
+    """Event files in <folder>/tensorboard."""
+
+    def __init__(self, library: Any, folder: Path):
+        self._writer = library.SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for what, value in _figures(record).items():
+            self._writer.add_scalar(what, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker(Log):
+    """Weights & Biases, or trackio, which keeps to its interface."""
+
+    def __init__(self, library: Any, folder: Path, name: str, config: dict[str, Any]):
+        self._library = library
+        where = {"dir": str(folder)} if library.__name__ == "wandb" else {}
+        library.init(project="gpubound", name=name, config=config, **where)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._library.log(_figures(record), step=record["step"])
+
+    def close(self) -> None:
+        self._library.finish()
+
+
+def _figures(record: dict[str, Any]) -> dict[str, Any]:
+    return {what: value for what, value in record.items() if what != "step" and isinstance(value, int | float)}

@@ -1,0 +1,175 @@
+"""From a recipe to a run that is ready: texts to a corpus, a name to a model, a folder to its newest checkpoint.
+
+What is cheap to refuse is refused first: a missing file is named before the corpus is built, not after.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..device import resolve
+from ..errors import DataError, GraphError
+from ..feed.corpus import MANIFEST, Corpus, Part
+from ..feed.text import documents
+from ..feed.tokenizer import Tokenizer, python_stdlib_texts, train_tokenizer
+from ..models import Decoder, load_hf
+from ..place import place
+from ..trace import notice
+from .checkpoint import Checkpoint, Checkpoints
+from .fit import largest_micro_batch
+from .recipe import MODELS, STDLIB, Recipe, check_model, check_same
+from .run import Run, Stage, make_step
+
+
+def prepare(recipe: Recipe, resume: bool = False, auto_batch: bool = False, progress: bool = True) -> Run:
+    """Build what the recipe names; with `resume`, go on from the newest whole checkpoint in its folder.
+
+    `auto_batch` takes the largest micro-batch that fits, and so many fewer of them that a step has as many tokens as before.
+    """
+    folder, device = Path(recipe.out), resolve(recipe.device)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep)
+    check_model(recipe.model)
+    check_data(recipe)
+    found = _found(checkpoints, resume)
+    if found is not None and auto_batch:  # it was tried when the run began
+        recipe = dataclasses.replace(recipe, **{k: found.facts["recipe"][k] for k in ("micro_batch", "accumulate")})
+    if found is not None:
+        check_same(found.facts["recipe"], recipe)
+    stages = [
+        Stage(name, own, *hold_out(corpus, own.validation))
+        for (name, own), corpus in zip(recipe.stages(), open_data(recipe, folder, progress))
+    ]
+    tokenizer = stages[0].training.tokenizer()
+    if auto_batch and found is None:
+        stages[0] = fitted(stages, tokenizer, device)
+        recipe = stages[0].recipe
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe, tokenizer, device)
+    example = torch.arange(recipe.seq, device=device).remainder(tokenizer.vocab_size).unsqueeze(0)
+    placement = place(model, device, example={"input_ids": example})
+    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints)
+    run.enter(found.facts["phase"] if found else 0)
+    if found is not None:
+        run.restore(found)
+    return run
+
+
+def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+    found = checkpoints.latest()
+    if resume and found is None:
+        notice(f"resume: {checkpoints.folder} holds no whole checkpoint; starting from the beginning.")
+    if found is not None and not resume:
+        raise ValueError(
+            f"{checkpoints.folder} already holds step {found.step} of a run; "
+            f"pass --resume to go on with it, or another --out to begin anew."
+        )
+    return found
+
+
+def check_data(recipe: Recipe) -> None:
+    for _, own in recipe.stages():
+        if not own.data:
+            raise ValueError("data: got nothing, wanted text files or folders, a built corpus, or 'stdlib'.")
+        for name in own.data:
+            if name != STDLIB and not Path(name).exists():
+                raise ValueError(f"data: {name} does not exist; give text files or folders, a built corpus, or 'stdlib'.")
+
+
+def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
+    """A corpus for each phase: opened where `data` is one, else built into the run's folder (once: it is found again)."""
+    stages = recipe.stages()
+    tokenizer = None
+    corpora = []
+    for name, own in stages:
+        if len(own.data) == 1 and (Path(own.data[0]) / MANIFEST).exists():
+            corpora.append(Corpus.open(own.data[0]))
+        else:
+            tokenizer = tokenizer or _tokenizer(recipe, folder / "corpus")
+            corpora.append(Corpus.build(_texts(own), tokenizer, folder / "corpus" / name, progress=progress))
+    if len({corpus.fingerprint for corpus in corpora}) > 1:
+        raise DataError(
+            f"data: the phases' corpora were built with different tokenizers "
+            f"({', '.join(corpus.fingerprint for corpus in corpora)}); build them with one."
+        )
+    return corpora
+
+
+def _tokenizer(recipe: Recipe, built: Path) -> Tokenizer:
+    """The one that was named, or the model's own, or the one of an earlier start of this run, or a new one."""
+    if recipe.tokenizer:
+        return Tokenizer.load(recipe.tokenizer)
+    if recipe.model not in MODELS and (Path(recipe.model) / "tokenizer.json").exists():
+        return Tokenizer.load(recipe.model)
+    for name, _ in recipe.stages():
+        if (built / name / "tokenizer.json").exists():
+            notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
+            return Tokenizer.load(built / name)
+    every = (document for _, own in recipe.stages() for document in documents(_texts(own)))
+    return train_tokenizer(every, recipe.vocabulary)
+
+
+def _texts(recipe: Recipe) -> list[Any]:
+    texts: list[Any] = []
+    for name in recipe.data:
+        texts += list(python_stdlib_texts(recipe.data_bytes)) if name == STDLIB else [Path(name)]
+    return texts
+
+
+def hold_out(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:
+    """(training, held out): the last documents, or where those are too few, the last tokens of the last one."""
+    if round(corpus.documents * validation) >= 1:
+        return corpus.split(validation)
+    *whole, last = corpus.parts
+    at = max(len(last.tokens) - int(corpus.tokens * validation), 1)
+    before, behind = last.documents[last.documents < at], last.documents[last.documents > at]
+    masks = (None, None) if last.mask is None else (last.mask[:at], last.mask[at:])
+    training = Part(last.tokens[:at], np.append(before, at), masks[0])
+    rest = Part(last.tokens[at:], np.insert(behind - at, 0, 0), masks[1])
+    return tuple(Corpus(p, corpus.vocab_size, corpus.fingerprint, corpus.path) for p in ([*whole, training], [rest]))  # type: ignore[return-value]
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> Decoder:
+    if recipe.model in MODELS:
+        # Rows of the head, rounded up to a multiple of 64: tensor cores want it, and ids beyond the tokenizer's never occur.
+        rows = -(-tokenizer.vocab_size // 64) * 64
+        config = dataclasses.replace(MODELS[recipe.model], vocabulary=rows, positions=max(recipe.seq, 4096))
+        return Decoder(config, device=device)
+    model = load_hf(recipe.model, device)
+    if tokenizer.vocab_size > model.config.vocabulary:
+        raise DataError(
+            f"{recipe.model} knows {model.config.vocabulary} tokens, the corpus has {tokenizer.vocab_size}; "
+            f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
+        )
+    return model
+
+
+def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> Stage:
+    """The only stage, with the largest micro-batch that fits beside this model."""
+    if device.type != "cuda":
+        raise ValueError("auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself.")
+    if len(stages) > 1:
+        raise ValueError("auto_batch: got phases, wanted a single one; give each phase a micro_batch of its own.")
+    stage = stages[0]
+
+    def attempt(recipe: Recipe) -> None:
+        try:
+            train(dataclasses.replace(recipe, graph="require") if recipe.graph == "auto" else recipe)
+        except GraphError as error:  # this step cannot be captured, whatever its size
+            notice(f"auto_batch: trying without a graph: {error}")
+            train(dataclasses.replace(recipe, graph="off"))
+
+    def train(recipe: Recipe) -> None:
+        model = build_model(recipe, tokenizer, device).train()
+        step = make_step(model, recipe, device)
+        feed = stage.feed(device, recipe)
+        try:
+            for _ in range(2):  # the first captures, the second runs what was captured
+                step(feed)
+            torch.cuda.synchronize(device)
+        finally:
+            step.close()
+
+    return dataclasses.replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device))

@@ -1,0 +1,163 @@
+"""The recipe of a run: every choice in one place, checked before anything is read or built."""
+
+import difflib
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..models import PRESETS, DecoderConfig
+from .muon import Muon
+from .optimizer import AdamW
+from .precision import precision as precision_named
+from .schedule import Schedule
+
+STDLIB = "stdlib"
+MODELS = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
+"""The presets, and one that two CPU cores teach some Python in two minutes (the demo's)."""
+
+PHASED = (
+    "data", "data_bytes", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "final", "weight_decay",
+    "clip", "optimizer", "validation", "evaluate_every", "patience", "save_every",
+)  # fmt: skip
+"""What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
+
+FREE = ("out", "keep", "save_every", "device", "graph")
+"""What may differ when a run is resumed: it does not change the numbers."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run depends on. The same recipe on the same machine gives the same weights, bit for bit."""
+
+    out: str = "runs/train"
+    """Folder of the run: tape, checkpoints, corpus, report."""
+    model: str = "10m"
+    """A preset (see --list), or a Hugging Face folder to go on from."""
+    data: tuple[str, ...] = (STDLIB,)
+    """Text files or folders (txt, jsonl, parquet, HF datasets), a built corpus, or 'stdlib': this Python's own source."""
+    data_bytes: int | None = None
+    """Of 'stdlib', read no more than this."""
+    tokenizer: str | None = None
+    """A tokenizer.json or HF folder; without one the model folder's own, or a byte-level BPE trained on the data."""
+    vocabulary: int = 8192
+    """Size of that BPE."""
+    seq: int = 512
+    """Tokens a row."""
+    micro_batch: int = 8
+    """Rows that go through the model at once."""
+    accumulate: int = 1
+    """Micro-batches an optimizer step."""
+    steps: int = 1000
+    """Optimizer steps."""
+    optimizer: str = "adamw"
+    """adamw, or muon (for the matrices; adamw for the rest)."""
+    lr: float = 3e-3
+    """The highest learning rate."""
+    schedule: str = "cosine"
+    """constant, linear, cosine or wsd."""
+    warmup: float = 0.02
+    """Below 1 a fraction of the steps."""
+    final: float = 0.1
+    """The rate at the end, as a fraction of lr."""
+    weight_decay: float = 0.1
+    """Of matrices; gains and biases do not decay."""
+    clip: float = 1.0
+    """The largest global gradient norm."""
+    precision: str = "auto"
+    """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16."""
+    graph: str = "auto"
+    """auto, require or off: the whole step as one CUDA graph."""
+    recompute: str = "none"
+    """none, or blocks: keep only each block's input and compute the rest again in backward."""
+    ema: float = 0.0
+    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and exported; 0: none."""
+    validation: float = 0.02
+    """Fraction of the documents held out."""
+    evaluate_every: int = 0
+    """Steps between held-out losses; 0: only at the end. An improved one is saved, and the best is kept."""
+    patience: int = 0
+    """End after this many held-out losses without a better one, and go back to the best; 0: never."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    device: str = "auto"
+    """auto, require, cpu, cuda or cuda:<index>."""
+    seed: int = 0
+    """Of the first weights and of the data's order."""
+    phases: tuple[dict[str, Any], ...] = ()
+    """Phases trained one after the other, each with a name and its own data, steps, lr and so on. In a config file only."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "micro_batch", "accumulate", "steps", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"recipe: {name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("evaluate_every", "patience", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"recipe: {name} must not be negative, got {getattr(self, name)}; 0 turns it off.")
+        if not 0 < self.validation < 1:
+            raise ValueError(
+                f"recipe: validation must lie between 0 and 1, got {self.validation}; 0.02 holds out 2 % of the documents."
+            )
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
+        if self.patience and not self.evaluate_every:
+            raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
+        if self.precision != "auto":
+            precision_named(self.precision)
+        self.rates, self.numbers  # noqa: B018 (they check what they are given)
+        self.stages()
+
+    @property
+    def rates(self) -> Schedule:
+        return Schedule(self.schedule, steps=self.steps, warmup=self.warmup, final=self.final)
+
+    @property
+    def numbers(self) -> AdamW | Muon:
+        """The optimizer's. Betas as language models are trained: the second moment forgets within 20 steps."""
+        adamw = AdamW(self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"recipe: optimizer must be adamw or muon, got {self.optimizer!r}.")
+        return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
+
+    def stages(self) -> list[tuple[str, "Recipe"]]:
+        """(name, its own recipe) of each phase; a recipe without phases is its only one."""
+        if not self.phases:
+            return [("", self)]
+        names = [str(phase.get("name", f"phase-{number}")) for number, phase in enumerate(self.phases, 1)]
+        if wrong := [name for name in names if not re.fullmatch(r"[\w-]+", name)]:
+            raise ValueError(f"recipe: phase {wrong[0]!r}: wanted a name of letters, digits, - and _; it names a folder.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"recipe: phases need names that differ, got {', '.join(names)}.")
+        return [(name, self._with(name, phase)) for name, phase in zip(names, self.phases)]
+
+    def _with(self, name: str, phase: dict[str, Any]) -> "Recipe":
+        own = {key: value for key, value in phase.items() if key != "name"}
+        for key in own.keys() - set(PHASED):
+            known = {f.name for f in fields(Recipe)}
+            why = "is the whole run's, not a phase's." if key in known else unknown(key, ("name", *PHASED))
+            raise ValueError(f"recipe: phase {name}: {key!r} {why}")
+        return replace(self, phases=(), **own)
+
+
+def unknown(key: str, known: tuple[str, ...]) -> str:
+    """What to say after a key that nobody knows."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"is unknown; did you mean {near[0]!r}?" if near else f"is unknown; the keys are {', '.join(known)}."
+
+
+def check_model(name: str) -> None:
+    if name not in MODELS and not Path(name).is_dir():
+        raise ValueError(f"model: got {name!r}, wanted one of {', '.join(MODELS)}, or a Hugging Face folder.")
+
+
+def check_same(old: dict[str, Any], recipe: Recipe) -> None:
+    """Only what does not change the numbers may differ between a run and its resumption."""
+    new = json.loads(json.dumps(asdict(recipe)))
+    changed = [f"{key} was {old.get(key)!r}, is {new[key]!r}" for key in new if key not in FREE and old.get(key) != new[key]]
+    if changed:
+        raise ValueError(
+            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
+        )

@@ -1,0 +1,94 @@
+"""The loop hands out each step's record one step late, times what the step took and nothing else, and stops between steps."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from gpubound.train import AdamW, TrainStep
+from gpubound.train.loop import Loop, Mark, Stop
+
+from .conftest import draw, small, summed
+
+
+class SlowStep:
+    """Stands for a TrainStep on a CPU whose step takes a known time."""
+
+    device, captured = torch.device("cpu"), ()
+
+    def __call__(self, batches):
+        time.sleep(0.02)
+        return type("Result", (), {"read": lambda self: type("Values", (), {
+            "loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "tokens": 100.0, "skipped": 0})()})()  # fmt: skip
+
+
+def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
+    model, seen = small(), []
+    loop = Loop(TrainStep(model, summed, AdamW(1e-2), precision="fp32"), seen.append)
+    batches = iter([draw(4, seed=n) for n in range(3)])
+    for number in (1, 2, 3):
+        loop.launch(number, batches)
+        assert [r["step"] for r in seen] == list(range(1, number))
+    loop.finish()
+    loop.finish()
+    assert [r["step"] for r in seen] == [1, 2, 3], "finish twice hands out nothing twice"
+    assert seen[0].keys() == {"step", "loss", "grad_norm", "lr", "tokens", "skipped"}, "the first step has no pace"
+    assert seen[1].keys() - seen[0].keys() == {"seconds", "tokens_per_s"}
+    assert seen[1]["tokens_per_s"] == seen[1]["tokens"] / seen[1]["seconds"]
+
+
+def test_what_is_noted_goes_into_the_newest_record():
+    seen = []
+    loop = Loop(SlowStep(), seen.append)
+    loop.launch(1, None)
+    loop.note(held_out=3.5)
+    loop.launch(2, None)
+    loop.finish()
+    assert [r.get("held_out") for r in seen] == [3.5, None]
+
+
+def test_an_evaluation_is_not_counted_as_the_next_steps_time():
+    """The pause is ten times the step: had it been counted, `seconds` could not be below it."""
+    seen = []
+    loop = Loop(SlowStep(), seen.append)
+    loop.launch(1, None)
+    time.sleep(0.2)
+    loop.resume()
+    loop.launch(2, None)
+    loop.finish()
+    assert 0.02 <= seen[1]["seconds"] < 0.2
+
+
+def test_a_mark_is_a_moment():
+    before, cpu = time.perf_counter(), torch.device("cpu")
+    first, second = Mark(cpu), Mark(cpu)
+    assert 0 <= second.since(first) <= time.perf_counter() - before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_and_the_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with Stop() as stop:
+        assert stop.asked is None
+        os.kill(os.getpid(), number)
+        assert stop.asked == signal.Signals(number).name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_record_holds_what_the_events_saw(device):
+    model, seen = small().to(device), []
+    step = TrainStep(model, summed, AdamW(1e-2), precision="fp32")
+    loop = Loop(step, seen.append)
+    batch = tuple(t.to(device) for t in draw(4))
+    for number in range(1, 13):
+        loop.launch(number, batch)
+    loop.finish()
+    assert step.captured and all(0 < r["gpu_busy"] <= 1 and r["seconds"] > 0 for r in seen[1:])
+    counted = [r for r in seen if "syncs" in r]
+    assert len(counted) == 1 and counted[0]["syncs"] == 0 and counted[0]["h2d_bytes"] == 0

@@ -1,0 +1,375 @@
+"""Whole runs: resumed ones are the uninterrupted one bit for bit, phases follow each other, the best weights are found again."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from gpubound import trace
+from gpubound.errors import DataError, DeviceError
+from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.fit import largest_micro_batch
+from gpubound.train.prepare import hold_out, prepare
+from gpubound.train.recipe import Recipe
+
+from .runs import assert_same, build_corpus, losses, one_thread, recipe, texts, train  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.mark.parametrize("more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"])
+def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
+    """Stopped at step 7 of 30, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
+    common = {"steps": 30, "evaluate_every": 10, **more}
+    whole, records = train(recipe(corpus, tmp_path / "whole", **common))
+    assert whole.done == 30 and whole.finished and whole.feed.epoch == 1
+
+    first, before = train(recipe(corpus, tmp_path / "halved", **common), until=7)
+    assert first.done == 7 and not first.finished and 0 < first.feed.batch < len(first.feed)
+    second, after = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
+    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 30
+    assert second.evaluations == whole.evaluations and whole.evaluations.keys() == {10, 20, 30}
+    assert_same(second, whole)
+
+
+def test_the_order_of_the_data_is_kept(corpus, tmp_path):
+    """The batches themselves, not their losses: those of steps 8 to 12 come in the same order after a resumption."""
+    whole = prepare(recipe(corpus, tmp_path / "whole"), progress=False)
+    wanted = [whole.feed.take()["input_ids"] for _ in range(24)]
+    train(recipe(corpus, tmp_path / "run"), until=7)
+    again = prepare(recipe(corpus, tmp_path / "run"), resume=True, progress=False)
+    got = [again.feed.take()["input_ids"] for _ in range(10)]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted[14:])) and len({t.sum().item() for t in wanted}) > 20
+
+
+def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
+    """kill -9 while it saves every second step: what is resumed ends where the uninterrupted run does, bit for bit."""
+    script = """
+        import sys
+        import torch
+        from gpubound.train.prepare import prepare
+        from gpubound.train.recipe import Recipe
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as the suite has it
+        torch.set_num_threads(1)
+        run = prepare(Recipe(**eval(sys.argv[1])), progress=False)
+        run.go(lambda record: print(record["step"], flush=True))
+    """
+    todo = recipe(corpus, tmp_path / "killed", steps=40, save_every=2)
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), repr(dataclasses.asdict(todo))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    with child.stdout as lines:
+        next(line for line in lines if int(line) == 15)
+        child.kill()
+        child.wait()
+    assert 13 <= Checkpoints(tmp_path / "killed" / "checkpoints").latest().step < 40
+    resumed, _ = train(todo, resume=True)
+    whole, _ = train(dataclasses.replace(todo, out=str(tmp_path / "whole")))
+    assert resumed.done == 40
+    assert_same(resumed, whole)
+
+
+def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
+    train(recipe(corpus, tmp_path))
+    again, records = train(recipe(corpus, tmp_path), resume=True)
+    assert again.finished and again.done == 12 and records == []
+
+
+def test_an_export_is_what_transformers_computes(corpus, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = train(recipe(corpus, tmp_path / "run"))
+    folder = run.export(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    text = texts()[0][:200]
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == run.tokenizer.encode(text)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, run.model(ids), rtol=0, atol=1e-5)  # fp32, two layers: measured 1e-7
+
+
+def test_the_average_is_what_its_recurrence_says(corpus, tmp_path):
+    """Against the weights as they were after each step, and it is what is exported."""
+    run = prepare(recipe(corpus, tmp_path / "run", ema=0.5, steps=3), progress=False)
+    name, weight = next(iter(run.model.named_parameters()))
+    wanted, history = weight.detach().clone(), []
+    update = run.average.update
+    run.average.update = lambda: (update(), history.append(weight.detach().clone()))
+    run.go(lambda record: None)
+    for t, now in enumerate(history, 1):
+        decay = min(0.5, (1 + t) / (10 + t))
+        wanted = decay * wanted + (1 - decay) * now
+    torch.testing.assert_close(run.average.average[name], wanted, rtol=1e-6, atol=1e-7)
+    from gpubound.models import load_hf
+
+    exported = dict(load_hf(run.export(tmp_path / "model")).named_parameters())[name]
+    assert torch.equal(exported, run.average.average[name]) and not torch.equal(exported, history[-1])
+    assert torch.equal(weight, history[-1]), "the run goes on with its own weights"
+
+
+def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch):
+    run = prepare(recipe(corpus, tmp_path, steps=40, evaluate_every=3, patience=2), progress=False)
+    coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12: the best is step 6's
+    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    run.go(lambda record: None)
+    assert run.done == 12 and run.finished
+    store = run.checkpoints
+    assert [p.name for p in store._paths()] == ["step-00000003", "step-00000006", "step-00000012"]
+    best, last = store.at(6).tensors(), store.at(12).tensors()
+    kept = [name for name in best if name.startswith(("model.", "step."))]
+    assert all(torch.equal(best[name], last[name]) for name in kept)
+    again, records = train(recipe(corpus, tmp_path, steps=40, evaluate_every=3, patience=2), resume=True)
+    assert again.finished and records == [], "a run that ended early has ended"
+
+
+CHATS = [
+    [{"role": "user", "content": f"what is {n} plus {n}?"}, {"role": "assistant", "content": f"it is {2 * n}, I think."}]
+    for n in range(60)
+]
+
+
+@pytest.fixture(scope="module")
+def two_phases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phases")
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    (folder / "books").mkdir()
+    for number, text in enumerate(texts()):
+        (folder / "books" / f"{number}.txt").write_text(text)
+    return {
+        "vocabulary": 300,
+        "phases": (
+            {"name": "pretrain", "data": (str(folder / "books"),), "steps": 6},
+            {"name": "instruct", "data": (str(folder / "chats.jsonl"),), "steps": 5, "lr": 1e-4, "accumulate": 1},
+        ),
+    }
+
+
+def test_phases_follow_each_other(two_phases, tmp_path):
+    """The second learns what the assistant says and not what it is asked; a run that is stopped in it resumes in it."""
+    whole, records = train(recipe("", tmp_path / "whole", **two_phases))
+    assert whole.finished and whole.phase == 1 and whole.began == 6 and [r["step"] for r in records] == list(range(1, 12))
+    assert records[5]["tokens"] == 2 * 4 * 32 and 0 < records[6]["tokens"] < 4 * 32 * 0.7, "prompts do not count"
+    assert records[5]["lr"] > 1e-4 >= records[6]["lr"]
+    first, _ = train(recipe("", tmp_path / "halved", **two_phases), until=8)
+    assert first.done == 8 and first.phase == 1
+    second, after = train(recipe("", tmp_path / "halved", **two_phases), resume=True)
+    assert losses(after) == {step: loss for step, loss in losses(records).items() if step > 8}
+    assert_same(second, whole)
+    labels = whole.feed.take()["labels"]
+    learnt = whole.tokenizer.decode(labels[labels != -100].tolist())
+    assert "it is" in learnt and "what is" not in learnt
+
+
+def test_stopped_between_two_phases(two_phases, tmp_path):
+    whole, _ = train(recipe("", tmp_path / "whole", **two_phases))
+    first, _ = train(recipe("", tmp_path / "halved", **two_phases), until=6)
+    assert first.done == 6 and first.over and not first.finished
+    second, _ = train(recipe("", tmp_path / "halved", **two_phases), resume=True)
+    assert_same(second, whole)
+
+
+def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):
+    from gpubound.train import checkpoint
+
+    write, written = checkpoint.save_file, []
+
+    def until_full(tensors, path):
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", until_full)
+    with pytest.raises(DataError) as error:
+        train(recipe(corpus, tmp_path, save_every=3))
+    assert str(error.value) == (
+        f"the checkpoint could not be written: [Errno 28] No space left on device; earlier checkpoints in "
+        f"{tmp_path / 'checkpoints'} are intact. Free space or choose another folder."
+    )
+    monkeypatch.setattr(checkpoint, "save_file", write)
+    resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
+    whole, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
+    assert_same(resumed, whole)
+
+
+def test_a_short_run_learns(corpus, tmp_path):
+    """The golden curve in fp32. See GOLDEN for where the numbers come from."""
+    todo = Recipe(
+        model="tiny", data_bytes=400_000, vocabulary=512, seq=64, micro_batch=8, steps=150, lr=1e-2, warmup=0.1,
+        validation=0.03, device="cpu", out=str(tmp_path),
+    )  # fmt: skip
+    run, records = train(todo)
+    assert records[0]["loss"] == pytest.approx(GOLDEN["first"], abs=0.1)
+    assert sum(r["loss"] for r in records[-10:]) / 10 < GOLDEN["last ten"]
+    assert run.evaluations[150] < GOLDEN["held out"]
+
+
+GOLDEN = {"first": 6.24, "last ten": 0, "held out": 0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_10m_learns_on_a_gpu(tmp_path, precision):
+    todo = Recipe(
+        model="10m", data_bytes=3_000_000, vocabulary=2048, seq=256, micro_batch=16, steps=200, precision=precision,
+        lr=4e-3, warmup=0.05, validation=0.05, device="cuda", out=str(tmp_path),
+    )  # fmt: skip
+    run, _ = train(todo)
+    assert run.step.captured and run.evaluations[200] < 4.6
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
+    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "evaluate_every": 5}
+    whole, _ = train(recipe(corpus, tmp_path / "whole", **common))
+    train(recipe(corpus, tmp_path / "halved", **common), until=7)
+    second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
+    assert_same(second, whole)
+
+
+@pytest.mark.gpu
+def test_auto_batch_finds_what_fits(corpus, tmp_path):
+    run = prepare(recipe(corpus, tmp_path, device="cuda", micro_batch=8, accumulate=2), auto_batch=True, progress=False)
+    assert run.recipe.micro_batch * run.recipe.accumulate == 16 and run.recipe.micro_batch == 16, "16 rows of 32 fit any GPU"
+
+
+def test_the_largest_that_fits_and_as_many_rows_a_step():
+    tried = []
+
+    def attempt(recipe):
+        tried.append(recipe.micro_batch)
+        if recipe.micro_batch > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found = largest_micro_batch(Recipe(micro_batch=6, accumulate=4), attempt, torch.device("cpu"))
+    assert (found.micro_batch, found.accumulate, tried) == (4, 6, [24, 12, 8, 6, 4])
+
+
+def test_not_even_one_row_fits():
+    def attempt(recipe):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(DeviceError) as error:
+        largest_micro_batch(Recipe(micro_batch=2), attempt, torch.device("cpu"))
+    assert str(error.value) == (
+        "auto_batch: not even one row of 512 tokens fits on cpu; take shorter rows, a smaller model, or recompute=blocks."
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"steps": 0}, "recipe: steps must be at least 1, got 0."),
+        ({"save_every": -1}, "recipe: save_every must not be negative, got -1; 0 turns it off."),
+        ({"validation": 1.0}, "recipe: validation must lie between 0 and 1, got 1.0; 0.02 holds out 2 % of the documents."),
+        ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
+        ({"patience": 2}, "recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate."),
+        ({"optimizer": "sgd"}, "recipe: optimizer must be adamw or muon, got 'sgd'."),
+        ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+        ({"phases": ({"name": "a", "sead": 1},)}, "recipe: phase a: 'sead' is unknown; did you mean 'seq'?"),
+        ({"phases": ({"seed": 1},)}, "recipe: phase phase-1: 'seed' is the whole run's, not a phase's."),
+        ({"phases": ({"name": "a"}, {"name": "a"})}, "recipe: phases need names that differ, got a, a."),
+        ({"phases": ({"name": "../a"},)}, "recipe: phase '../a': wanted a name of letters, digits, - and _; it names a folder."),
+    ],
+)
+def test_a_wrong_recipe(changes, sentence):
+    with pytest.raises(ValueError) as error:
+        Recipe(**changes)
+    assert str(error.value) == sentence
+
+
+def test_what_a_run_cannot_begin_with(corpus, tmp_path):
+    def refusal(kind=ValueError, **changes):
+        with pytest.raises(kind) as error:
+            prepare(recipe(corpus, tmp_path / "new", **changes), progress=False)
+        return str(error.value)
+
+    assert refusal(model="12m") == (
+        "model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m, or a Hugging Face folder."
+    )
+    assert refusal(data=("nowhere.txt",)) == (
+        "data: nowhere.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."
+    )
+    assert refusal(data=()) == "data: got nothing, wanted text files or folders, a built corpus, or 'stdlib'."
+    book = tmp_path / "book.txt"
+    book.write_text("A text. " * 500)
+    bad = tmp_path / "tokenizer.json"
+    bad.write_text("{}")
+    assert refusal(DataError, data=(str(book),), tokenizer=str(bad)).startswith(
+        f"{bad}: is not a tokenizer that the tokenizers library reads: "
+    )
+    assert refusal(DataError, validation=0.005) == (
+        "validation: the held-out documents have 32 tokens, wanted at least one row of 32; "
+        "give more text, a larger --validation or a shorter --seq."
+    )
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_auto_batch_needs_a_gpu(corpus, tmp_path):
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path), auto_batch=True, progress=False)
+    assert str(error.value) == "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."
+
+
+def test_a_folder_with_another_run(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=2))
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=2), progress=False)
+    assert str(error.value) == (
+        f"{tmp_path / 'checkpoints'} already holds step 2 of a run; "
+        f"pass --resume to go on with it, or another --out to begin anew."
+    )
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=2, lr=1e-4, seed=1), resume=True, progress=False)
+    assert str(error.value) == (
+        "resume: the recipe has changed: lr was 0.003, is 0.0001; seed was 0, is 1. "
+        "Give the old values, or begin anew in another --out."
+    )
+
+
+def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    prepare(recipe(corpus, tmp_path), resume=True, progress=False)
+    assert f"resume: {tmp_path / 'checkpoints'} holds no whole checkpoint; starting from the beginning." in capsys.readouterr().err
+
+
+def test_one_text_is_split_inside(corpus, tmp_path):
+    """A single file is a common first corpus: its end is held out, and no token is lost or in both parts."""
+    from gpubound.feed.corpus import Corpus
+
+    whole = Corpus.open(corpus)
+    one = Corpus(whole.parts, whole.vocab_size, whole.fingerprint, whole.path)
+    training, held_out = hold_out(one, 0.02)  # 0.02 of 12 documents is none
+    assert held_out.tokens == int(0.02 * one.tokens) and training.tokens + held_out.tokens == one.tokens
+    assert training.documents == 12 and held_out.documents == 1
+    joined = [*training.parts[0].tokens, *held_out.parts[0].tokens]
+    assert joined == list(one.parts[0].tokens)
+
+
+def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
+    """The writer takes half a second; the step after it is launched at once."""
+    from gpubound.train import checkpoint
+
+    write = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *a: (time.sleep(0.5), write(*a)))
+    run = prepare(recipe(corpus, tmp_path, steps=4, save_every=2), progress=False)
+    moments = []
+    save = run.save
+    run.save = lambda wait=False: (moments.append(time.monotonic()), save(wait), moments.append(time.monotonic()))
+    run.go(lambda record: None)
+    assert moments[1] - moments[0] < 0.4 <= moments[3] - moments[2]
