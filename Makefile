@@ -35,7 +35,7 @@ format: $(VENV)/.installed
 
 # A GPU machine may hold its own torch and no network: the two below use $(PYTHON) as it is.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -p gpubound.watch.pytest_plugin -m gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $(ARGS)
 
 bench:
 	PYTHONPATH=src:. $(PYTHON) -m gpubound bench $(ARGS)

@@ -1,7 +1,8 @@
-"""Whole runs: resumed ones are the uninterrupted one bit for bit, phases follow each other, the best weights are found again."""
+"""Whole runs: resumed ones are the uninterrupted one bit for bit, phases follow on, the best weights are found again."""
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,7 +29,9 @@ def corpus(tmp_path_factory):
     return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
-@pytest.mark.parametrize("more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"])
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
     """Stopped at step 7 of 30, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
     common = {"steps": 30, "evaluate_every": 10, **more}
@@ -207,19 +210,25 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
     assert_same(resumed, whole)
 
 
-def test_a_short_run_learns(corpus, tmp_path):
-    """The golden curve in fp32. See GOLDEN for where the numbers come from."""
+# Four seeds came to 4.86, 4.69, 4.66, 4.53 over the last ten steps and to 5.03, 4.92, 4.94, 4.79 held out: mean 4.69 and 4.92,
+# standard deviation 0.14 and 0.10. Three of those either way: too high is a trainer that learns less, too low is one that sees
+# what it is to predict. The first loss is that of guessing among 512 tokens.
+GOLDEN = {"first": (math.log(512) - 0.1, math.log(512) + 0.1), "last ten": (4.27, 5.11), "held out": (4.62, 5.22)}
+
+
+def test_a_short_run_learns(tmp_path):
+    """The golden curve in fp32: 150 steps of 512 tokens of Python's own library."""
     todo = Recipe(
         model="tiny", data_bytes=400_000, vocabulary=512, seq=64, micro_batch=8, steps=150, lr=1e-2, warmup=0.1,
         validation=0.03, device="cpu", out=str(tmp_path),
     )  # fmt: skip
     run, records = train(todo)
-    assert records[0]["loss"] == pytest.approx(GOLDEN["first"], abs=0.1)
-    assert sum(r["loss"] for r in records[-10:]) / 10 < GOLDEN["last ten"]
-    assert run.evaluations[150] < GOLDEN["held out"]
-
-
-GOLDEN = {"first": 6.24, "last ten": 0, "held out": 0}
+    found = {
+        "first": records[0]["loss"],
+        "last ten": sum(r["loss"] for r in records[-10:]) / 10,
+        "held out": run.evaluations[150],
+    }
+    assert {what: low < found[what] < high for what, (low, high) in GOLDEN.items()} == dict.fromkeys(GOLDEN, True), found
 
 
 @pytest.mark.gpu
@@ -281,10 +290,13 @@ def test_not_even_one_row_fits():
         ({"patience": 2}, "recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate."),
         ({"optimizer": "sgd"}, "recipe: optimizer must be adamw or muon, got 'sgd'."),
         ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
-        ({"phases": ({"name": "a", "sead": 1},)}, "recipe: phase a: 'sead' is unknown; did you mean 'seq'?"),
+        ({"phases": ({"name": "a", "step": 1},)}, "recipe: phase a: 'step' is unknown; did you mean 'steps'?"),
         ({"phases": ({"seed": 1},)}, "recipe: phase phase-1: 'seed' is the whole run's, not a phase's."),
         ({"phases": ({"name": "a"}, {"name": "a"})}, "recipe: phases need names that differ, got a, a."),
-        ({"phases": ({"name": "../a"},)}, "recipe: phase '../a': wanted a name of letters, digits, - and _; it names a folder."),
+        (
+            {"phases": ({"name": "../a"},)},
+            "recipe: phase '../a': wanted a name of letters, digits, - and _; it names a folder.",
+        ),
     ],
 )
 def test_a_wrong_recipe(changes, sentence):
@@ -345,7 +357,9 @@ def test_a_folder_with_another_run(corpus, tmp_path):
 def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_said", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
-    assert f"resume: {tmp_path / 'checkpoints'} holds no whole checkpoint; starting from the beginning." in capsys.readouterr().err
+    assert (
+        f"resume: {tmp_path / 'checkpoints'} holds no whole checkpoint; starting from the beginning." in capsys.readouterr().err
+    )
 
 
 def test_one_text_is_split_inside(corpus, tmp_path):

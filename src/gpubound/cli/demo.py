@@ -66,7 +66,7 @@ def recipe_for(device: torch.device, options: Demo) -> Recipe:
     byte of held-out text, 1,024 with AdamW to 1.88, 1,024 with Muon to 1.76.
     """
     common: dict[str, Any] = {"out": options.out, "device": str(device), "optimizer": "muon", "warmup": 0.05}
-    common |= {"save_every": 200, "validation": 0.03}
+    common |= {"evaluate_every": 200, "validation": 0.03}
     if device.type == "cuda":
         steps = options.steps or 600
         return Recipe(model="10m", vocabulary=4096, seq=512, micro_batch=32, steps=steps, lr=4e-3, **common)

@@ -33,7 +33,7 @@ def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log:
     logger = open_log(log, run.folder, title, config)
     tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device))
     tape.rewind(run.done)
-    tape.tell(placement=run.placement.as_dict()["rows"], verdict=None, finished=False)
+    tape.tell(placement=str(run.placement), verdict=None, finished=False)
     say(run.placement.summary)
     scale, gauges, first = Scale.of(run), Gauges(run.device), run.done
     after = f" after step {first:,}" if first else ""

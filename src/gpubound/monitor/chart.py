@@ -7,6 +7,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 200
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 26
+DOTS = 40  # so few points are shown as such: a single one would be no line at all
 POINTS = 600  # more than the chart is wide: beyond it a long run only makes the page heavy
 
 
@@ -28,8 +29,10 @@ def line_chart(title: str, series: Sequence[Series], style: str = "g", x_label: 
     frame = _Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
     body = "".join(_grid(frame, x_ticks, y_ticks, style))
     body += "".join(_line(frame, i, s, style) for i, s in enumerate(drawn))
+    keys = "".join(f'<span class="s{i % 6}"><i class=key></i>{escape(s.name)}</span>' for i, s in enumerate(drawn))
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by {escape(x_label)}">'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{body}</svg></figure>"
+    caption = escape(title) + (f"<small>{keys}</small>" if len(drawn) > 1 else "")
+    return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
 
 
 def number(value: float, style: str) -> str:
@@ -89,7 +92,8 @@ def _line(frame: _Frame, index: int, series: Series, style: str) -> str:
         f"<title>{escape(series.name)} · {number(x, 'g')}: {number(y, style)}</title></circle>"
         for x, y in zip(series.x, series.y)
     )
-    return f'<g class="s{index % 6}"><polyline points="{path}"><title>{label}</title></polyline>{marks}</g>'
+    few = " few" if len(series.x) <= DOTS else ""
+    return f'<g class="s{index % 6}{few}"><polyline points="{path}"><title>{label}</title></polyline>{marks}</g>'
 
 
 def _thin(series: Series) -> Series:

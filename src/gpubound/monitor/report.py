@@ -15,23 +15,26 @@ class Gauge(NamedTuple):
     key: str
     title: str
     style: str
-    last: bool = False  # summarised by its last value; otherwise by its median
+    summed_up: str = "median"  # or "last"; "" is the last, too, where the title says it
+    beside: str = ""  # drawn in the chart of this gauge
 
 
 GAUGES = (
-    Gauge("loss", "loss", ".4g", last=True),
-    Gauge("held_out", "held-out loss", ".4g", last=True),
+    Gauge("loss", "loss", ".4g", "last"),
+    Gauge("held_out", "held-out loss", ".4g", "last", beside="loss"),
     Gauge("tokens_per_s", "tokens per second", "si"),
     Gauge("mfu", "share of this machine's matrix rate", ".1%"),
     Gauge("gpu_busy", "GPU busy", ".0%"),
+    Gauge("sm_active", "SMs at work", ".0%"),
+    Gauge("power_w", "power, W", ".3g"),
     Gauge("host_lead_ms", "host lead over the GPU, ms", ".3g"),
     Gauge("syncs", "host syncs per step", "g"),
     Gauge("h2d_bytes", "bytes from the host per step", "si"),
-    Gauge("grad_norm", "gradient norm", ".3g", last=True),
-    Gauge("lr", "learning rate", ".2g", last=True),
-    Gauge("memory_bytes", "memory held at most, bytes", "si", last=True),
-    Gauge("power_w", "power, W", ".3g"),
-    Gauge("sm_active", "SMs at work", ".0%"),
+    Gauge("grad_norm", "gradient norm", ".3g", "last"),
+    Gauge("lr", "learning rate", ".2g", "last"),
+    Gauge("memory_bytes", "peak memory, bytes", "si", ""),
+    Gauge("memory_reserved_bytes", "reserved memory, bytes", "si", "", beside="memory_bytes"),
+    Gauge("skipped", "skipped steps, not finite", "g", ""),
 )
 
 
@@ -57,14 +60,22 @@ def name_of(tape: Tape) -> str:
 
 
 def charts(tapes: Sequence[Tape]) -> list[str]:
-    """One chart a gauge that any run measured."""
-    steps = [(name_of(t), t.steps()) for t in tapes]
+    """One chart a gauge that any run measured; a gauge that belongs beside another is drawn there."""
+    runs = [(name_of(t), t.steps()) for t in tapes]
     drawn = []
-    for gauge in GAUGES:
-        series = [Series(name, *zip(*points)) for name, records in steps if (points := _points(records, gauge.key))]
+    for gauge in (g for g in GAUGES if not g.beside):
+        if gauge.key == "skipped" and not any(r.get("skipped") for _, records in runs for r in records):
+            continue
+        series = _series(runs, gauge.key, "")
+        for other in (g for g in GAUGES if g.beside == gauge.key):
+            series += _series(runs, other.key, f", {other.title.removesuffix(', bytes')}")
         if series:
             drawn.append(line_chart(gauge.title, series, gauge.style))
     return drawn
+
+
+def _series(runs: list[tuple[str, list[dict[str, Any]]]], key: str, suffix: str) -> list[Series]:
+    return [Series(name + suffix, *zip(*points)) for name, records in runs if (points := _points(records, key))]
 
 
 def summary(tapes: Sequence[Tape]) -> list[tuple[str, list[str]]]:
@@ -73,7 +84,7 @@ def summary(tapes: Sequence[Tape]) -> list[tuple[str, list[str]]]:
     for gauge in GAUGES:
         figures = [_figure(t.steps(), gauge) for t in tapes]
         if any(f != "not measured" for f in figures):
-            rows.append((gauge.title + (", last" if gauge.last else ", median"), figures))
+            rows.append((gauge.title + (f", {gauge.summed_up}" if gauge.summed_up else ""), figures))
     return rows
 
 
@@ -85,4 +96,4 @@ def _figure(records: list[dict[str, Any]], gauge: Gauge) -> str:
     values = [y for _, y in _points(records, gauge.key)]
     if not values:
         return "not measured"
-    return number(values[-1] if gauge.last else sorted(values)[len(values) // 2], gauge.style)
+    return number(sorted(values)[len(values) // 2] if gauge.summed_up == "median" else values[-1], gauge.style)

@@ -67,8 +67,9 @@ class Guard(ContextDecorator):
         calls.leave(_called)
         # A C++ op that is left by a StallError frees its temporaries on the way. If GPUTrace is on (it stays on once a ledger
         # asked for it), each free calls into Python, where the pending error gets lost: linalg.inv then ends in SystemError.
-        if mode.stall is not None and isinstance(error, SystemError) and "without setting an exception" in str(error):
-            raise mode.stall from None
+        stall, mode.stall = mode.stall, None  # whose traceback holds the mode, and the op's tensors
+        if stall is not None and isinstance(error, SystemError) and "without setting an exception" in str(error):
+            raise stall from None
 
     def _modes(self) -> list[_GuardMode]:
         if not hasattr(self._entered, "modes"):
