@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 def same(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     """Assert ‖got − want‖ ≤ tolerance · ‖want‖; the message names the tensor and its worst element.
 
-    Inputs are unit normal, so a result far below 1 is a difference of numbers near 1: its error is taken against 0.1 an element.
+    Inputs are unit normal, so a result far below 1 is a difference of numbers near 1: its error is against 0.1 an element.
     """
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{name}: {got.dtype}, wanted {want.dtype}"

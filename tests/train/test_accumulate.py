@@ -123,7 +123,7 @@ def test_docstring():
 
 
 def test_a_begun_sum_is_written_by_its_first_delivery_and_zeroed_where_there_is_none():
-    """What is left of the last window, here NaN, must not reach the new sum: by a product, a tie, a hook or an unused weight."""
+    """What is left of the last window, here NaN, must not reach the new sum: by product, tie, hook or an unused weight."""
     from gpubound.layers import fused_linear, linear
 
     torch.manual_seed(0)

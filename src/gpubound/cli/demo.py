@@ -20,7 +20,8 @@ from ..train.run import Run
 from . import arguments
 from .session import finish, say, train
 
-PROMPT = "def main(argv):\n"
+PROMPT = 'import sys\n\n\ndef main(argv):\n    """'
+TEMPERATURE = 0.5
 WRITTEN = 120  # tokens of continuation
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     run = prepare(recipe_for(device, options), resume=options.resume)
     tape = train(run, "demo", write)
     if run.finished:
-        say(f"\n{tape.about['sample']}\n")
+        say(f"\nIt goes on from {PROMPT!r}:\n\n{tape.about['sample']}\n")
         say(f"export: {run.export(run.folder / 'model')} (a Hugging Face folder)")
     else:
         again = f"gpubound demo --out {options.out} --resume" + (f" --steps {options.steps}" if options.steps else "")
@@ -97,7 +98,7 @@ def write(run: Run) -> str:
     generator = torch.Generator(run.device).manual_seed(0)
     ids = torch.tensor([run.tokenizer.encode(PROMPT)], device=run.device)
     for _ in range(WRITTEN):
-        logits = run.model(ids[:, -run.recipe.seq :])[:, -1, : run.tokenizer.vocab_size].float() / 0.7
+        logits = run.model(ids[:, -run.recipe.seq :])[:, -1, : run.tokenizer.vocab_size].float() / TEMPERATURE
         ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
     run.model.train()
     return run.tokenizer.decode(ids[0].tolist())

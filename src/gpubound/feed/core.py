@@ -208,6 +208,11 @@ class Feed:
                 )
         self.seek(state["epoch"], state["batch"])
 
+    def admit(self) -> None:
+        """Raise if a batch cannot be had now: one from the ring, inside a graph capture."""
+        if isinstance(self._store, Ringed):
+            self._store.lane.admit()
+
     def seek(self, epoch: int, batch: int = 0) -> None:
         """Continue at batch `batch` of epoch `epoch`."""
         if epoch < 0 or batch < 0 or (self._length is not None and batch > self._length):
@@ -235,6 +240,7 @@ class Epoch:
             raise DataError(
                 "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
             )
+        feed.admit()  # here and not in the ring: an exception inside its generator would end that, and lose the place
         try:
             served = next(self._served)
         except StopIteration:

@@ -77,7 +77,6 @@ class Ring:
         source raised."""
         if self._over:
             raise StopIteration
-        self._lane.admit()
         if self._taken:
             self._mark_last_used()
         held_back, start = self._shared.held_back, time.perf_counter()

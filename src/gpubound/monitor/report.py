@@ -45,9 +45,10 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
     out = Path(out) if out else tapes[0].path / "report.html"
     environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=select_autoescape())
+    called = names(tapes)
     page = environment.get_template("report.html.j2").render(
-        title=" against ".join(name_of(t) for t in tapes),
-        runs=[{"name": name_of(t), "about": t.about, "index": i} for i, t in enumerate(tapes)],
+        title=" against ".join(called),
+        runs=[{"name": name, "about": t.about, "index": i} for i, (name, t) in enumerate(zip(called, tapes))],
         summary=summary(tapes),
         charts=[Markup(chart) for chart in charts(tapes)],  # line_chart escapes what it is given
     )
@@ -55,13 +56,15 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     return out
 
 
-def name_of(tape: Tape) -> str:
-    return str(tape.about.get("name") or tape.path.resolve().name)
+def names(tapes: Sequence[Tape]) -> list[str]:
+    """What to call each run: its name, or where two have the same, its folder."""
+    given = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
+    return given if len(set(given)) == len(given) else [str(t.path) for t in tapes]
 
 
 def charts(tapes: Sequence[Tape]) -> list[str]:
     """One chart a gauge that any run measured; a gauge that belongs beside another is drawn there."""
-    runs = [(name_of(t), t.steps()) for t in tapes]
+    runs = list(zip(names(tapes), (t.steps() for t in tapes)))
     drawn = []
     for gauge in (g for g in GAUGES if not g.beside):
         if gauge.key == "skipped" and not any(r.get("skipped") for _, records in runs for r in records):

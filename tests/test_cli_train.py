@@ -1,0 +1,204 @@
+"""`gpubound train`: config files and options, what is refused and in which words, and whole runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpubound import device as facts
+from gpubound.cli import main
+from gpubound.cli.train import from_file, presets
+from gpubound.train.checkpoint import Checkpoints
+
+from .train.runs import build_corpus, one_thread, texts  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def on_reference(monkeypatch):
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: tiny\ndata: {corpus}\nseq: 32\nmicro_batch: 4\nsteps: 6\nlr: 3e-3\nvalidation: 0.1\n"
+        f"device: cpu\nout: {tmp_path / 'run'}\n"
+    )
+    return path
+
+
+def test_from_a_file_to_a_report(config, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(config), "--export", str(tmp_path / "model"), "--json"]) == 0
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert answer["finished"] and answer["last"]["step"] == 6 and answer["out"] == str(out)
+    assert answer["report"] == str(out / "report.html") and "<svg" in (out / "report.html").read_text()
+    assert len((out / "steps.jsonl").read_text().splitlines()) == 6
+    assert answer["verdict"].startswith("6 steps on CPU (1 threads), loss ") and answer["verdict"] in said.err
+    assert "run: 98.6k parameters, 6 steps of 128 tokens\n" in said.err
+    assert {p.name for p in (tmp_path / "model").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    about = json.loads((out / "run.json").read_text())
+    assert about["config"]["lr"] == 3e-3 and about["finished"] and "model.layers.*.mlp (2)" in about["placement"]
+
+
+def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path, capsys):
+    assert main(["train", str(config), "--steps", "2", "--lr", "1e-4"]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["lr"] == 1e-4
+    capsys.readouterr()
+    assert main(["train", str(config), "--steps", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"gpubound train: {tmp_path / 'run' / 'checkpoints'} already holds step 2 of a run; "
+        f"pass --resume to go on with it, or another --out to begin anew.\n"
+    )
+
+
+def test_list(capsys):
+    assert main(["train", "--list"]) == 0
+    assert capsys.readouterr().out == presets() + "\n"
+    assert presets().splitlines()[:4] == [
+        "preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied",
+        "tiny        64           128       2      4         2         256  yes",
+        "10m        256           768      10      4         2        8192  yes",
+        "135m       576          1536      30      9         3       49152  yes",
+    ]
+
+
+def test_help_has_an_example(capsys):
+    assert main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "gpubound train config.yaml --resume" in said and "--accumulate INT" in said and "phases" not in said
+
+
+def test_an_unknown_option_names_the_near_one(capsys):
+    assert main(["train", "--micro-batches", "4"]) == 2
+    assert "--micro-batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("step: 10", "config: 'step' is unknown; did you mean 'steps'?"),
+        ("steps: many", "steps must be a int, got 'many'."),
+        ("lr: fast", "lr must be a float, got 'fast'."),
+        ("steps: true", "steps must be a int, got True."),
+        ("data: [1, 2]", "data must be a path or a list of them, got (1, 2)."),
+        ("phases: 3", "phases must be a list, each with keys and values such as 'steps: 2000'."),
+        ("phases: [{name: a, stps: 3}]", "recipe: phase a: 'stps' is unknown; did you mean 'steps'?"),
+        ("phases: [{name: a, lr: fast}]", "lr must be a float, got 'fast'."),
+        ("seq: 0", "recipe: seq must be at least 1, got 0."),
+    ],
+)
+def test_a_wrong_file(tmp_path, text, sentence):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        from_file(str(tmp_path / "c.yaml"))
+    assert str(error.value) == f"{tmp_path / 'c.yaml'}: {sentence}"
+
+
+def test_files_that_are_no_config(tmp_path, capsys):
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert main(["train", str(tmp_path / "list.yaml")]) == 2
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
+    (tmp_path / "broken.yaml").write_text("a: [")
+    assert main(["train", str(tmp_path / "broken.yaml")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == (
+        f"gpubound train: config: {tmp_path / 'list.yaml'} holds a list, wanted keys and values such as 'steps: 2000'."
+    )
+    assert second == (
+        f"gpubound train: config: {tmp_path / 'none.yaml'} cannot be read as YAML: [Errno 2] No such file or directory: "
+        f"'{tmp_path / 'none.yaml'}'; see gpubound train --help."
+    )
+    assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--data", "no.txt"], "data: no.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."),
+        (["--tokenizer", "nowhere"], "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
+        (["--auto-batch"], "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."),
+        (["--log", "paper"], "log: got 'paper', wanted one of tensorboard, wandb, trackio."),
+        (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+    ],
+)
+def test_what_is_refused(config, tmp_path, capsys, options, sentence):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    first = [] if "--data" in options or "--tokenizer" not in options else ["--data", str(tmp_path / "text.txt")]
+    assert main(["train", str(config), *first, *options]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
+
+
+def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):
+    assert main(["train", str(config), "--export", str(config)]) == 2
+    assert capsys.readouterr().err == f"gpubound train: export: {config} is a file; give a folder.\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_signals_save_and_say_how_to_go_on(config, tmp_path):
+    """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
+    out, environment = tmp_path / "run", {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "gpubound", "train", str(config), "--steps", "100000"]
+    stopped = []
+    for more, number in (([], signal.SIGINT), (["--resume"], signal.SIGTERM)):
+        before = stopped[-1] if stopped else 0
+        child = subprocess.Popen(
+            [*command, *more], stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}
+        )
+        wait_for(lambda: lines(out) >= before + 5, child)  # noqa: B023 (called before the loop goes on)
+        child.send_signal(number)
+        said = child.communicate(timeout=60)[1]
+        assert child.returncode == 0, said
+        found = Checkpoints(out / "checkpoints").latest()
+        assert f"stopped by {signal.Signals(number).name}, checkpoint of step {found.step} in {out / 'checkpoints'}" in said
+        assert f"go on with: gpubound train {config} --steps 100000 --resume\n" in said
+        assert (out / "report.html").exists() and lines(out) == found.step > before
+        stopped.append(found.step)
+
+
+def lines(out) -> int:
+    return len((out / "steps.jsonl").read_text().splitlines()) if (out / "steps.jsonl").exists() else 0
+
+
+def wait_for(condition, child) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert child.poll() is None, child.stderr.read()
+        assert time.monotonic() < end, "nothing happened for a minute"
+        time.sleep(0.05)
+
+
+def test_phases_from_a_file(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("\n".join(texts()))
+    chat = {"messages": [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "well, thank you"}]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
+    (tmp_path / "c.yaml").write_text(f"""
+model: tiny
+vocabulary: 300
+seq: 32
+micro_batch: 4
+device: cpu
+out: {tmp_path / "run"}
+phases:
+  - {{name: pretrain, data: {tmp_path / "book.txt"}, steps: 4}}
+  - {{name: instruct, data: [{tmp_path / "chats.jsonl"}], steps: 3, lr: 1e-4, validation: 0.2}}
+""")
+    assert main(["train", str(tmp_path / "c.yaml"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["finished"] and answer["last"]["step"] == 7 and answer["last"]["lr"] <= 1e-4
+    assert sorted(p.name for p in (tmp_path / "run" / "corpus").iterdir()) == ["instruct", "pretrain"]
