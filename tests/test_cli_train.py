@@ -93,13 +93,13 @@ def test_an_unknown_option_names_the_near_one(capsys):
     "text, sentence",
     [
         ("step: 10", "config: 'step' is unknown; did you mean 'steps'?"),
-        ("steps: many", "steps must be a int, got 'many'."),
-        ("lr: fast", "lr must be a float, got 'fast'."),
-        ("steps: true", "steps must be a int, got True."),
+        ("steps: many", "steps must be a whole number, got 'many'."),
+        ("lr: fast", "lr must be a number, got 'fast'."),
+        ("steps: true", "steps must be a whole number, got True."),
         ("data: [1, 2]", "data must be a path or a list of them, got (1, 2)."),
         ("phases: 3", "phases must be a list, each with keys and values such as 'steps: 2000'."),
         ("phases: [{name: a, stps: 3}]", "recipe: phase a: 'stps' is unknown; did you mean 'steps'?"),
-        ("phases: [{name: a, lr: fast}]", "lr must be a float, got 'fast'."),
+        ("phases: [{name: a, lr: fast}]", "lr must be a number, got 'fast'."),
         ("seq: 0", "recipe: seq must be at least 1, got 0."),
     ],
 )

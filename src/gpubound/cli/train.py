@@ -21,6 +21,9 @@ from ..train.recipe import MODELS, Recipe, unknown
 from .session import finish, say, train
 
 
+WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
 @dataclass(frozen=True)
 class Train(Recipe):
     """Train a decoder on text.
@@ -46,6 +49,12 @@ class Train(Recipe):
     json: bool = False
     """Print the run's last record and where everything is as JSON on stdout."""
 
+    def __post_init__(self) -> None:
+        """Nothing: it is checked when it becomes a Recipe, and what is wrong is said in one line, not in the parser's box."""
+
+    def recipe(self) -> Recipe:
+        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
+
 
 def main(argv: Sequence[str]) -> int:
     argv = list(argv)
@@ -57,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if options.export and Path(options.export).is_file():
         raise ValueError(f"export: {options.export} is a file; give a folder.")
-    recipe = Recipe(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)})
+    recipe = options.recipe()
     run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
     tape = train(run, Path(recipe.out).name, log=options.log)
     if not run.finished:
@@ -83,7 +92,9 @@ def from_file(path: str) -> Train:
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
-        return Train(**typed(found, "config"))
+        options = Train(**typed(found, "config"))
+        options.recipe()
+        return options
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -128,7 +139,7 @@ def _as(field: dataclasses.Field, value: Any) -> Any:
     if value is None and field.default is None:
         return None
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ValueError(f"{field.name} must be a {wanted.__name__}, got {value!r}.")
+        raise ValueError(f"{field.name} must be {WORDS[wanted]}, got {value!r}.")
     return value
 
 

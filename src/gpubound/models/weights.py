@@ -21,7 +21,8 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     path = Path(path)
     about = _read_config(path)
     model = Decoder(config_of(about, path), device=device, dtype=dtype or _dtype(about))
-    wanted, found: dict[str, Tensor] = model.state_dict(), {}
+    wanted = model.state_dict()
+    found: dict[str, Tensor] = {}
     for file in _weight_files(path):
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no dict)
