@@ -48,7 +48,7 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     assert answer["report"] == str(out / "report.html") and "<svg" in (out / "report.html").read_text()
     assert len((out / "steps.jsonl").read_text().splitlines()) == 6
     assert answer["verdict"].startswith("6 steps on CPU (1 threads), loss ") and answer["verdict"] in said.err
-    assert "run: 98.6k parameters, 6 steps of 128 tokens\n" in said.err
+    assert "run: 94.5k parameters, 6 steps of 128 tokens\n" in said.err
     assert {p.name for p in (tmp_path / "model").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip

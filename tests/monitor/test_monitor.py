@@ -47,6 +47,28 @@ def test_half_a_line_is_left_out_aloud(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == f"gpubound: {tmp_path}/steps.jsonl: line 4 is cut off and was left out\n"
 
 
+def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    tape = a_run(tmp_path, steps=9)
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write('{"step": 10, "lo')
+    tape.rewind(6)
+    tape.append({"step": 7, "loss": 0.5})
+    assert [r["step"] for r in tape.steps()] == list(range(1, 8)) and tape.steps()[-1] == {"step": 7, "loss": 0.5}
+    assert "line 10 is cut off" in capsys.readouterr().err
+
+
+def test_a_full_disk(tmp_path):
+    tape = Tape.create(tmp_path)
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DataError) as error:
+        tape.append({"step": 1})
+    assert str(error.value) == (
+        f"{tmp_path}/steps.jsonl could not be written: [Errno 28] No space left on device; the checkpoints beside it are "
+        f"intact. Free space, then go on with --resume."
+    )
+
+
 def test_not_a_run(tmp_path):
     with pytest.raises(DataError) as error:
         Tape.open(tmp_path)
@@ -73,6 +95,16 @@ def test_many_points_are_averaged_not_sampled():
     assert svg.count("<circle") == 600 and svg.count(": 1<") == 600, "each point is the mean of the ten it stands for"
 
 
+def test_a_single_point_is_a_dot():
+    assert '<g class="s0 few">' in line_chart("held out", [Series("a", [7], [3.0])])
+    assert '<g class="s0">' in line_chart("loss", [Series("a", list(range(100)), list(range(100)))])
+
+
+def test_several_lines_have_a_key():
+    chart = line_chart("loss", [Series("a", [0, 1], [0.0, 1.0]), Series("b", [0, 1], [1.0, 0.0])])
+    assert '<span class="s0"><i class=key></i>a</span><span class="s1"><i class=key></i>b</span>' in chart
+
+
 def test_names_are_escaped():
     assert "<script>" not in line_chart("t", [Series("<script>", [0, 1], [0.0, 1.0])])
 
@@ -89,6 +121,14 @@ def test_no_run():
     with pytest.raises(ValueError) as error:
         write_report([])
     assert str(error.value) == "write_report: got no run; give at least one run folder."
+
+
+def test_what_is_measured_seldom_stays_in_the_line():
+    out = StringIO()
+    with Live(10, "demo", Console(file=out, width=200)) as live:
+        live.show({"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25})
+        live.show({"step": 2, "loss": 2.0})
+    assert out.getvalue().splitlines()[-1] == "demo 2/10  loss 2.000  held out 3.250  500MB"
 
 
 def test_live_without_a_terminal_prints_ten_lines():

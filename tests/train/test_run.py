@@ -106,6 +106,17 @@ def test_an_export_is_what_transformers_computes(corpus, tmp_path):
         torch.testing.assert_close(theirs(ids).logits, run.model(ids), rtol=0, atol=1e-5)  # fp32, two layers: measured 1e-7
 
 
+def test_a_run_goes_on_from_an_exported_folder(corpus, tmp_path):
+    """With the folder's own tokenizer and weights: its first loss is near where the first run ended, not near a new model's."""
+    first, before = train(recipe(corpus, tmp_path / "first", steps=60))
+    folder = first.export(tmp_path / "model")
+    book = tmp_path / "book.txt"
+    book.write_text("\n".join(texts()))
+    second, after = train(recipe("", tmp_path / "second", model=str(folder), data=(str(book),), steps=2, lr=1e-5))
+    assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert before[0]["loss"] > 5.5 and abs(after[0]["loss"] - before[-1]["loss"]) < 0.5 < before[0]["loss"] - after[0]["loss"]
+
+
 def test_the_average_is_what_its_recurrence_says(corpus, tmp_path):
     """Against the weights as they were after each step, and it is what is exported."""
     run = prepare(recipe(corpus, tmp_path / "run", ema=0.5, steps=3), progress=False)

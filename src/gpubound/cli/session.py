@@ -35,7 +35,7 @@ def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log:
     tape.rewind(run.done)
     tape.tell(placement=str(run.placement), verdict=None, finished=False)
     say(run.placement.summary)
-    scale, gauges, first = Scale.of(run), Gauges(run.device), run.done
+    scale, gauges, first = Scale(run), Gauges(run.device), run.done
     after = f" after step {first:,}" if first else ""
     say(f"{title}: {size_of(run)}, {run.steps - first:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
     with Stop() as stop, logger, gauges, Live(run.steps, title) as live:
@@ -57,28 +57,23 @@ def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log:
     return tape
 
 
-@dataclasses.dataclass(frozen=True)
 class Scale:
-    """What turns a step's pace into a share of this machine's measured matrix rate."""
+    """Turns a step's pace into a share of this machine's measured matrix rate."""
 
-    flops_per_token: float
-    flops_per_s: float | None
-
-    @classmethod
-    def of(cls, run: Run) -> "Scale":
-        config = run.model.config
-        width = config.heads * config.head_dim
-        flops = measure.train_flops_per_token(config.product_parameters, config.layers, width, run.stage.recipe.seq)
+    def __init__(self, run: Run):
+        self.run = run
         kind = "tf32" if run.recipe.precision == "tf32" else next(run.model.parameters()).dtype
+        self.flops_per_s: float | None = None
         try:
-            return cls(flops, measure.ceilings(run.device, quick=True).flops_per_s(kind))
+            self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(kind)
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
-            return cls(flops, None)
 
     def fill(self, record: Record) -> Record:
         if self.flops_per_s and "tokens_per_s" in record:
-            record["mfu"] = measure.mfu(record["tokens_per_s"], self.flops_per_token, self.flops_per_s)
+            config, seq = self.run.model.config, self.run.stage.recipe.seq
+            flops = measure.train_flops_per_token(config.product_parameters, config.layers, config.heads * config.head_dim, seq)
+            record["mfu"] = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
         return record
 
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
+from ..monitor.logs import check_log
 from ..train.prepare import prepare
 from ..train.recipe import MODELS, Recipe, unknown
 from .session import finish, say, train
-
 
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -30,9 +30,9 @@ class Train(Recipe):
 
     The folder --out gets the corpus, checkpoints, a line a step (steps.jsonl) and the report. Ctrl-C saves, exit code 0.
 
-    Examples:
-      gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
-      gpubound train config.yaml --resume
+    Example: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
+
+    Example: gpubound train config.yaml --resume
     """
 
     phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if options.export and Path(options.export).is_file():
         raise ValueError(f"export: {options.export} is a file; give a folder.")
+    check_log(options.log)
     recipe = options.recipe()
     run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
     tape = train(run, Path(recipe.out).name, log=options.log)

@@ -26,8 +26,8 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     for file in _weight_files(path):
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no dict)
-    if model.config.tied:
-        found.setdefault("lm_head.weight", found.get("model.embed_tokens.weight"))
+    if model.config.tied and "model.embed_tokens.weight" in found:
+        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
     _check_names(path, wanted, found)
     model.load_state_dict(found)
     return model

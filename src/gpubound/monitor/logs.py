@@ -23,15 +23,21 @@ class Log:
         pass
 
 
+def check_log(kind: str | None) -> None:
+    """Refuse a logger that cannot be opened, before hours are spent on what it was to log."""
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"log: got {kind!r}, wanted one of {', '.join(KINDS)}.")
+    if kind is not None:
+        _library(kind)
+
+
 def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Log:
+    check_log(kind)
     if kind is None:
         return Log()
     if kind == "tensorboard":
-        _library("tensorboard")
         return TensorBoard(import_module("torch.utils.tensorboard"), folder)
-    if kind in KINDS:
-        return Tracker(_library(kind), folder, name, config)
-    raise ValueError(f"log: got {kind!r}, wanted one of {', '.join(KINDS)}.")
+    return Tracker(_library(kind), folder, name, config)
 
 
 def _library(name: str) -> Any:

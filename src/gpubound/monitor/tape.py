@@ -54,8 +54,14 @@ class Tape:
 
     def append(self, record: dict[str, Any]) -> None:
         line = json.dumps({k: _plain(v) for k, v in record.items() if v is not None})
-        with open(self.path / STEPS, "a") as file:
-            file.write(line + "\n")
+        try:
+            with open(self.path / STEPS, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{self.path / STEPS} could not be written: {error}; the checkpoints beside it are intact. "
+                f"Free space, then go on with --resume."
+            ) from error
 
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""

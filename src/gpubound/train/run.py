@@ -86,6 +86,7 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)
     step: TrainStep = field(init=False)
     average: Average | None = field(init=False, default=None)
+    _loss: CausalLM = field(init=False, default_factory=lambda: CausalLM(shifted=True))
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
     @property
@@ -170,12 +171,12 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the first held-out batches, always the same ones."""
-        loss, totals = CausalLM(shifted=True), torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.held_out.seek(0)
         self.model.eval()
         with self.average.applied() if self.average else nullcontext():
             for _, batch in zip(range(EVALUATION_BATCHES), self.held_out):
-                totals += torch.stack([part.double() for part in loss(self.model, batch)])
+                totals += torch.stack([part.double() for part in self._loss(self.model, batch)])
         self.model.train()
         return (totals[0] / totals[1]).item()
 
