@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +203,21 @@ phases:
     answer = json.loads(capsys.readouterr().out)
     assert answer["finished"] and answer["last"]["step"] == 7 and answer["last"]["lr"] <= 1e-4
     assert sorted(p.name for p in (tmp_path / "run" / "corpus").iterdir()) == ["instruct", "pretrain"]
+
+
+def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
+    """examples/train_from_yaml as it stands, its first phase cut to 30 steps, and its tokenizer made on 100 kB."""
+    from gpubound.train import prepare
+
+    root, whole = Path(__file__).parents[1], prepare.python_stdlib_texts
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(prepare, "python_stdlib_texts", lambda limit: whole(100_000))
+    text = (root / "examples" / "train_from_yaml" / "two_phases.yaml").read_text()
+    (tmp_path / "c.yaml").write_text(
+        text.replace("steps: 300", "steps: 30").replace("evaluate_every: 60", "evaluate_every: 15")
+    )
+    assert main(["train", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["finished"] and answer["last"]["step"] == 90
+    records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert records[-1]["loss"] < records[30]["loss"] - 1, "the answers are few and learnt by heart"

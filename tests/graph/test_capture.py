@@ -289,3 +289,22 @@ def test_numpy_input():
     with pytest.raises(ValueError) as error:
         capture(lambda x: x, torch.ones(2).numpy())
     assert str(error.value) == "input 0: got ndarray, wanted a tensor or a constant; convert it with torch.as_tensor."
+
+
+def test_a_table_that_the_first_call_makes_and_triton_reads():
+    """A kernel's arguments may be written; this one is not, so it is no state, and capture needs no call beforehand."""
+    from gpubound.kernels import rope
+
+    class Turn:
+        table = None
+
+        def __call__(self, q):
+            if self.table is None:
+                angle = torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.5])
+                self.table = angle.cos(), angle.sin()
+            return rope(q, q, *self.table)[0]
+
+    turn = Turn()
+    captured = capture(turn, torch.randn(1, 4, 2, 4))
+    other = torch.randn(1, 4, 2, 4)
+    assert torch.equal(captured(other), turn(other)) and captured.certificate.bitwise

@@ -207,8 +207,18 @@ class Preparation:
             elif origin.fill is not None:
                 whole(seen.tensor).fill_(origin.fill)
             elif not origin.empty:
-                raise self._moving(seen.tensor, origin)
+                if self.watch.moves(key) or self._altered(seen.tensor):
+                    raise self._moving(seen.tensor, origin)
+                continue  # a table that Triton kernels read: what a kernel is given counts as written until it is tried
             self.snapshot.add(seen.tensor)
+
+    def _altered(self, tensor: Tensor) -> bool:
+        """Whether another call changes `tensor`. The state is put back."""
+        before = whole(tensor).clone()
+        self.runner.run(self._call)
+        self.snapshot.restore()
+        self.generators.rewind()
+        return not torch.equal(before, whole(tensor))
 
     def _moving(self, tensor: Tensor, origin: Any) -> GraphError:
         made = f"made at {origin.place}" if origin.place else "made in the backward pass"
