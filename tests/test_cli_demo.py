@@ -93,7 +93,7 @@ def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys):
 
 
 def test_the_recipes_are_valid_for_both_kinds_of_device():
-    assert recipe_for(torch.device("cpu"), Demo()).steps == 1400
+    assert recipe_for(torch.device("cpu"), Demo()).steps == 1200
     assert recipe_for(torch.device("cuda", 0), Demo(steps=5)).steps == 5
 
 

@@ -69,9 +69,9 @@ def recipe_for(device: torch.device, options: Demo) -> Recipe:
     common: dict[str, Any] = {"out": options.out, "device": str(device), "optimizer": "muon", "warmup": 0.05}
     common |= {"evaluate_every": 200, "validation": 0.03}
     if device.type == "cuda":
-        steps = options.steps or 600
+        steps = options.steps or 1000
         return Recipe(model="10m", vocabulary=4096, seq=512, micro_batch=32, steps=steps, lr=4e-3, **common)
-    steps = options.steps or 1400
+    steps = options.steps or 1200
     return Recipe(model="1m", vocabulary=1024, data_bytes=3_000_000, seq=128, micro_batch=8, steps=steps, lr=8e-3, **common)
 
 
