@@ -3,6 +3,7 @@
 place(model)                   a model on its device, through verified fused parts; the table says what and why
 capture(fn, *inputs)           a CUDA graph with a certificate
 watch(), no_stall()            count, or forbid, what makes the GPU wait for the host
+decoder(model)                 generation from the live weights, k tokens a launch
 feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
 kernels                        the fast ops as plain functions
@@ -18,6 +19,7 @@ from .errors import BudgetError as BudgetError
 from .errors import DataError as DataError
 from .errors import DeviceError as DeviceError
 from .errors import FallbackError as FallbackError
+from .errors import GenerateError as GenerateError
 from .errors import GpuboundError as GpuboundError
 from .errors import GraphError as GraphError
 from .errors import KernelError as KernelError
@@ -29,6 +31,8 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .decode import FastDecoder as FastDecoder
+    from .decode import decoder as decoder
     from .feed import Corpus as Corpus
     from .feed import Feed as Feed
     from .feed import feed as feed
@@ -51,6 +55,8 @@ _HOMES = {
     "Corpus": "feed",
     "Feed": "feed",
     "feed": "feed",
+    "FastDecoder": "decode",
+    "decoder": "decode",
     "Captured": "graph",
     "Certificate": "graph",
     "capture": "graph",

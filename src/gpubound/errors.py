@@ -6,6 +6,7 @@
     ├── KernelError      a kernel disagrees with its reference
     ├── PlaceError       a swapped module does not compute what the original did
     ├── GraphError       a graph cannot be captured, or may no longer be replayed
+    ├── GenerateError    a decoder's tokens are not the model's, or the model's logits are not finite
     ├── StallError       no_stall: the host waited for the device here
     ├── BudgetError      a ledger counted more than was allowed (an AssertionError too, so pytest shows it as a failure)
     ├── DataError        a shard, batch or checkpoint on disk is not what it says it is
@@ -37,6 +38,10 @@ class PlaceError(GpuboundError):
 
 class GraphError(GpuboundError):
     """A graph cannot be captured, or may no longer be replayed."""
+
+
+class GenerateError(GpuboundError):
+    """A decoder does not compute what its model computes, or the model's logits are not finite."""
 
 
 class StallError(GpuboundError):

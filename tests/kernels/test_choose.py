@@ -286,8 +286,8 @@ def test_compile_sees_through_the_references():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below compiles the kernels and runs them")
 def test_compile_traces_the_kernels():
-    """Forward 5 kernels, backward 6: group_norm's has two."""
-    assert run_apart(CALLS, TRACE, DEVICE="cpu") == "11 kernels"
+    """Forward 5 kernels, backward 5: the sums over programs are torch's here, which inductor may fuse."""
+    assert run_apart(CALLS, TRACE, DEVICE="cpu") == "10 kernels"
 
 
 @pytest.mark.gpu

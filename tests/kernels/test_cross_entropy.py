@@ -176,14 +176,18 @@ def test_stores_stay_inside(write, device):
     logits.copy_(draw(device, FP32, 3, 63))
     original, labels, options = logits.clone(), torch.tensor([5, -100, 62], device=device), (-100, 0.1, 0.0, 1.0)
     (around_loss, loss), (around_lse, lse) = banded((3,), device), banded((3,), device)
-    _logits._loss_kernel[(3,)](logits, labels, loss, lse, loss, 63, 3, 0, 63, *options, False, True, False, write, 32)
+    _logits._cross_entropy_loss_kernel[(3,)](
+        logits, labels, loss, lse, loss, 63, 3, 0, 63, *options, False, True, False, write, 32
+    )
     for band, inside in ((whole, logits), (around_loss, loss), (around_lse, lse)):
         assert_inside(band, inside)
     want = loss_and_gradient(reference.cross_entropy, original, labels, label_smoothing=0.1, reduction="sum")
     upstream = torch.full((1,), 0.5, device=device)  # what loss_and_gradient takes for one loss
     same("loss", loss.sum(), want[0], 2e-6)
     whole, gradient = banded((3, 63), device)
-    _logits._gradient_kernel[(3, 2)](original, labels, lse, upstream, gradient, 63, 3, 0, 63, 0, *options, False, 32)
+    _logits._cross_entropy_gradient_kernel[(3, 2)](
+        original, labels, lse, upstream, gradient, 63, 3, 0, 63, 0, *options, False, 32
+    )
     assert_inside(whole, gradient)
     same("gradient", gradient, want[1], GRADIENT[FP32])
     same("logits", logits, want[1] / 0.5 if write else original, GRADIENT[FP32])

@@ -8,6 +8,7 @@ from gpubound.kernels.reference import group_norm as reference
 from gpubound.kernels.triton import group_norm as fast
 
 from .cases import TOLERANCE, assert_inside, banded, draw, parity, same
+from .test_compiles import compile_apart
 
 FP32 = torch.float32
 # (x's shape, groups): one element a group; no places; two and one group; a prime number of places; three dimensions of places;
@@ -26,13 +27,24 @@ def test_group_norm_matches(shape, groups, dtype, device):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 64 elements, so that groups and channels span several of them at sizes the interpreter can run."""
-    monkeypatch.setattr(fast, "TILE", 64)
-    monkeypatch.setattr(fast, "HELD", 64)
-    monkeypatch.setattr(fast._tile, "__defaults__", (64,))
+    monkeypatch.setattr(fast, "FORWARD", fast.Plan(64, 1))
+    monkeypatch.setattr(fast, "BACKWARD", fast.Plan(64, 1))
+
+
+def test_tilings():
+    """Groups, channels and places of a tile; tiles along the places, of a group, and programs."""
+    cases = {
+        (256, 128, 2048, 8192): ((1, 4, 2048), 1, 32, 8192),  # a group of 32 tiles
+        (32, 1, 90000, 16384): ((1, 1, 16384), 6, 6, 192),  # channels wider than a tile
+        (64, 10, 49, 4096): ((4, 16, 64), 1, 1, 16),  # four groups in a tile, each side rounded up
+        (3, 6, 1, 4096): ((4, 8, 1), 1, 1, 1),  # no places
+    }
+    for arguments, wanted in cases.items():
+        assert fast._tiling(*arguments) == wanted, arguments
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape, groups", [((2, 4, 5, 7), 2), ((1, 4, 200), 2), ((2, 2, 129), 2)], ids=str)
+@pytest.mark.parametrize("shape, groups", [((2, 4, 5, 7), 2), ((1, 4, 200), 2), ((2, 6, 20), 2)], ids=str)
 def test_groups_larger_than_a_tile(shape, groups, dtype, device, small_tiles):
     weight, bias = (draw(device, dtype, shape[1], seed=s) for s in (1, 2))
     parity(fast.group_norm, reference.group_norm, (draw(device, dtype, *shape), groups, weight, bias, 1e-5), TOLERANCE[dtype])
@@ -103,22 +115,36 @@ def test_reference_against_torch_and_its_gradients_in_fp64():
     assert torch.autograd.gradcheck(lambda x: reference.group_norm(x, 4), (x,))
 
 
-def test_stores_stay_inside(device):
+@pytest.mark.parametrize("elements", [64, 16], ids=["whole groups", "groups of several tiles"])
+def test_stores_stay_inside(elements, device):
     """Three samples of two channels in one group with 21 places: no size fills its tile."""
     x, w = draw(device, FP32, 3, 2, 21), draw(device, FP32, 2)
-    bands = {
-        name: banded(s, device)
-        for name, s in {"y": (3, 2, 21), "z": (3, 2, 21), "dx": (3, 2, 21), "mean": (3,), "rstd": (3,), "sums": (2, 6)}.items()
+    cut = fast._tiling(3, 2, 21, elements)
+    works = (fast.BOTH,) if cut.tiles == 1 else (fast.SUMS_ONLY, fast.REST_ONLY)
+    sizes = {
+        "y": (3, 2, 21),
+        "dx": (3, 2, 21),
+        "mean": (3,),
+        "rstd": (3,),
+        "parts": (3, cut.tiles, 2),
+        "sums": (3 * cut.across, 2, 2),
     }
-    y, z, dx, mean, rstd, sums = (inside for _, inside in bands.values())
-    fast._whole_kernel[(2,)](x, w, w, y, mean, rstd, 3, 42, 21, 1e-5, 1, 2, 64, 2, True, True)
-    fast._moments_kernel[(2,)](x, mean, rstd, 3, 42, 1e-5, 16, 2)
-    fast._apply_kernel[(2, 2)](x, w, w, z, mean, rstd, 6, 21, 2, 2, 16, 4, True, True)
-    fast._channel_sums_kernel[(2,)](x, x, mean, rstd, sums, 6, 21, 2, 16, 4)
-    fast._input_kernel[(2, 2)](x, x, w, mean, rstd, sums.view(2, 3, 2).sum(-1), dx, 6, 3, 21, 2, 2, 16, 4, True)
+    bands = {name: banded(size, device) for name, size in sizes.items() if name != "parts" or cut.tiles > 1}
+    y, dx, mean, rstd, *_ = (inside for _, inside in bands.values())
+    parts, sums = bands.get("parts", bands["y"])[1], bands["sums"][1]
+    common = (3, 21, cut.tiles, cut.across)
+    shape = (1, 2, *cut.shape, fast.power_of_two(cut.tiles))
+    for work in works:
+        fast._group_norm_forward_kernel[(cut.programs,)](
+            x, w, w, y, mean, rstd, parts, None, *common, 1e-5, *shape, work, True, "", True, True, 1
+        )
+    for work in works:
+        fast._group_norm_backward_kernel[(cut.programs,)](
+            x, x, w, mean, rstd, dx, sums, parts, None, *common, *shape, work, True, "", True, True, True, 1
+        )
     for whole, inside in bands.values():
         assert_inside(whole, inside)
-    same("z", z, y, TOLERANCE[FP32])
+    same("y", y, reference.group_norm(x, 1, w, w, 1e-5), TOLERANCE[FP32])
 
 
 def test_gradients_are_added_to_main_grad(device):
@@ -148,10 +174,57 @@ def test_wrong_arguments():
         assert str(error.value) == sentence
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests below run it")
+def test_programs_that_wait_for_each_other_compile():
+    waiting = "import gpubound.kernels.triton.group_norm as module\nmodule._side_by_side = lambda device: 132"
+    case = "group_norm of groups larger than a tile"
+    compiled = compile_apart(case, before=waiting)[case]
+    assert compiled == "_group_norm_forward_kernel, _group_norm_backward_kernel, _norm_sums_kernel"
+
+
+IMAGES = [((4, 320, 64, 64), 32), ((2, 512, 8, 8), 32), ((1, 64, 300, 300), 1), ((8, 4096, 2048), 32), ((3, 6, 49), 3)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, groups", [((4, 320, 64, 64), 32), ((2, 512, 8, 8), 32), ((1, 64, 300, 300), 1)], ids=str)
+@pytest.mark.parametrize("shape, groups", IMAGES, ids=str)
 def test_image_sizes_on_the_gpu(shape, groups, device):
     for dtype in TOLERANCE:
         weight, bias = (draw(device, dtype, shape[1], seed=s) for s in (1, 2))
         arguments = (draw(device, dtype, *shape), groups, weight, bias, 1e-5)
         parity(fast.group_norm, reference.group_norm, arguments, 3 * TOLERANCE[dtype])
+
+
+def _gradients(x: torch.Tensor, weight: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    y = fast.group_norm(leaves[0], groups, leaves[1], leaves[1])
+    return [y.detach(), *torch.autograd.grad(y, leaves, x)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hold", [True, False])
+def test_programs_that_wait_for_each_other_find_the_same_bits(hold, device, monkeypatch):
+    """One launch or two, twenty times, on two streams at once: 32 tiles a group, more programs than the GPU runs at a time."""
+    x, weight = draw(device, torch.bfloat16, 4, 4096, 2048), draw(device, torch.bfloat16, 4096, seed=1)
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(fast, name, fast.Plan(8192, 8, hold, together=False))
+    want = _gradients(x, weight, 32)
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(fast, name, fast.Plan(8192, 8, hold, together=True))
+    assert fast._launches(fast._tiling(128, 128, 2048, 8192), fast.FORWARD, x.device) == (fast.BOTH,)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += _gradients(x, weight, 32)
+        torch.cuda.synchronize()
+        assert all(a.equal(b) for a, b in zip(found, 2 * want))
+
+
+@pytest.mark.gpu
+def test_a_program_that_waits_in_vain_gives_nan(device, monkeypatch):
+    """Never a hang: with no looks granted, whoever is not the last of its group stops waiting, and says so in its result."""
+    monkeypatch.setattr(fast, "LOOKS", 0)
+    monkeypatch.setattr(fast, "FORWARD", fast.Plan(64, 1))
+    assert fast.group_norm(draw(device, FP32, 2, 2, 500), 1).isnan().any()

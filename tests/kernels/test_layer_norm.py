@@ -37,7 +37,7 @@ def test_optional_arguments(weight, bias, device):
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
 def test_only_what_is_needed(needs, device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, (40, True), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(_launch.OVERRIDE, ("layer_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
     tensors = [
         draw(device, FP32, *s, seed=i).requires_grad_(bool(n)) for i, (s, n) in enumerate(zip([(5, 40), (40,), (40,)], needs))
     ]
@@ -68,7 +68,7 @@ def test_a_mean_far_above_the_spread(device):
 
 
 def test_programs_stride_over_the_rows(device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, (40, True), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(_launch.OVERRIDE, ("layer_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
     arguments = (draw(device, FP32, 11, 40), draw(device, FP32, 40, seed=1), draw(device, FP32, 40, seed=2), 1e-5)
     parity(fast.layer_norm, reference.layer_norm, arguments, TOLERANCE[FP32])
 
@@ -85,7 +85,7 @@ def test_reference_against_torch_and_its_gradients_in_fp64():
 def test_forward_stores_stay_inside(device):
     x, w = draw(device, FP32, 3, 63), draw(device, FP32, 63)
     (whole_y, y), (whole_mean, mean), (whole_rstd, rstd) = (banded(shape, device) for shape in ((3, 63), (3,), (3,)))
-    fast._forward_kernel[(2,)](x, w, w, y, mean, rstd, 3, 1e-5, 63, 64, 2, True, True)
+    fast._layer_norm_forward_kernel[(2,)](x, w, w, y, mean, rstd, 3, 1e-5, 63, 64, 2, 1, "", True, True)
     for whole, inside in ((whole_y, y), (whole_mean, mean), (whole_rstd, rstd)):
         assert_inside(whole, inside)
 
@@ -94,7 +94,7 @@ def test_backward_stores_stay_inside(device):
     dy, x, w = draw(device, FP32, 3, 63), draw(device, FP32, 3, 63), draw(device, FP32, 63)
     mean, rstd = torch.zeros(3, device=device), torch.ones(3, device=device)
     (whole_dx, dx), (whole_sums, sums) = banded((3, 63), device), banded((2, 2, 63), device)
-    fast._backward_kernel[(2,)](dy, x, w, mean, rstd, dx, sums, 3, 63, 64, 2, True, True, True, True)
+    fast._layer_norm_backward_kernel[(2,)](dy, x, w, mean, rstd, dx, sums, 3, 63, 64, 2, 1, "", True, True, True, True)
     assert_inside(whole_dx, dx)
     assert_inside(whole_sums, sums)
 

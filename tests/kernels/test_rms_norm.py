@@ -83,7 +83,7 @@ def test_rows_without_elements_take_the_reference(device):
 
 def test_programs_stride_over_the_rows(device, monkeypatch):
     """Two programs share 11 rows, two at a time: each sums three tiles' weight gradients, the last tile half empty."""
-    monkeypatch.setitem(_launch.OVERRIDE, (40, True), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(_launch.OVERRIDE, ("add_rms_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
     x, residual, weight = draw(device, FP32, 11, 40), draw(device, FP32, 11, 40, seed=1), draw(device, FP32, 40, seed=2)
     parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6), TOLERANCE[FP32])
 
@@ -91,11 +91,21 @@ def test_programs_stride_over_the_rows(device, monkeypatch):
 def test_the_plan_bounds_the_partial_sums(monkeypatch):
     h200 = torch.device("cuda", 0)
     monkeypatch.setattr(_launch, "sm_count", lambda index: 132)
-    assert _launch.schedule(1024, h200, backward=True) == _launch.Plan(block=1024, rows=4, programs=1056, warps=2)
+    monkeypatch.setattr(_launch, "SEARCHED", {})
+    plan = _launch.schedule("rms_norm", "backward", 1024, h200)
+    assert plan == _launch.Plan(block=1024, rows=4, programs=1056, warps=2)
     for cols in (1, 64, 576, 4096, 16384):
-        plan = _launch.schedule(cols, h200, backward=True, sums=2)
+        plan = _launch.schedule("layer_norm", "backward", cols, h200, sums=2)
         assert plan.programs * cols * 2 * 4 <= max(_launch.PARTIAL_BYTES, 132 * cols * 2 * 4)
         assert plan.rows * plan.block <= 32 * 32 * plan.warps, "more than 32 elements a thread"
+
+
+def test_a_searched_plan_is_of_one_op_and_way(monkeypatch):
+    h200 = torch.device("cuda", 0)
+    monkeypatch.setattr(_launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(_launch, "SEARCHED", {("rms_norm", "backward", 1024): (2, 3, 4, 2, "evict_first")})
+    assert _launch.schedule("rms_norm", "backward", 1000, h200) == _launch.Plan(1024, 2, 396, 4, 2, "evict_first")
+    assert _launch.schedule("add_rms_norm", "backward", 1000, h200) != _launch.schedule("rms_norm", "backward", 1000, h200)
 
 
 def test_reference_gradients_in_fp64():
@@ -109,7 +119,7 @@ def test_reference_gradients_in_fp64():
 def test_forward_stores_stay_inside(device):
     x, w = draw(device, FP32, 3, 63), draw(device, FP32, 63)
     (whole_y, y), (whole_s, s), (whole_rstd, rstd) = (banded(shape, device) for shape in ((3, 63), (3, 63), (3,)))
-    fast._forward_kernel[(2,)](x, x, w, s, y, rstd, 3, 1e-6, 63, 64, 2, True, True)
+    fast._rms_norm_forward_kernel[(2,)](x, x, w, s, y, rstd, 3, 1e-6, 63, 64, 2, 1, "", True, True)
     for whole, inside in ((whole_y, y), (whole_s, s), (whole_rstd, rstd)):
         assert_inside(whole, inside)
 
@@ -117,7 +127,7 @@ def test_forward_stores_stay_inside(device):
 def test_backward_stores_stay_inside(device):
     dy, x, w, rstd = draw(device, FP32, 3, 63), draw(device, FP32, 3, 63), draw(device, FP32, 63), torch.ones(3, device=device)
     (whole_dx, dx), (whole_dw, dw) = banded((3, 63), device), banded((2, 63), device)
-    fast._backward_kernel[(2,)](dy, dy, x, w, rstd, dx, dw, 3, 63, 64, 2, True, True, True, True)
+    fast._rms_norm_backward_kernel[(2,)](dy, dy, x, w, rstd, dx, dw, 3, 63, 64, 2, 1, "", True, True, True, True)
     assert_inside(whole_dx, dx)
     assert_inside(whole_dw, dw)
 

@@ -49,11 +49,14 @@ def test_angles_of_each_sequence(batch, device):
     parity(fast.rope, reference.rope, (q, k, *angles(device, batch, 3, 4)), TOLERANCE[FP32])
 
 
-def test_heads_spread_over_programs(device, monkeypatch):
-    """Seven heads of four pairs, two heads a program: the last program holds one head and one that is none."""
-    monkeypatch.setattr(fast, "PAIRS_AT_ONCE", 8)
-    arguments = (draw(device, FP32, 1, 2, 7 * 8), *angles(device, 2, 4), 3, 2)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_tiles_of_heads_and_tokens(tokens, device, monkeypatch):
+    """Three q heads and two of k and v, two heads a tile, of three tokens: a tile may hold a head and a token that are none."""
+    monkeypatch.setitem(fast.SEARCHED, 4, fast.Plan(heads=2, tokens=tokens, warps=1))
+    arguments = (draw(device, FP32, 2, 3, 7 * 8), *angles(device, 2, 3, 4), 3, 2)
     parity(fast.rope_qkv, reference.rope_qkv, arguments, TOLERANCE[FP32])
+    q, k = draw(device, FP32, 2, 3, 3, 10), draw(device, FP32, 2, 3, 2, 10, seed=1)
+    parity(fast.rope, reference.rope, (q, k, *angles(device, 3, 4)), TOLERANCE[FP32])
 
 
 def test_reference_is_rotate_half(device):

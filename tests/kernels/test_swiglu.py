@@ -31,6 +31,13 @@ def test_rows_wider_than_a_program(device):
     parity(fast.swiglu, reference.swiglu, (draw(device, FP32, 2, 2 * 2100), None), TOLERANCE[FP32])
 
 
+def test_dense_rows_that_fill_tiles_together(device):
+    """Three rows of 2048 are twelve tiles of 512, whatever their width: no tile is half empty."""
+    arguments = draw(device, FP32, 3, 2048), draw(device, FP32, 3, 2048, seed=1)
+    assert [x.shape for x in _gated._even(list(arguments), 512)] == [(12, 512)] * 2
+    parity(fast.swiglu, reference.swiglu, arguments, TOLERANCE[FP32])
+
+
 def test_reference_is_the_formula():
     gate, up = draw(torch.device("cpu"), torch.float64, 40), draw(torch.device("cpu"), torch.float64, 40, seed=1)
     want = gate / (1 + (-gate).exp()) * up
@@ -88,11 +95,11 @@ def test_stores_stay_inside(device):
     packed = draw(device, FP32, 5, 2 * 63)
     gate, up = packed[:, :63], packed[:, 63:]
     whole, out = banded((5, 63), device)
-    _gated._forward_kernel[(2, 2)](gate, up, out, 5, 126, 126, 63, 4, 32, "silu")
+    _gated._gated_forward_kernel[(4,)](gate, up, out, 5, 126, 126, 63, 4, 32, "", "silu")
     assert_inside(whole, out)
     whole, gradient = banded((5, 126), device)
     dgate, dup = gradient[:, :63], gradient[:, 63:]
-    _gated._backward_kernel[(2, 2)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "silu")
+    _gated._gated_backward_kernel[(4,)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "", "silu")
     assert_inside(whole, gradient)
 
 

@@ -3,8 +3,14 @@
 reference/ is the definition of each op, triton/ the fast form; tests/test_mirror.py keeps their names and signatures the same.
 """
 
+from .decoding import add_product as add_product
+from .decoding import decode_attention as decode_attention
+from .decoding import norm_gate_up as norm_gate_up
+from .decoding import norm_product as norm_product
+from .decoding import norm_rows as norm_rows
 from .gated import geglu as geglu
 from .gated import swiglu as swiglu
+from .gated import swiglu_backward as swiglu_backward
 from .losses import cross_entropy as cross_entropy
 from .losses import linear_cross_entropy as linear_cross_entropy
 from .norms import add_rms_norm as add_rms_norm
@@ -14,5 +20,10 @@ from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
 from .optim import adamw as adamw
 from .optim import plan_update as plan_update
+from .quantization import quantize as quantize
+from .quantization import quantize_swiglu as quantize_swiglu
+from .quantization import quantize_swiglu_backward as quantize_swiglu_backward
 from .rotary import rope as rope
 from .rotary import rope_qkv as rope_qkv
+from .sampling import pick as pick
+from .sampling import sample as sample

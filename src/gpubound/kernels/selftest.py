@@ -4,10 +4,12 @@ The suite in tests/ is wider. This one runs on the user's machine, with the user
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .choose import load
+from .sampling import Rows, Settings
 
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
 # a product, and rounding on the way (2^-11, 2^-8 a time). A wrong kernel is off by far more.
@@ -21,16 +23,27 @@ EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
     "adamw.adamw": lambda g: (_draw(g, 70), *_flat(g, 4), _plan(), 0.9, 0.99, 1e-8, 40, None),
     "adamw.plan_update": lambda g: (*_flat(g, 1), _wide(5, 7), _wide(3, 1, 2, 1), _wide(1, 2, 3, 4), 0.9, 0.99, 0.1, 1.0, 2),
     "cross_entropy": lambda g: (_draw(g, 5, 300), _labels(g, 5, 300), *_LOSS),
+    "decode_attention": lambda g: (*_decoding(g), None, None, 1e-6, 0.25, 0, *_scratch()),
+    "decode_product.add_product": lambda g: (_draw(g, 2, 40), _draw(g, 48, 40), None, _draw(g, 2, 48).detach()),
+    "decode_product.norm_gate_up": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, *_gate_up(g)),
+    "decode_product.norm_product": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, *_q_k_v(g)),
+    "decode_product.norm_rows": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, torch.zeros(2, 48)),
     "dynamic_tanh": lambda g: (_draw(g, 3, 40), _draw(g, 1), _draw(g, 40), _draw(g, 40)),
     "geglu": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), "tanh"),
     "group_norm": lambda g: (_draw(g, 2, 6, 5, 7), 3, _draw(g, 6), _draw(g, 6), 1e-5),
     "layer_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), _draw(g, 40), 1e-5),
     "linear_cross_entropy": lambda g: (_draw(g, 5, 40), _draw(g, 300, 40), _labels(g, 5, 300), _draw(g, 300), *_LOSS, 3),
+    "quantize": lambda g: (_draw(g, 20, 48), _scale(), torch.float8_e4m3fn, True),
+    "quantize.quantize_swiglu": lambda g: (_draw(g, 20, 96), _scale(), torch.float8_e4m3fn),
+    "quantize.quantize_swiglu_backward": lambda g: (_draw(g, 20, 48), _draw(g, 20, 96), _scale(), torch.float8_e5m2),
     "rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rms_norm.add_rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rope": lambda g: (_draw(g, 2, 3, 4, 16), _draw(g, 2, 3, 2, 16), *_angles(g, 3, 8)),
     "rope.rope_qkv": lambda g: (_draw(g, 2, 3, 8 * 16), *_angles(g, 3, 8), 4, 2),
+    "sampling.pick": lambda g: (_draw(g, 4, 50).detach(), _counted(4, 50), _rows(), *_outputs(g)),
+    "sampling.sample": lambda g: (_draw(g, 4, 300).detach(), _rows(), _settings(), *_outputs(g)),
     "swiglu": lambda g: (_draw(g, 3, 80), None),
+    "swiglu_backward": lambda g: (_draw(g, 3, 40), _draw(g, 3, 80)),
 }
 
 
@@ -58,8 +71,59 @@ def _wide(*values: float) -> torch.Tensor:
     return torch.tensor(values, device="cpu", dtype=torch.float64)
 
 
+def _scale() -> torch.Tensor:
+    return _wide(0.02, 0).float()
+
+
+def _decoding(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """A packed product, positions, both caches and the angles of two rows, four heads of 16 over two, ten places."""
+    positions = torch.tensor([9, 3], device="cpu", dtype=torch.int32)
+    caches = _draw(generator, 2, 2, 10, 16), _draw(generator, 2, 2, 10, 16)
+    return _draw(generator, 2, 8 * 16).detach(), positions, *caches, *_angles(generator, 10, 8)
+
+
+def _scratch() -> tuple[torch.Tensor, ...]:
+    return torch.zeros(2, 2, 4, 2, 18), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 64)
+
+
+def _q_k_v(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    weights = [_draw(generator, rows, 48) for rows in (32, 16, 16)]
+    biases = [_draw(generator, rows) for rows in (32, 16, 16)]
+    return *weights, *biases, torch.zeros(2, 64), torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)
+
+
+def _gate_up(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return *(_draw(generator, 40, 48) for _ in range(2)), *(_draw(generator, 40) for _ in range(2)), torch.zeros(2, 40)
+
+
 def _plan() -> torch.Tensor:
     return _wide(1, 0.5, 0.9, 0.5, 2, 3).float()
+
+
+def _ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cpu", dtype=torch.int32)
+
+
+def _counted(rows: int, columns: int) -> torch.Tensor:
+    return _ints(*range(columns)).repeat(rows, 1)
+
+
+def _rows() -> Rows:
+    """Four rows: two go on, one is dead, one reaches its limit."""
+    return Rows(_ints(1, 1, 1, 1), _ints(3, 4, 5, 6), _ints(1, 1, 0, 1), _ints(9, 9, 9, 8), _ints(0, 0, 0, 0), _ints(7, -1))
+
+
+def _settings() -> Settings:
+    """Greedy; top-k and min-p; anything; top-p."""
+    cool, top_p = _wide(0, 0.8, 1, 1.2).float(), _wide(1, 1, 1, 0.9).float()
+    min_p, penalty = _wide(0, 0.05, 0, 0).float(), _wide(1, 1.3, 1, 1).float()
+    seen = (_counted(4, 300) % 3 == 0).to(torch.uint8)
+    return Settings(cool, _ints(0, 20, 0, 0), top_p, min_p, penalty, _ints(1, 2, 3, 4).long(), _ints(0, 1, 0, 1), seen)
+
+
+def _outputs(generator: torch.Generator) -> tuple:
+    """emitted, then neither logprob nor marks, then an embedding and where it goes."""
+    return _ints(0, 0, 0, 0), None, _draw(generator, 300, 40).detach(), _draw(generator, 4, 40).detach()
 
 
 def check(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -90,7 +154,7 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name, with fixed upstream gradients."""
-    moved = [_move(a, device, dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+    moved = [_move(a, device, dtype) for a in arguments]
     result = function(*moved)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
@@ -103,6 +167,10 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     return named | {name: g for name, g in zip(wanted, gradients) if g is not None}
 
 
-def _move(argument: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _move(argument: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(_move(a, device, dtype) for a in argument))
+    if not isinstance(argument, torch.Tensor):
+        return argument
     own = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
     return own.to(device, dtype).requires_grad_() if argument.requires_grad else own.to(device)

@@ -1,0 +1,324 @@
+"""gpubound.decoder: generation from the live weights, with no host in the loop.
+
+A request is checked, its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays at
+most RING launches ahead of what it has read and never waits on the device. All rows take every step together; one that has ended
+is frozen by its own flag.
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import GenerateError
+from ..trace import notice, span
+from .body import Body
+from .certify import Certificate, certify
+from .fused import FusedBody
+from .graphs import Graphs, Way
+from .live import bind
+from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts, to_device
+from .result import Generation
+from .result import Sequence as Generated
+from .slots import RING, Slots
+from .text import Texts
+
+LADDER = (32, 8, 1)  # tokens a launch
+
+
+class FastDecoder:
+    """Made by `gpubound.decoder`. `print(decoder)` says which path the model takes and what was verified."""
+
+    def __init__(
+        self, model: nn.Module, body: Body, path: str, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str
+    ) -> None:
+        self.model, self.body, self.path, self.ladder, self.tokenizer = model, body, path, ladder, tokenizer
+        self.slots = Slots(body.max_batch, body.vocab, max(ladder), body.device)
+        self.graphs = Graphs(body, self.slots)
+        self.certificate: Certificate | None = None
+        self._busy = False
+        self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
+        if verify:
+            self.certificate = certify(self, quick=verify == "quick")
+        else:
+            notice("decoder: verify=False: nothing has shown that its tokens are those of the model.")
+
+    @property
+    def max_batch(self) -> int:
+        return self.body.max_batch
+
+    @property
+    def max_length(self) -> int:
+        return self.body.max_length
+
+    def generate(self, prompts: Any, **settings: Any) -> Generation:
+        """Tokens for one prompt or several: text, ids, lists of either, a tensor.
+
+        max_new_tokens      None: as far as max_length allows
+        temperature         0 is greedy; then top_k, top_p, min_p, repetition_penalty as usual, each off by default
+        stop                tokens or strings that end a sequence; a token stays among the tokens; no text holds what stopped it
+        seed, n             n sequences a prompt; a seed gives a prompt the same tokens in any batch
+        logprobs            True: the log-probability of each token under the model
+        """
+        run = Run(self, self._request(prompts, **settings))
+        for _ in run.play():
+            pass
+        return run.result()
+
+    def stream(self, prompts: Any, **settings: Any) -> Iterator[tuple[int, Any]]:
+        """(row, what is new) as it arrives: text with a tokenizer, else a list of ids. Takes what `generate` takes.
+
+        The request is checked at once; leaving the loop early leaves the decoder ready for the next request.
+        """
+        return Run(self, self._request(prompts, **settings)).play()
+
+    def score(self, prompts: Any) -> list[list[float]]:
+        """The log-probability of every token of each sequence but its first, after what stands before it."""
+        found = read_prompts(prompts, self.tokenizer)
+        check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length + 1)
+        self._check_free()  # it uses the cache of the first row
+        with self.plainly():
+            self._follow_weights()
+            return [self._score(number, ids) for number, ids in enumerate(found)]
+
+    def _score(self, number: int, ids: list[int]) -> list[float]:
+        if len(ids) < 2:
+            return []
+        row = pad([ids], len(ids), self.body.device)[0]
+        scores = self.body.score(row).tolist()
+        if not all(math.isfinite(score) for score in scores):
+            raise GenerateError(
+                f"score: the logits of prompt {number} are not finite; first seen in {self.body.locate(row)}. "
+                "Check the weights (a diverged training run?) and the dtype."
+            )
+        return scores
+
+    def __repr__(self) -> str:
+        from .table import table
+
+        return table(self)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Without gradients, and without the caller's autocast and inference mode: one would compute in another dtype than
+        the weights', the other make buffers that later calls may not write. Left before the caller sees a token."""
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.body.device.type, enabled=False):
+            yield
+
+    def _check_free(self) -> None:
+        if self._busy:
+            raise GenerateError("a decoder runs one request at a time: finish or close the stream that is open first.")
+
+    def _request(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: Any = (),
+        seed: int = 0,
+        n: int = 1,
+        logprobs: bool = False,
+    ) -> Request:
+        check_count("n", n)
+        if max_new_tokens is not None:
+            check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
+        found = [prompt for prompt in read_prompts(prompts, self.tokenizer) for _ in range(n)]
+        check_prompts(found, self.body.vocab, self.max_batch, self.max_length)
+        stops = [stop] if isinstance(stop, (str, int)) else list(stop or ())
+        strings = tuple(s for s in stops if isinstance(s, str))
+        if strings and self.tokenizer is None:
+            raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
+        if "" in strings:
+            raise ValueError("generate: a stop string is empty, which every text holds; leave it out.")
+        return Request(
+            found,
+            self.max_length if max_new_tokens is None else max_new_tokens,
+            Choice(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            check_stops([s for s in stops if not isinstance(s, str)], self.body.vocab),
+            strings,
+            logprobs,
+        )
+
+    def _follow_weights(self) -> None:
+        """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again."""
+        modules = dict(self.model.named_modules())
+        if name := next((n for n in modules if modules[n] is not self._modules.get(n)), self.body.moved()):
+            self.body.rebind()
+            self.graphs.clear()
+            self._modules = modules
+            notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
+
+    def bucket(self, rows: int) -> int:
+        """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""
+        size = 1
+        while size < rows:
+            size *= 2
+        return min(size, self.max_batch)
+
+
+class Run:
+    """One request on its way through a decoder."""
+
+    def __init__(self, decoder: FastDecoder, request: Request) -> None:
+        self.decoder, self.request = decoder, request
+        self.begun = time.perf_counter()
+        self.first_token_s = 0.0
+        self.seconds = 0.0
+        self.launches = self.steps = 0
+        self.rows = decoder.bucket(len(request.prompts))
+        self.way = Way(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
+        self.sequences = [Generated(prompt) for prompt in request.prompts]
+        self.texts = Texts(decoder.tokenizer, len(self.sequences), request.stop_strings, request.stops)
+
+    def play(self) -> Generator[tuple[int, Any], None, None]:
+        decoder = self.decoder
+        decoder._check_free()
+        decoder._busy = True
+        try:
+            with span("decode.prefill"), decoder.plainly():
+                self._prefill()
+            yield from self._loop()
+        finally:
+            decoder.slots.drop()
+            decoder._busy = False
+            self.seconds = time.perf_counter() - self.begun
+        self._finish()
+
+    def _prefill(self) -> None:
+        decoder, request = self.decoder, self.request
+        decoder._follow_weights()
+        decoder.slots.fill(request, self.rows, decoder.max_length)
+        most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
+        if most > 0:
+            width = min(-(-most // 16) * 16, decoder.max_length)
+            device = decoder.body.device
+            ids = pad([prompt[:-1] for prompt in request.prompts], width, device)
+            decoder.body.prefill(ids, to_device(torch.tensor(request.lengths, device="cpu"), device) - 1)
+        decoder.body.begin(decoder.slots.rows.token[: self.rows])
+
+    def _loop(self) -> Generator[tuple[int, Any], None, None]:
+        decoder, request, slots = self.decoder, self.request, self.decoder.slots
+        ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
+        left = max(end - n for end, n in zip(ends, request.lengths))
+        alive = True
+        while left > 0 and alive:
+            steps = next(k for k in self._ladder() if k <= left)
+            if name := decoder.body.moved():
+                raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
+            with span("decode.launch"), decoder.plainly():
+                decoder.graphs.launch(self.rows, steps, self.way)
+            slots.send(steps)
+            left, self.launches, self.steps = left - steps, self.launches + 1, self.steps + steps
+            while alive and slots.ahead >= (RING if left else 1):
+                alive = yield from self._take()
+        while alive and slots.ahead:
+            alive = yield from self._take()
+
+    def _ladder(self) -> Sequence[int]:
+        """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
+        ladder = self.decoder.ladder
+        return ladder[max(0, len(ladder) - 1 - self.launches) :]
+
+    def _take(self) -> Generator[tuple[int, Any], None, bool]:
+        """Read the oldest launch; False when every sequence has ended."""
+        tokens = self.decoder.slots.receive()
+        self.first_token_s = self.first_token_s or time.perf_counter() - self.begun
+        emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
+        ended = []
+        for row, sequence in enumerate(self.sequences):
+            if sequence.finish:
+                continue
+            new = [step[row] for step in emitted if step[row] >= 0]
+            if logprobs is not None:
+                sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
+            sequence.tokens += new
+            piece = self.texts.add(row, new)
+            if self.texts.stopped(row):
+                sequence.finish = "stop string"
+                ended.append(row)
+            elif not tokens.alive[row]:
+                self._check(row, int(tokens.bad[row]))
+                stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
+                sequence.finish = "stop token" if stopped else "length"
+                piece = piece + self.texts.rest(row) if piece is not None else None
+            if shown := new if piece is None else piece:
+                yield row, shown
+        if all(sequence.finish for sequence in self.sequences):
+            return False
+        if ended:
+            self.decoder.slots.end(ended)
+        return True
+
+    def _check(self, row: int, bad: int) -> None:
+        if bad:
+            sequence = self.sequences[row]
+            ids = pad([sequence.prompt + sequence.tokens], bad, self.decoder.body.device)[0]
+            with self.decoder.plainly():
+                where = self.decoder.body.locate(ids)
+            raise GenerateError(
+                f"sequence {row}: the logits at position {bad - 1} are not finite; first seen in {where}. Check the weights "
+                "(a diverged training run?) and the dtype."
+            )
+
+    def _finish(self) -> None:
+        for row, sequence in enumerate(self.sequences):
+            sequence.finish = sequence.finish or "length"
+            sequence.text = self.texts.whole(row)
+            if sequence.finish == "stop string":
+                kept = self.texts.kept_tokens(row)
+                sequence.tokens, sequence.logprobs = sequence.tokens[:kept], sequence.logprobs[:kept]
+
+    def result(self) -> Generation:
+        lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
+        read = self.decoder.body.bytes_a_step(lengths) * self.steps
+        return Generation(self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, read)
+
+
+def decoder(
+    model: nn.Module,
+    max_batch: int = 1,
+    max_length: int = 4096,
+    k: int | str = "auto",
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    fused: bool = True,
+    verify: bool | str = True,
+) -> FastDecoder:
+    """A decoder on `model`'s live weights.
+
+    max_batch   sequences at once
+    max_length  tokens of a sequence, prompt included; the cache is made for as many
+    k           tokens a launch: 'auto' takes 32, 8 or 1 as what is left allows
+    dtype       must be the model's own: the weights are read where they lie, never cast
+    tokenizer   for text in and out; anything with encode and decode
+    fused       False: not the fused kernels but the model's own forward over a static cache
+    verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
+    """
+    if max_batch < 1 or max_length < 2:
+        raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")
+    if k != "auto" and (not isinstance(k, int) or k < 1):
+        raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
+    ladder = LADDER if not isinstance(k, int) else tuple(dict.fromkeys((k, 1)))
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
+    own = first.dtype
+    if dtype is not None and dtype != own:
+        raise ValueError(
+            f"decoder: dtype: got {dtype}, but the weights are {own} and are read as they are; cast the model with .to() first."
+        )
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+        live = bind(model) if fused else "fused=False was asked for"
+        if isinstance(live, str):
+            from .static import StaticBody
+
+            return FastDecoder(model, StaticBody(model, max_batch, max_length), live, ladder, tokenizer, verify)
+        return FastDecoder(model, FusedBody(live, max_batch, max_length), "", ladder, tokenizer, verify)

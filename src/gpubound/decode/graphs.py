@@ -1,0 +1,85 @@
+"""k steps in one launch: a CUDA graph a bucket of rows, a number of steps and a way of choosing; plain calls on a CPU."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..graph.runner import GraphRunner
+from ..kernels import pick, sample
+from .slots import Slots
+
+
+class Way(NamedTuple):
+    """How tokens are chosen, as far as it changes what is launched."""
+
+    greedy: bool = True
+    penalty: bool = False
+    logprobs: bool = False
+
+
+def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: Way) -> None:
+    """`steps` tokens for each of the first `rows` rows, all on the device. The one definition of the loop: graphs record it."""
+    state, settings = slots.first(rows), slots.choice(rows, way.penalty)
+    embed = getattr(body, "embed", None)
+    x = body.x[:rows] if embed is not None else None
+    chained = body.chained(rows)
+    found_by_parts = way.greedy and not way.logprobs and body.finds_best(rows)
+    for step in range(steps):
+        logits = body.step(state.token, state.position)
+        emitted = slots.emitted(step, rows)
+        if found_by_parts:
+            pick(body.best[:rows], body.arg[:rows], state, emitted, None, embed, x, chained)
+        else:
+            sample(logits, state, settings, emitted, slots.logprob(step, rows) if way.logprobs else None, embed, x, chained)
+
+
+class Graphs:
+    """The captured launches of a body, made when first wanted; all share one pool of memory."""
+
+    def __init__(self, body: Any, slots: Slots) -> None:
+        self.body, self.slots = body, slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every graph, after the weights have moved."""
+        self._launches: dict[tuple[int, int, Way], Callable[[], None]] = {}
+        self._warm: set[tuple[int, Way]] = set()
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def launch(self, rows: int, steps: int, way: Way) -> None:
+        key = (rows, steps, way)
+        if key not in self._launches:
+            self._launches[key] = self._make(*key)
+        self._launches[key]()
+
+    def _make(self, rows: int, steps: int, way: Way) -> Callable[[], None]:
+        def call() -> None:
+            run_steps(self.body, self.slots, rows, steps, way)
+
+        device = self.slots.device
+        if device.type != "cuda":
+            return call
+        runner = GraphRunner(device, self._pool)
+        self._pool = runner.pool
+        if (rows, way) not in self._warm:  # kernels compile and test themselves at their first call, which no graph may hold
+            saved = self._state(rows)
+            runner.run(lambda: run_steps(self.body, self.slots, rows, 1, way))
+            self._restore(saved)
+            self._warm.add((rows, way))
+        runner.record(f"decode {rows} x {steps}", call, [], set())
+        return runner.replay
+
+    def _state(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a step changes besides the place it writes in the cache, which the next step at that position writes again."""
+        tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position]
+        tensors += [t for t in (getattr(self.body, "x", None), self.slots.seen) if t is not None]
+        return [(t, t.clone()) for t in tensors]
+
+    @staticmethod
+    def _restore(saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for tensor, before in saved:
+            tensor.copy_(before)

@@ -1,0 +1,263 @@
+"""The weights of a model as decoding reads them: the live tensors, by their places in the model, without a copy.
+
+`bind` says what the fused kernels need to know of a Llama-shaped model, or in one sentence why they cannot run it. The tensors
+are the model's own parameters: an optimizer's step, a load in place, a merge is seen by the next launch. What puts another
+tensor in a place, or moves one (`.to()`, `assign=True`, resharding, tying anew), is seen by `Live.moved`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GenerateError
+from ..graph.guard import address_check
+from ..layers import MLP, Attention, RotaryAngles
+from ..layers.product import describe, plain
+from ..models import Decoder
+from ..place.families import ACTIVATIONS, ROPE_TYPES, role_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block's weights; biases and head norms may be None."""
+
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    window: int  # 0: all keys
+    turned: bool  # False: a layer without positions
+
+    def tensors(self) -> list[Tensor]:
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    head_eps: float  # of the normed q and k heads
+    scale: float
+
+
+class Live:
+    """A bound model: its shape, its weights as of now, and whether they still are where they were."""
+
+    def __init__(self, model: nn.Module, shape: Shape, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.model, self.shape, self.angles = model, shape, angles
+        self._read()
+
+    def refresh(self) -> None:
+        """Read the places again, after `moved` or when a module was replaced."""
+        found = _examine(self.model)
+        if isinstance(found, str):
+            raise GenerateError(f"decoder: the model has changed since its decoder was built: {found}; build a new one.")
+        trunk: Any = self.model.model
+        embed = _weight(trunk.embed_tokens)
+        was, now = (self.shape, self.dtype, self.device), (found[0], embed.dtype, embed.device)
+        if now != was:
+            raise GenerateError(
+                f"decoder: the weights are now {now[1]} on {now[2]} with {now[0].vocab} words, the decoder was built for {was[1]} "
+                f"on {was[2]} with {was[0].vocab}; build a new one."
+            )
+        _settle(self.model)
+        self._read()
+
+    def _read(self) -> None:
+        self._places = list(_places(self.model))
+        tensors = [holder[key] for _, holder, key in self._places]
+        self._kept = tensors
+        self._addresses = [t.data_ptr() for t in tensors]
+        self._same_addresses = address_check(tensors, self._addresses)
+        trunk: Any = self.model.model
+        self.embed: Tensor = _weight(trunk.embed_tokens)
+        self.norm: Tensor = _weight(trunk.norm)
+        self.head: Tensor = _weight(self.model.lm_head)
+        self.layers = [_layer(block) for block in trunk.layers]
+        self.dtype, self.device = self.embed.dtype, self.embed.device
+
+    def moved(self) -> str | None:
+        """The name of the first weight that is another tensor, or lies elsewhere, than when it was bound; None if all stayed."""
+        for (name, holder, key), kept in zip(self._places, self._kept):
+            if holder.get(key) is not kept:
+                return name
+        if self._same_addresses():
+            return None
+        for (name, _, _), kept, address in zip(self._places, self._kept, self._addresses):
+            if kept.data_ptr() != address:
+                return name
+        return None
+
+    def bytes_read(self) -> int:
+        """Of weights, once each, in one step: everything but the embedding, of which a step reads single rows."""
+        read = {t.data_ptr(): t.nbytes for layer in self.layers for t in layer.tensors()}
+        return sum((read | {self.norm.data_ptr(): self.norm.nbytes, self.head.data_ptr(): self.head.nbytes}).values())
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (length, D/2) in fp32 of every position."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            cos, sin = self.angles(torch.arange(length, device=self.device)[None])
+        return cos[0].float().contiguous(), sin[0].float().contiguous()
+
+
+def bind(model: nn.Module) -> Live | str:
+    """`model` for the fused kernels, or why they cannot decode it."""
+    found = _examine(model)
+    if isinstance(found, str):
+        return found
+    _settle(model)
+    return Live(model, *found)
+
+
+def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
+    if not isinstance(model, Decoder) and role_of(model) != "ForCausalLM":
+        return f"{type(model).__name__} is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM)"
+    own = isinstance(model, Decoder)
+    why = _unreadable(model) or (None if own else _unknown_option(model))
+    return why or (_own(model) if own else _hugging_face(model))
+
+
+def _settle(model: nn.Module) -> None:
+    """Let parts that keep their weights in one buffer fill it now: their first forward would move the weights later."""
+    for module in model.modules():
+        if isinstance(module, (Attention, MLP)):
+            names = ("q_proj", "k_proj", "v_proj") if isinstance(module, Attention) else ("gate_proj", "up_proj")
+            module.stacked.parts([module._modules[name] for name in names])
+
+
+def _own(model: Decoder) -> tuple[Shape, Callable]:
+    c = model.config
+    shape = Shape(
+        c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.eps, c.eps, c.head_dim**-0.5
+    )  # fmt: skip
+    return shape, RotaryAngles(c.head_dim, c.rope_theta)
+
+
+def _hugging_face(model: Any) -> tuple[Shape, Callable]:
+    from ..place.hf_parts import HFAngles  # imports transformers, which the model has imported already
+
+    c, first = model.config, model.model.layers[0]
+    attention = first.self_attn
+    q_norm = getattr(attention, "q_norm", None)
+    shape = Shape(
+        hidden=c.hidden_size,
+        intermediate=c.intermediate_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=attention.head_dim,
+        vocab=model.lm_head.weight.shape[0],
+        eps=_eps(model.model.norm),
+        head_eps=0.0 if q_norm is None else _eps(q_norm),
+        scale=attention.scaling,
+    )
+    return shape, HFAngles(model.model.rotary_emb)
+
+
+def _unknown_option(model: Any) -> str | None:
+    c = model.config
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
+    if kind not in ROPE_TYPES:
+        return f"its rotary angles ({kind!r}) change with the length of what is read"
+    if ACTIVATIONS.get(c.hidden_act) != "silu":
+        return f"its activation is {c.hidden_act!r}, the kernels' is silu"
+    if any(getattr(attention, "head_dim", 0) % 2 for attention in _attentions(model)):
+        return "its heads have an odd width, and rotation works on pairs"
+    eps = {_eps(norm) for block in model.model.layers for norm in (block.input_layernorm, block.post_attention_layernorm)}
+    if eps != {_eps(model.model.norm)}:
+        return "its norms have different eps"
+    return None
+
+
+def _unreadable(model: nn.Module) -> str | None:
+    """Why the kernels may not read the parameters directly."""
+    trunk: Any = model.model
+    for name, module in trunk.named_modules(prefix="model"):
+        if isinstance(module, nn.Linear) and not plain(module):
+            return f"{name}: {describe(module)}"
+        if not isinstance(module, nn.Linear) and name.endswith(("_proj",)):
+            return f"{name}: {describe(module)}"
+    if type(trunk.embed_tokens) is not nn.Embedding:
+        return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
+    if getattr(model.lm_head, "bias", None) is not None:
+        return "its head has a bias"
+    weights = {name: holder[key] for name, holder, key in _places(model)}
+    kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
+    if len(kinds) > 1:
+        return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
+    if next(iter(kinds))[0] not in DTYPES:
+        return f"its weights are {next(iter(kinds))[0]}; the kernels take fp32, fp16 and bf16"
+    if next(iter(kinds))[1] == "meta":
+        return "its weights are on the meta device, which holds no values"
+    loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
+    return f"{loose[0]} is not a plain, contiguous parameter" if loose else None
+
+
+def _attentions(model: Any) -> list[Any]:
+    return [block.self_attn for block in model.model.layers]
+
+
+def _layer(block: Any) -> Layer:
+    attention, mlp = block.self_attn, block.mlp
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return Layer(
+        _weight(block.input_layernorm),
+        *(_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)),
+        *(p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)),
+        *(None if norm is None else _weight(norm) for norm in (q_norm, k_norm)),
+        _weight(attention.o_proj),
+        attention.o_proj.bias,
+        _weight(block.post_attention_layernorm),
+        *(_weight(p) for p in (mlp.gate_proj, mlp.up_proj)),
+        *(p.bias for p in (mlp.gate_proj, mlp.up_proj)),
+        _weight(mlp.down_proj),
+        mlp.down_proj.bias,
+        window=_window(attention),
+        turned=bool(getattr(attention, "use_rope", True)),
+    )
+
+
+def _window(attention: Any) -> int:
+    """Qwen says it layer by layer, Mistral in its config for all of them; 0 where every key is seen."""
+    whole = getattr(getattr(attention, "config", None), "sliding_window", None)
+    return getattr(attention, "sliding_window", whole) or 0
+
+
+def _weight(module: Any) -> Tensor:
+    return module._parameters["weight"]
+
+
+def _eps(norm: Any) -> float:
+    """Ours call it eps, Hugging Face's variance_epsilon."""
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, the dict that holds it, its key in there) of every parameter."""
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{key}", module._parameters, key

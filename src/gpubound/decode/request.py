@@ -1,0 +1,163 @@
+"""What is asked of a decoder: prompts and settings, checked on the host before anything is launched."""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+STOPS = 32  # stop tokens that a request may name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen, for every row of a request alike."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind, fits, wanted in (
+            ("temperature", Real, lambda t: 0 <= t < math.inf, "0 (greedy) or more"),
+            ("top_k", Integral, lambda k: 0 <= k < 2**31, "a whole number, 0 (off) or more"),
+            ("top_p", Real, lambda p: 0 < p <= 1, "more than 0 and at most 1 (off)"),
+            ("min_p", Real, lambda p: 0 <= p < 1, "0 (off) or more and less than 1"),
+            ("repetition_penalty", Real, lambda p: 0 < p < math.inf, "more than 0; 1 is off"),
+            ("seed", Integral, lambda seed: -(2**63) <= seed < 2**63, "a whole number of 64 bits"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not fits(value):
+                raise ValueError(f"generate: {name}: got {value!r}, wanted {wanted}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the greatest logit is all that is asked for."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+
+@dataclass(frozen=True)
+class Request:
+    prompts: list[list[int]]  # one a row: a prompt asked for n times stands here n times
+    max_new_tokens: int
+    choice: Choice = field(default_factory=Choice)
+    stops: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logprobs: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+
+def read_prompts(given: Any, tokenizer: Any) -> list[list[int]]:
+    """Token ids of one prompt or several: text, ids, lists of either, or a tensor (T,) or (B, T), all of whose ids count."""
+    if isinstance(given, Tensor):
+        if given.dim() not in (1, 2) or given.dtype.is_floating_point or given.dtype == torch.bool:
+            raise ValueError(
+                f"generate: a tensor of prompts must hold token ids (T,) or (B, T), got {given.dtype} {tuple(given.shape)}."
+            )
+        return [row.tolist() for row in (given if given.dim() == 2 else given[None])]
+    if isinstance(given, str):
+        return [_encode(given, tokenizer)]
+    if not isinstance(given, Sequence):
+        raise ValueError(
+            f"generate: prompts: got {type(given).__name__}, wanted text, token ids, or a list of either; of a tokenizer's "
+            "output pass the input_ids."
+        )
+    if given and all(isinstance(item, Integral) for item in given):
+        return [[int(token) for token in given]]
+    return [_encode(item, tokenizer) if isinstance(item, str) else _ids(number, item) for number, item in enumerate(given)]
+
+
+def _ids(number: int, item: Any) -> list[int]:
+    tokens = item.tolist() if hasattr(item, "tolist") else item
+    if not isinstance(tokens, Sequence) or not all(isinstance(token, Integral) for token in tokens):
+        raise ValueError(f"generate: prompt {number}: got {item!r}, wanted text or a list of token ids.")
+    return [int(token) for token in tokens]
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("generate: a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids.")
+    found = tokenizer.encode(text)
+    return list(getattr(found, "ids", found))  # the tokenizers package gives an Encoding
+
+
+def check_count(name: str, value: Any, also: str = "") -> None:
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"generate: {name}: got {value!r}, wanted a whole number, 1 or more{also}.")
+
+
+def check_prompts(prompts: list[list[int]], vocab: int, max_batch: int, max_length: int) -> None:
+    if not prompts:
+        raise ValueError("generate: got no prompts, wanted at least one.")
+    if len(prompts) > max_batch:
+        raise ValueError(
+            f"generate: {len(prompts)} sequences at once, but the decoder was built for max_batch={max_batch}; "
+            "ask for fewer, or build it larger."
+        )
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"generate: prompt {number} is empty; give it at least one token (the model's bos, say).")
+        if len(prompt) >= max_length:
+            raise ValueError(
+                f"generate: prompt {number} has {len(prompt)} tokens, which leaves no room in max_length={max_length}; "
+                "shorten it, or build the decoder longer."
+            )
+        worst = min(prompt) if min(prompt) < 0 else max(prompt)
+        if not 0 <= worst < vocab:
+            raise ValueError(
+                f"generate: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
+                "is the tokenizer this model's own?"
+            )
+
+
+def check_stops(stops: Sequence[int], vocab: int) -> tuple[int, ...]:
+    for stop in stops:
+        if not isinstance(stop, Integral):
+            raise ValueError(f"generate: stop: got {stop!r}, wanted token ids and strings.")
+    found = tuple(dict.fromkeys(int(stop) for stop in stops))
+    if len(found) > STOPS:
+        raise ValueError(f"generate: {len(found)} stop tokens, wanted at most {STOPS}; use stop strings for more.")
+    for stop in found:
+        if not 0 <= stop < vocab:
+            raise ValueError(
+                f"generate: the stop token {stop} lies outside the vocabulary of {vocab}, so it can never be seen."
+            )
+    return found
+
+
+def draws(prompts: list[list[int]]) -> list[int]:
+    """The number under which each row draws: of its prompt and of how many equal ones stand before it.
+
+    So a prompt gives the same tokens alone, in any batch and in any order, copies of it differ, and different prompts do not
+    share their luck, as they would if all counted from 0.
+    """
+    before: Counter[tuple[int, ...]] = Counter()
+    found = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        found.append((crc32(array("q", prompt).tobytes()) + before[key]) % 2**31)
+        before[key] += 1
+    return found
+
+
+def pad(prompts: list[list[int]], width: int, device: torch.device) -> Tensor:
+    """(B, width) int64, padded on the right with zeros, which nothing reads."""
+    rows = [prompt[:width] + [0] * (width - len(prompt)) for prompt in prompts]
+    return to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor through pinned memory, so that the host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,282 @@
+"""The body for any Hugging Face causal language model: its own forward over a static cache. Slow, but general.
+
+A body answers `step(token_B, position_B) -> logits_BV` for rows that each stand at a position of their own. Hugging Face's
+masks are built from values read back to the host, for one position of all rows. So the mask is ours too: made on the device
+from the positions, 4-D, which its models take as it is; one for each kind of layer where full and sliding attention mix.
+
+What no mask can put right is refused by `examine`. What is left is tried when the body is built: the logits of rows at
+different positions have to be those of the model's own forward, and a step must not make the host wait.
+
+A masked place still enters the product with the values, by a weight of zero, and zero times NaN is NaN. So buffers begin as
+zeros, and a prefill clears what lies behind its prompts: what is beyond a row's live length is finite, and then without effect.
+
+Shapes: B rows, T prompt tokens, L max_length, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ..errors import StallError
+from ..watch.guard import no_stall
+from .body import Body
+from .static_cache import Places, Prompt, RowCache
+from .static_fit import CHUNKED, examine, in_training, routing, windows
+from .static_weights import Watched, bytes_read, first_not_finite
+
+CHUNK = 1024
+"""Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""
+
+SCORED = 256
+"""Tokens whose logits are whole in memory while a text is scored."""
+
+TOLERANCE = {torch.float32: 5e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""How far logits may be from the model's own, as a share of the largest: products of other shapes round otherwise (in fp32 by
+TF32, where the user allows it). A mask that does not reach the attention, or a position off by one, is far above."""
+
+
+class ListsAsSlices(TorchFunctionMode):
+    """x[..., [-2]] makes an index tensor from the list and uploads it in every call; x[..., -2:-1] has the same values."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            lists = [isinstance(part, list) and len(part) == 1 and isinstance(part[0], int) for part in args[1]]
+            plain = all(known or part is None or isinstance(part, slice | type(...)) for known, part in zip(lists, args[1]))
+            if plain and sum(lists) == 1:
+                args = (
+                    args[0],
+                    tuple(slice(part[0], part[0] + 1 or None) if known else part for known, part in zip(lists, args[1])),
+                )
+        return func(*args, **(kwargs or {}))
+
+
+class StaticBody(Body):
+    """`StaticBody(model, max_batch, max_length)`: the body of a decoder around the model's own forward.
+
+    The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int):
+        config, likes = examine(model, max_batch, max_length)
+        self.model, self.config = model, config
+        self.max_batch, self.max_length = max_batch, max_length
+        weight = cast(Tensor, model.get_input_embeddings().weight)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.attention = config._attn_implementation
+        self.windows = windows(model, config, likes)
+        self.experts, self.routing = routing(model, self.device, self.dtype)
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        self.cache = RowCache(likes, max_batch, max_length)
+        self.place_L = torch.arange(max_length, device=self.device)
+        self.row_B = torch.arange(max_batch, device=self.device)
+        self.slices = False
+        self.error = self._try(weight.shape[0])
+        self.weights = Watched(model)
+
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """(keys, values) of every layer that has its own, each (max_batch, heads, max_length, width)."""
+        return [pair for layer in self.cache.own() if (pair := layer.pair()) is not None]
+
+    def prefill(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> None:
+        """Fill places 0 to T-1 of the first rows. What stands beyond a row's length is written over before it is read."""
+        if ids_BT.dim() != 2 or ids_BT.shape[0] > self.max_batch or ids_BT.shape[1] > self.max_length:
+            raise ValueError(
+                f"StaticBody.prefill: ids: got {tuple(ids_BT.shape)}, wanted at most {self.max_batch} rows of at most "
+                f"{self.max_length} tokens; split the batch, or build the decoder larger."
+            )
+        rows, tokens = ids_BT.shape
+        for pair in self.buffers():
+            for buffer in pair:
+                buffer[:rows, :, tokens:].zero_()  # a NaN that an earlier sequence left there would come through the mask
+        for start in range(0, tokens, CHUNK):
+            end = min(start + CHUNK, tokens)
+            self.cache.aim(Prompt(rows, start, end))
+            self._forward(ids_BT[:, start:end].long(), self.place_L[None, start:end].expand(rows, -1), end)
+
+    def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
+        """One token for each of the first rows: logits (B, V), in the same buffer each time.
+
+        A row that is full writes its last place again: what comes of that is nobody's.
+        """
+        rows = len(token_B)
+        if token_B.shape != position_B.shape or token_B.dim() != 1 or rows > self.max_batch:
+            raise ValueError(
+                f"StaticBody.step: got tokens {tuple(token_B.shape)} and positions {tuple(position_B.shape)}, wanted one of "
+                f"each for at most {self.max_batch} rows."
+            )
+        place_B = position_B.long().clamp(max=self.max_length - 1)
+        self.cache.aim(Places(self.row_B[:rows], place_B))
+        with self._routed(), ListsAsSlices() if self.slices else nullcontext():
+            logits_B1V = self._forward(token_B.long()[:, None], place_B[:, None], self.max_length)
+        return self.logits[:rows].copy_(logits_B1V[:, -1])
+
+    def score(self, ids_T: Tensor) -> Tensor:
+        """Log-probabilities (T - 1,) of ids[1:], each after what stands before it. Takes the place of the first row."""
+        found = []
+        for start in range(0, len(ids_T) - 1, SCORED):
+            end = min(start + SCORED, len(ids_T) - 1)
+            self.cache.aim(Prompt(1, start, end))
+            logits_TV = self._forward(ids_T[None, start:end].long(), self.place_L[None, start:end], end, every=True)[0]
+            next_T1 = ids_T[start + 1 : end + 1].long()[:, None]
+            found.append(logits_TV.float().log_softmax(-1).gather(-1, next_T1)[:, 0])
+        return torch.cat(found)
+
+    def moved(self) -> str | None:
+        return self.weights.moved()
+
+    def rebind(self) -> None:
+        self.weights.refresh()
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""
+        read = bytes_read(self.model, self.config)
+        for layer in self.cache.own():
+            place = sum(buffer[0, :, 0].nbytes for buffer in layer.pair() or ())
+            read += place * sum(min(length, layer.window or length) for length in live)
+        return read
+
+    def locate(self, ids_T: Tensor) -> str:
+        return first_not_finite(self.model, ids_T)
+
+    def _forward(self, ids_BT: Tensor, place_BT: Tensor, end: int, every: bool = False) -> Tensor:
+        if self.model.training:
+            raise ValueError(in_training(self.model))
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return self.model(
+                input_ids=ids_BT,
+                attention_mask=self._masks(place_BT, end),
+                position_ids=place_BT,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **({} if every else self.last_only),
+            ).logits
+
+    def _masks(self, place_BT: Tensor, end: int) -> Tensor | dict[str, Tensor]:
+        """The places that each token sees, (B, 1, T, end), as the attention takes them: one mask, or one for each kind."""
+        query, key = place_BT[:, None, :, None], self.place_L[:end]
+        masks = {}
+        for kind, window in self.windows.items():
+            sees = key <= query
+            if window is not None:
+                sees = sees & (key // window == query // window if kind == CHUNKED else key > query - window)
+            if self.attention == "eager":  # which adds its mask to the scores
+                sees = torch.zeros_like(sees, dtype=self.dtype).masked_fill_(~sees, torch.finfo(self.dtype).min)
+            masks[kind] = sees
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        """Experts by the implementation that a step needs; the model's own setting is back when the forward has returned."""
+        if self.routing is None:
+            yield
+            return
+        self.model.set_experts_implementation(self.routing)
+        try:
+            yield
+        finally:
+            self.model.set_experts_implementation(self.experts)
+
+    def _try(self, ids: int) -> float:
+        """The error of the logits against the model's own forward, rows at two positions; then a step under the guard.
+
+        Eight tokens, a few more where that passes the end of a short window.
+        """
+        short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
+        tokens = min(max([8, *short]), self.max_length)
+        ids_T = torch.randint(ids, (tokens,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            own_TV = self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
+        self.vocab = own_TV.shape[-1]
+        self.logits = torch.zeros(self.max_batch, self.vocab, device=self.device)
+        place_B = (tokens - 1 - self.row_B % 2).clamp(min=0)
+        last_B = torch.full_like(place_B, tokens - 1)
+        with self._refusing():
+            self.prefill(ids_T[:-1].expand(self.max_batch, -1))
+            first = self.step(ids_T[place_B], place_B) - own_TV[place_B]
+            self._guarded(ids_T[last_B], last_B)
+        off = torch.stack([first, self.logits - own_TV[-1]]).nan_to_num().abs().max() / own_TV.nan_to_num().abs().max()
+        error, bound = off.item(), TOLERANCE.get(self.dtype, 1e-1)
+        if not error <= bound:
+            raise ValueError(
+                f"StaticBody: model: got {type(self.model).__name__}, whose logits with a static cache differ from its own by "
+                f"{error:.2g} of the largest, wanted at most {bound:g}: its attention does not follow the mask and the "
+                f"positions that it is given."
+            )
+        for pair in self.buffers():
+            for buffer in pair:
+                buffer.zero_()
+        return error
+
+    def _guarded(self, token_B: Tensor, position_B: Tensor) -> None:
+        """A step that must not wait for the device; where a list index makes it wait, one that reads lists as slices."""
+        try:
+            with no_stall():
+                self.step(token_B, position_B)
+        except StallError as stall:
+            self.slices = True
+            try:
+                with no_stall():
+                    self.step(token_B, position_B)
+            except StallError:
+                raise stall from None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        name = type(self.model).__name__
+        try:
+            yield
+        except StallError as stall:
+            raise ValueError(
+                f"StaticBody: model: got {name}, whose forward makes the host wait in every token, wanted one that a CUDA "
+                f"graph can hold: {stall}"
+            ) from stall
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as failure:
+            said = (str(failure).splitlines() or [""])[0]
+            raise ValueError(
+                f"StaticBody: model: got {name}, whose forward fails with a static cache ({type(failure).__name__}: {said}), "
+                f"wanted one that takes a mask and a position for every row."
+            ) from failure
+
+    def report(self) -> list[tuple[str, str, str]]:
+        """(part, what runs, why) for the decoder's table."""
+        buffers = [buffer for pair in self.buffers() for buffer in pair]
+        size = sum(buffer.numel() * buffer.element_size() for buffer in buffers) / 2**20
+        local = "".join(f"; {kind} of {window} by its mask" for kind, window in self.windows.items() if window is not None)
+        named = f"{type(self.model).__name__}.forward, static cache"
+        why = "the model's own modules run as they are; a graph takes their launches from the host"
+        cost = f"rows stand at their own positions; cost follows max_length, not the live length{local}"
+        rows = [
+            ("forward", named, why),
+            ("attention", f"{self.attention}, masked, over all {self.max_length} places", cost),
+            ("cache", f"{len(buffers) // 2} layers, {size:.1f} MiB, {_short(buffers[0].dtype)}", "a device index for each row"),
+        ]
+        if self.experts:
+            rows.append(self._experts_row())
+        if self.slices:
+            rows.append(("list indices", "read as slices", "a list index is uploaded in every call, and makes the host wait"))
+        watched = (
+            "on a CPU nothing waits: stalls not watched for" if self.device.type == "cpu" else "no stall in a guarded step"
+        )
+        return [*rows, ("trial", f"logits within {self.error:.1e} of the model's own", f"rows at two positions; {watched}")]
+
+    def _experts_row(self) -> tuple[str, str, str]:
+        own = ", ".join(sorted({name for name in self.experts.values() if name}))
+        if self.routing is None:
+            where = "a CPU has no host to wait for" if self.device.type == "cpu" else "it takes the routing on the device"
+            return "experts", own, f"the model's own setting; {where}"
+        step = ", ".join(sorted({name for name in self.routing.values() if name}))
+        why = f"{own} in {_short(self.dtype)} reads the routing back to the host; {step} copies the chosen experts' weights"
+        return "experts", f"{step} in steps, {own} in prefill", why
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

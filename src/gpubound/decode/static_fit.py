@@ -1,0 +1,136 @@
+"""Which Hugging Face models a static cache can hold, and what their layers and experts need there.
+
+What is refused here is what shows in the model's build. The rest shows when StaticBody tries the model.
+"""
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+CHUNKED = "chunked_attention"
+
+
+def in_training(model: nn.Module) -> str:
+    return (
+        f"StaticBody: model: got {type(model).__name__} in training mode, wanted eval mode, where dropout is off; call "
+        f"model.eval() first."
+    )
+
+
+def examine(model: PreTrainedModel, max_batch: int, max_length: int) -> tuple[Any, list[Any]]:
+    """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"StaticBody: model: got {name}, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model "
+            f"pass model.get_base_model()."
+        )
+    for what, value in (("max_batch", max_batch), ("max_length", max_length)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"StaticBody: {what}: got {value!r}, wanted a positive whole number.")
+    config = model.config.get_text_config(decoder=True)
+    if unfit := _build(model, config) or _rotary(config, max_length):
+        raise ValueError(f"StaticBody: model: got {name}, {unfit}.")
+    if (most := getattr(config, "max_position_embeddings", None)) and max_length > most:
+        raise ValueError(
+            f"StaticBody: max_length: got {max_length}, wanted at most {most}, the positions that {name} is made for "
+            f"(config.max_position_embeddings); pass a smaller max_length."
+        )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ValueError(
+            f"StaticBody: model: got {name} on {' and '.join(devices)}, wanted all of it on one device; move it there."
+        )
+    if model.training:
+        raise ValueError(in_training(model))
+    return config, _layers(name, config)
+
+
+def _build(model: PreTrainedModel, config: Any) -> str | None:
+    """What in the model's build keeps it from a static cache, as '<which ...>, wanted <...>'."""
+    takes = signature(model.forward).parameters
+    missing = [key for key in ("attention_mask", "position_ids", "past_key_values") if key not in takes]
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder, wanted a decoder alone"
+    if getattr(model, "_is_stateful", False):
+        return "which carries a recurrent state from token to token, wanted attention over keys and values alone"
+    if missing:
+        return f"whose forward takes no {' and no '.join(missing)}, wanted one that is given its positions, mask and cache"
+    if getattr(config, "alibi", False):
+        return "whose alibi bias comes from a 2-D mask of one length for all rows, wanted rotary or learned positions"
+    if config.model_type == "gpt_neo":
+        return "which cuts its causal mask out of a table by the cache's length, wanted one that uses the mask it is given"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return (
+            f"whose attention is {config._attn_implementation}, wanted sdpa or eager, which take a mask for every row; call "
+            f"model.set_attn_implementation('sdpa')"
+        )
+    if getattr(model, "quantization_method", None) == "bitsandbytes":  # an enum of strings
+        return "quantised by bitsandbytes, wanted weights in 16 or 32 bits: no capture of its kernels has been proven"
+    return None
+
+
+def _rotary(config: Any, max_length: int) -> str | None:
+    """What in the rotary table would let one row's length change another row's tokens."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if rope.get("rope_type") == "dynamic":
+            return "whose rotary table grows with the longest row ('dynamic'), wanted a table that stays"
+        if rope.get("rope_type") == "longrope" and most and max_length > most:
+            return (
+                f"whose rotary table changes for all rows when one passes {most} tokens ('longrope'), wanted a max_length "
+                f"of at most {most}, got {max_length}"
+            )
+    return None
+
+
+def _layers(name: str, config: Any) -> list[Any]:
+    """Hugging Face's cache layers for `config`: its word on which layers keep what."""
+    wanted = "wanted keys and values of full or sliding attention alone."
+    try:
+        likes = DynamicCache(config=config).layers
+    except KeyError as kind:
+        raise ValueError(f"StaticBody: model: got {name} with layers of the kind {kind}, {wanted}") from kind
+    for like in likes:
+        if type(like) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(like).__name__ != "DummyLayer":
+            raise ValueError(f"StaticBody: model: got {name} with a {type(like).__name__} in its cache, {wanted}")
+    return likes
+
+
+def windows(model: PreTrainedModel, config: Any, likes: list[Any]) -> dict[str, int | None]:
+    """The window of each kind of layer, by the name that the model's dict of masks has for it. None: it sees everything."""
+    local = "sliding_attention" if getattr(config, "sliding_window", None) else CHUNKED
+    kinds = getattr(config, "layer_types", None) or [local if like.is_sliding else "full_attention" for like in likes]
+    found: dict[str, int | None] = {}
+    for kind, like in zip(kinds, likes):
+        if isinstance(like, DynamicLayer):
+            window = getattr(like, "sliding_window", None)
+            if found.setdefault(kind, window) != window:
+                raise ValueError(
+                    f"StaticBody: model: got {type(model).__name__} with windows of {found[kind]} and {window} in layers of "
+                    f"the kind {kind}, wanted one window for each kind."
+                )
+    return found
+
+
+def routing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """(how the model computes its experts: {} if it has none, how a step must instead: None where that will do).
+
+    'eager' asks the host which experts were hit, and so does 'grouped_mm' but for bf16 on sm_90 and later, where torch has a
+    kernel that takes the counts on the device. 'batched_mm' never does: it copies the chosen experts' weights.
+    """
+    if not any(hasattr(module, "is_concatenated") for module in model.modules()):  # set by @use_experts_implementation
+        return {}, None
+    held = model.get_experts_implementation()
+    if device.type == "cpu":
+        return held, None
+    kernel = dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    waits = {"eager"} if kernel else {"eager", "grouped_mm"}
+    if not waits & set(held.values()):
+        return held, None
+    return held, {part: "batched_mm" if name in waits else name for part, name in held.items()}

@@ -1,0 +1,235 @@
+"""The products of one decoding step, a token a row: memory-bound, one pass over the weights, everything else inside.
+
+A program owns some rows of a weight and all of the columns; each row of x is multiplied by the same code in the same order,
+whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm rides along: its sum of
+squares is taken from the x that the product reads, and its factor applied to the sum.
+
+Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
+nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream in
+behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..decoding import EARLY, LATE
+from ._decode_plan import plan_product
+from ._launch import power_of_two
+
+
+AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
+
+
+@triton.jit
+def _begin(DEPENDENT: tl.constexpr):
+    if DEPENDENT == AT_ONCE:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _end(DEPENDENT: tl.constexpr):
+    if DEPENDENT == AFTER:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(DEPENDENT: tl.constexpr):
+    if DEPENDENT > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _tile(w_ptr, row, col, rows, columns, K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of a weight of row length K: `rows` and `columns` of it are left from w_ptr on. WHOLE: the tile lies inside."""
+    at = w_ptr + row[:, None] * K + col[None]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=(row < rows)[:, None] & (col < columns)[None], other=0.0)
+
+
+@triton.jit
+def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(x_ptr + col).to(tl.float32)
+    return tl.load(x_ptr + col, mask=col < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
+                         q_rows, k_rows, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    first = tl.program_id(0) * R
+    in_k, in_v = first >= q_rows, first >= q_rows + k_rows
+    w_ptr = tl.where(in_v, v_ptr, tl.where(in_k, k_ptr, q_ptr))
+    local = first - tl.where(in_v, q_rows + k_rows, tl.where(in_k, q_rows, 0))
+    w_ptr += local.to(tl.int64) * K
+    row, col = tl.arange(0, R), tl.arange(0, BK)
+    EVEN: tl.constexpr = K % BK == 0
+    w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
+    offset = tl.zeros([R], tl.float32)
+    if BIAS:
+        offset = tl.load(tl.where(in_v, v_bias, tl.where(in_k, k_bias, q_bias)) + local + row).to(tl.float32)
+    _wait(DEPENDENT)
+    for b in tl.static_range(B):
+        if b > 0 and BK < K:
+            w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
+        total, square = tl.zeros([R, BK], tl.float32), tl.zeros([BK], tl.float32)
+        for start in range(0, K, BK):
+            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
+            total += w.to(tl.float32) * (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
+            square += x * x
+            if start + BK < K:
+                w = _tile(w_ptr + start + BK, row, col, rows - first, K - start - BK, K, WHOLE)
+        if b == B - 1:
+            _end(DEPENDENT)
+        y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
+        there = first + row < rows
+        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=there)
+        if BEST:
+            y = tl.where(there, y, float("-inf"))
+            top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
+            at = b * tl.num_programs(0) + tl.program_id(0)
+            tl.store(best_ptr + at, top)
+            tl.store(arg_ptr + at, first + tl.argmax(y, 0))
+
+
+@triton.jit
+def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B: tl.constexpr,
+                         K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    first = tl.program_id(0) * R
+    row, col = tl.arange(0, R), tl.arange(0, BK)
+    EVEN: tl.constexpr = K % BK == 0
+    left = rows - first
+    gate_ptr += first.to(tl.int64) * K
+    up_ptr += first.to(tl.int64) * K
+    g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
+    there = row < left
+    g_offset, u_offset = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+    if BIAS:
+        g_offset = tl.load(gate_bias + first + row, mask=there, other=0.0).to(tl.float32)
+        u_offset = tl.load(up_bias + first + row, mask=there, other=0.0).to(tl.float32)
+    _wait(DEPENDENT)
+    for b in tl.static_range(B):
+        if b > 0 and BK < K:
+            g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
+        gate, up = tl.zeros([R, BK], tl.float32), tl.zeros([R, BK], tl.float32)
+        square = tl.zeros([BK], tl.float32)
+        for start in range(0, K, BK):
+            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
+            normed = (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
+            gate += g.to(tl.float32) * normed
+            up += u.to(tl.float32) * normed
+            square += x * x
+            if start + BK < K:
+                g = _tile(gate_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+                u = _tile(up_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+        if b == B - 1:
+            _end(DEPENDENT)
+        factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
+        y = tl.sum(gate, 1) * factor + g_offset
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * factor + u_offset)
+        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                        BK: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    first = tl.program_id(0) * R
+    row, col = tl.arange(0, R), tl.arange(0, BK)
+    EVEN: tl.constexpr = K % BK == 0
+    left = rows - first
+    w_ptr += first.to(tl.int64) * K
+    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+    there = row < left
+    offset = tl.zeros([R], tl.float32)
+    if BIAS:
+        offset = tl.load(bias_ptr + first + row, mask=there, other=0.0).to(tl.float32)
+    _wait(DEPENDENT)
+    for b in tl.static_range(B):
+        if b > 0 and BK < K:
+            w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+        to = x_ptr + b * rows.to(tl.int64) + first + row
+        x = tl.load(to, mask=there, other=0.0)
+        total = tl.zeros([R, BK], tl.float32)
+        for start in range(0, K, BK):
+            total += w.to(tl.float32) * _row(h_ptr + b * K + start, col, K - start, EVEN)[None]
+            if start + BK < K:
+                w = _tile(w_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+        if b == B - 1:
+            _end(DEPENDENT)
+        tl.store(to, x + tl.sum(total, 1) + offset, mask=there)
+
+
+@triton.jit
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BK: tl.constexpr):
+    col = tl.arange(0, BK)
+    row = tl.program_id(0) * K
+    x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * tl.load(norm_ptr + col, mask=col < K, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
+
+
+@torch.no_grad()
+def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+    block = power_of_two(x.shape[1])
+    _norm_rows_kernel[(x.shape[0],)](x, norm, out, eps, x.shape[1], block, num_warps=max(1, min(8, block // 512)))
+    return out
+
+
+@torch.no_grad()
+def norm_product(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    k, v = (w if w is not None else weight for w in (k_weight, v_weight))
+    q_rows, k_rows, rows = weight.shape[0], k.shape[0], out.shape[1]
+    parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
+    plan = plan_product("head" if best is not None else "qkv", rows, x.shape[1], weight, parts)
+    if best is not None:
+        plan = plan._replace(rows=power_of_two(-(-rows // best.shape[1])))  # a partial maximum a program
+    biases = [b if b is not None else x for b in (bias, k_bias, v_bias)]
+    _norm_product_kernel[plan.grid(rows)](
+        x, norm, weight, k, v, *biases, out, best if best is not None else x, arg if arg is not None else x, eps, q_rows,
+        k_rows, rows, *plan.shape(x), bias is not None, best is not None, plan.whole(rows, x.shape[1]),
+        **_options(plan.warps, dependent),
+    )  # fmt: skip
+    return out, best, arg
+
+
+@torch.no_grad()
+def norm_gate_up(
+    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
+    dependent: int = 0,
+) -> Tensor:  # fmt: skip
+    rows = gate.shape[0]
+    plan = plan_product("gate_up", rows, x.shape[1], gate, (rows,))
+    biases = [b if b is not None else x for b in (gate_bias, up_bias)]
+    _norm_gate_up_kernel[plan.grid(rows)](
+        x, norm, gate, up, *biases, out, eps, rows, *plan.shape(x), gate_bias is not None, plan.whole(rows, x.shape[1]),
+        **_options(plan.warps, dependent),
+    )  # fmt: skip
+    return out
+
+
+@torch.no_grad()
+def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+    rows = weight.shape[0]
+    plan = plan_product("add", rows, h.shape[1], weight, (rows,))
+    _add_product_kernel[plan.grid(rows)](
+        h, weight, bias if bias is not None else x, x, rows, *plan.shape(h), bias is not None, plan.whole(rows, h.shape[1]),
+        **_options(plan.warps, dependent),
+    )  # fmt: skip
+    return x
+
+
+def _options(warps: int, dependent: int) -> dict:
+    if interpreted() or not dependent:
+        return {"num_warps": warps, "DEPENDENT": 0}
+    return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}

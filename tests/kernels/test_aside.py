@@ -1,0 +1,116 @@
+"""Weight gradients on a second stream: the order of waits, the bound on what is held, the same bits, joined on errors."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.kernels import aside as module
+from gpubound.kernels.accumulate import deliver, deliver_sum, weight_gradient
+from gpubound.kernels.aside import aside, beside
+
+
+class Stream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.device, self.events = name, log, torch.device("cuda", 0), 0
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.events += 1
+        return f"event {self.events}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def __enter__(self):
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_):
+        self.log.append(f"off {self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """With streams that write what they are asked."""
+    log = []
+    main, side = Stream("main", log), Stream("side", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(module, "_streams", {})
+    return log
+
+
+def test_work_waits_for_what_it_reads_and_the_end_waits_for_the_work(log):
+    with beside(torch.device("cuda", 0)):
+        aside(lambda: log.append("work"), torch.ones(3))
+    assert log == ["side waits for main", "on side", "work", "off side", "main waits for side"]
+
+
+def test_no_more_is_held_than_allowed(log, monkeypatch):
+    """Three readers of 400 bytes where 1000 may be held: before the first one's memory is let go, the main stream waits."""
+    monkeypatch.setattr(module, "HELD_BYTES", 1000)
+    with beside(torch.device("cuda", 0)):
+        for _ in range(3):
+            aside(lambda: None, torch.ones(100))
+        assert [line for line in log if "event" in line] == ["main waits for event 1"]
+        assert len(module._side._held) == 2
+    assert module._side is None
+
+
+def test_an_error_still_joins(log):
+    with pytest.raises(ZeroDivisionError), beside(torch.device("cuda", 0)):
+        aside(lambda: 1 / 0)
+    assert log[-1] == "main waits for side" and module._side is None
+
+
+def test_without_a_gpu_nothing_changes():
+    for device in (None, torch.device("cpu")):
+        with beside(device):
+            done = []
+            aside(lambda done=done: done.append(1))
+            assert done == [1]
+
+
+@pytest.mark.gpu
+def test_the_same_bits_and_no_reader_loses_its_memory(device, monkeypatch):
+    """The factors are freed at once and their memory written over on the main stream while the side stream is at work."""
+    monkeypatch.setattr(module, "HELD_BYTES", 1 << 20)
+    weight, norm = (nn.Parameter(torch.zeros(*s, device=device, dtype=torch.bfloat16)) for s in ((512, 512), (512,)))
+    results = []
+    for where in (None, device):
+        weight.main_grad, norm.main_grad = torch.zeros(512, 512, device=device), torch.zeros(512, device=device)
+        torch.manual_seed(0)
+        with beside(where):
+            for _ in range(50):
+                g, x = (torch.randn(2048, 512, device=device, dtype=torch.bfloat16) for _ in range(2))
+                weight_gradient(weight, g, x)
+                deliver_sum(norm, g.float())
+                deliver(norm, x[0].float())
+                del g, x
+                torch.full((2048, 512), float("nan"), device=device, dtype=torch.bfloat16)
+        results.append((weight.main_grad, norm.main_grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.gpu
+def test_it_is_a_branch_of_a_captured_graph(device):
+    weight = nn.Parameter(torch.zeros(256, 256, device=device, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(256, 256, device=device)
+    g, x = (torch.randn(256, 256, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def call():
+        with beside(device):
+            weight_gradient(weight, g * 2, x)
+
+    call()
+    weight.main_grad.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    graph.replay()
+    torch.testing.assert_close(weight.main_grad, 4 * (g.float().t() @ x.float()), rtol=1e-2, atol=1.0)

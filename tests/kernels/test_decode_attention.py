@@ -1,0 +1,103 @@
+"""One token's attention over the cache: parity, the live length alone, windows, normed heads, splits, the same bits anywhere."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.choose import load
+
+from .cases import TOLERANCE, draw, same
+
+L = 150
+
+
+class Case:
+    """A step of `rows` rows at their positions, with NaN wherever nobody may look."""
+
+    def __init__(self, device, dtype, positions, kv=2, group=2, width=16, splits=4, normed=False):
+        self.device, self.kv, self.group, self.width, self.splits = device, kv, group, width, splits
+        rows = len(positions)
+        self.qkv = draw(device, torch.float32, rows, (group + 2) * kv * width)
+        self.position = torch.tensor(positions, device=device, dtype=torch.int32)
+        self.caches = [draw(device, dtype, rows, kv, L, width, seed=1 + i) for i in range(2)]
+        for cache in self.caches:
+            for row, position in enumerate(positions):
+                cache[row, :, position:] = float("nan")
+        angles = draw(device, torch.float32, L, width // 2, seed=3)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
+
+    def __call__(self, source, window=0, rows=slice(None)):
+        caches = [cache[rows].clone() for cache in self.caches]
+        n = len(caches[0])
+        partial = torch.full((n, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
+        count = torch.zeros(n * self.kv, device=self.device, dtype=torch.int32)
+        out = torch.full((n, self.kv * self.group * self.width), float("nan"), device=self.device)
+        result = load(source, "decode_attention")(
+            self.qkv[rows], self.position[rows], *caches, self.cos, self.sin, *self.norms, 1e-6, self.width**-0.5, window,
+            partial, count, out,
+        )  # fmt: skip
+        assert not count.any(), "a launch must leave its counters at zero"
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv, group, width", [(2, 2, 16), (1, 7, 32), (3, 1, 24)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_agrees_with_the_reference(device, dtype, kv, group, width, normed):
+    case = Case(device, dtype, [0, 5, 63, 64, 149], kv, group, width, normed=normed)
+    for name, got, want in zip(("out", "k cache", "v cache"), case("triton"), case("reference")):
+        assert torch.equal(got.isnan(), want.isnan()), name
+        same(name, got.nan_to_num(), want.nan_to_num(), max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 149])
+def test_a_window_hides_what_is_older(device, window):
+    case = Case(device, torch.float32, [0, 19, 20, 100, 149])
+    got, want = case("triton", window)[0], case("reference", window)[0]
+    same("out", got, want, 1e-5)
+    if window < 149:
+        assert not torch.allclose(got[-1], case("triton")[0][-1])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+def test_any_number_of_splits_sums_the_same(device, splits):
+    case = Case(device, torch.float32, [149, 70], splits=splits)
+    same("out", case("triton")[0], case("reference")[0], 1e-5)
+
+
+def test_a_row_gives_the_same_bits_in_any_batch(device):
+    case = Case(device, torch.float32, [3, 149, 88, 64])
+    together = case("triton")[0]
+    for rows in ([1], [2, 0], [3, 2, 1]):
+        assert torch.equal(case("triton", rows=rows)[0], together[rows])
+
+
+def test_wrong_arguments_are_named(device):
+    case = Case(device, torch.float32, [3])
+    k, v = case.caches
+    partial, count = torch.zeros(1, 2, 4, 2, 18, device=device), torch.zeros(2, device=device, dtype=torch.int32)
+    out = torch.zeros(1, 64, device=device)
+
+    def call(qkv=case.qkv, position=case.position, cos=case.cos):
+        kernels.decode_attention(qkv, position, k, v, cos, case.sin, None, None, 1e-6, 0.25, 0, partial, count, out)
+
+    for wrong, sentence in (
+        (
+            {"qkv": case.qkv[:, :64]},
+            "decode_attention: qkv must be (1, 128) for 4 heads and caches (1, 2, 150, 16), got (1, 64) and a v cache "
+            "(1, 2, 150, 16); all three come from one model.",
+        ),
+        (
+            {"position": case.position.long()},
+            "decode_attention: position must be a contiguous torch.int32 (1,), got torch.int64 (1,); it says where each row stands.",
+        ),
+        (
+            {"cos": case.cos[:9]},
+            "decode_attention: cos must be torch.float32 (150, 8), got torch.float32 (9, 8); give one angle for each place of "
+            "the cache and pair.",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call(**wrong)
+        assert str(caught.value) == sentence

@@ -1,0 +1,195 @@
+"""The products of a decoding step: parity with the reference, the same bits in any batch, guard bands, sentences."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.choose import load
+from gpubound.kernels.triton import _decode_plan as plans
+
+from .cases import TOLERANCE, assert_inside, banded, draw, same
+
+# (hidden, rows of q, of k and v): powers of two, a hidden that is none, one row more than a program takes
+SHAPES = [(64, 32, 16), (96, 48, 16), (40, 16, 8)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def run(source: str, op: str, *arguments):
+    return load(source, f"decode_product.{op}")(*arguments)
+
+
+def stream(device, rows, width, seed=0):
+    return draw(device, torch.float32, rows, width, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("hidden, q, k", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biased):
+    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
+    weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
+    biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((rows, q + 2 * k), device)
+        run(source, "norm_product", x, norm, 1e-5, *weights, *biases, out, None, None)
+        assert_inside(whole, out)
+        results.append(out)
+    same("q k v", *results, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [64, 100, 257])
+def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
+    x, norm, head = stream(device, 2, 96), draw(device, dtype, 96, seed=1), draw(device, dtype, vocab, 96, seed=2)
+    parts = -(-vocab // 16)
+    results = []
+    for source in ("triton", "reference"):
+        found = torch.zeros(2, vocab, device=device), torch.zeros(2, parts, device=device)
+        arg = torch.zeros(2, parts, device=device, dtype=torch.int32)
+        run(source, "norm_product", x, norm, 1e-5, head, None, None, None, None, None, *found, arg)
+        results.append((*found, arg))
+    (logits, best, arg), (want, want_best, want_arg) = results
+    same("logits", logits, want, 1e-5)
+    same("best", best, want_best, 1e-5)
+    assert torch.equal(arg, want_arg)
+    assert torch.equal(logits.argmax(1), arg.gather(1, best.argmax(1, keepdim=True))[:, 0].long())
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
+def test_a_nan_reaches_the_partial_maximum(device, source):
+    x, norm, head = stream(device, 1, 64), draw(device, torch.float32, 64, seed=1), draw(device, torch.float32, 48, 64, seed=2)
+    head[20, 3] = float("nan")
+    best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
+    out = torch.zeros(1, 48, device=device)
+    run(source, "norm_product", x, norm, 1e-5, head, None, None, None, None, None, out, best, arg)
+    assert best.isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("hidden, width", [(64, 96), (96, 130), (40, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width, biased):
+    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
+    gate, up = (draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2))
+    biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((rows, width), device, dtype)
+        run(source, "norm_gate_up", x, norm, 1e-5, gate, up, *biases, out)
+        assert_inside(whole, out)
+        results.append(out)
+    same("gated", *results, max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("inner, hidden", [(96, 64), (130, 40), (512, 33)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inner, hidden, biased):
+    h, weight = draw(device, dtype, rows, inner), draw(device, dtype, hidden, inner, seed=1)
+    bias = draw(device, dtype, hidden, seed=2) if biased else None
+    results = []
+    for source in ("triton", "reference"):
+        whole, x = banded((rows, hidden), device)
+        x.copy_(stream(device, rows, hidden, seed=3))
+        run(source, "add_product", h, weight, bias, x)
+        assert_inside(whole, x)
+        results.append(x)
+    same("stream", *results, 1e-5)
+
+
+def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
+    """The last tile of the last row: what lies behind it is NaN, and NaN times a masked zero would show."""
+    hidden = 72
+    for kind, shape in (("qkv", (16, hidden)), ("gate_up", (16, hidden)), ("add", (16, hidden))):
+        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, 32, 4))
+    half = torch.float16
+    x, norm = stream(device, 2, hidden), draw(device, half, hidden, seed=1)
+    weights = [banded((16, hidden), device, half)[1].copy_(draw(device, half, 16, hidden, seed=2 + i)) for i in range(2)]
+    results = []
+    for source in ("triton", "reference"):
+        out, added, gated = (torch.zeros(2, 16, device=device) for _ in range(3))
+        run(source, "norm_product", x, norm, 1e-5, weights[0], None, None, None, None, None, out, None, None)
+        run(source, "norm_gate_up", x, norm, 1e-5, *weights, None, None, gated)
+        run(source, "add_product", x, weights[0], None, added)
+        results.append(torch.cat([out, gated, added], 1))
+    same("products", *results, 1e-5)
+
+
+@pytest.mark.parametrize("columns", [32, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypatch):
+    """One tile a row of the weight, and several."""
+    hidden, width = 256, 32
+    for kind, shape in (("qkv", (64, hidden)), ("gate_up", (width, hidden)), ("add", (hidden, width)), ("add", (64, hidden))):
+        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, min(columns, shape[1]), 4))
+    x, norm = stream(device, 8, hidden), draw(device, dtype, hidden, seed=1)
+    q, down = draw(device, dtype, 64, hidden, seed=2), draw(device, dtype, 64, hidden, seed=3)
+    gate, up = (draw(device, dtype, width, hidden, seed=4 + i) for i in range(2))
+    h = draw(device, dtype, 8, hidden, seed=6)
+
+    def results(rows):
+        out = torch.zeros(len(rows), 64, device=device)
+        run("triton", "norm_product", x[rows], norm, 1e-5, q, None, None, None, None, None, out, None, None)
+        gated = torch.zeros(len(rows), width, device=device, dtype=dtype)
+        run("triton", "norm_gate_up", x[rows], norm, 1e-5, gate, up, None, None, gated)
+        added = torch.zeros(len(rows), 64, device=device)
+        run("triton", "add_product", h[rows], down, None, added)
+        return out, gated, added
+
+    together = results(list(range(8)))
+    for rows in ([3], [5, 2], [7, 6, 5, 4]):
+        for whole, part in zip(together, results(rows)):
+            assert torch.equal(whole[rows], part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normed_rows_agree_with_the_reference(device, dtype):
+    x, norm = stream(device, 3, 100), draw(device, dtype, 100, seed=1)
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((3, 100), device, dtype)
+        run(source, "norm_rows", x, norm, 1e-5, out)
+        assert_inside(whole, out)
+        results.append(out)
+    same("normed", *results, TOLERANCE[dtype])
+
+
+def test_wrong_arguments_are_named(device):
+    x, norm, weight = stream(device, 2, 64), draw(device, torch.float32, 64), draw(device, torch.float32, 32, 64)
+    for call, sentence in (
+        (
+            lambda: kernels.norm_product(x.half(), norm, 1e-5, weight),
+            "norm_product: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 64).",
+        ),
+        (
+            lambda: kernels.norm_product(x, norm[:32], 1e-5, weight),
+            "norm_product: norm must have shape (64,) to match x, got (32,).",
+        ),
+        (
+            lambda: kernels.norm_gate_up(x, norm, 1e-5, weight, weight[:, :32]),
+            "norm_gate_up: a weight must be contiguous (outputs, 64) to match x, got (32, 32).",
+        ),
+        (
+            lambda: kernels.norm_product(x, norm, 1e-5, weight, best=x),
+            "norm_product: best and arg must be given together and have one shape; pass both or neither.",
+        ),
+        (
+            lambda: kernels.norm_product(x, norm, 1e-5, weight, out=x),
+            "norm_product: out must be a contiguous torch.float32 (2, 32), got torch.float32 (2, 64); it is written in place.",
+        ),
+        (
+            lambda: kernels.add_product(x, weight[:, :32], None, x),
+            "add_product: h must have shape (rows, 32) to match weight, got (2, 64).",
+        ),
+        (
+            lambda: kernels.add_product(x, weight, None, x),
+            "add_product: x must be a contiguous torch.float32 (2, 32), got torch.float32 (2, 64); it is written in place.",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == sentence
