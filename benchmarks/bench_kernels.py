@@ -23,7 +23,7 @@ from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, resolve
 
 from . import results
-from .doors import DOORS, Door, Drawer, linear_cross_entropy
+from .doors import DOORS, Door, Drawer, into_main_grad, linear_cross_entropy
 from .harness import Bench, chosen, host_syncs, importable, peak_gib, release
 from .shapes import SHAPES, Shape
 
@@ -89,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
 def measure_door(bench: Bench, name: str, width: str, door: Door, peers: Sequence[str], copy_per_s: float) -> None:
     """The lines of one door: forward and backward apart, or as one where a peer does its backward's work in the forward."""
     functions = _functions(door, peers)
+    if "liger" in peers and door.liger is None and door.without_liger:
+        print(f"{name} {width}: not beside Liger. {door.without_liger}")
     gates = LIGER_GATE | (COPY_GATE if width == "8b" and not door.whole else {})
     if door.whole:
         works = {who: door.both(fn) for who, fn in functions.items()}
@@ -100,17 +102,29 @@ def measure_door(bench: Bench, name: str, width: str, door: Door, peers: Sequenc
 
 
 def measure_linear(bench: Bench, shape: Shape, draw: Drawer, peers: Sequence[str], flops_per_s: float) -> None:
-    """linear_cross_entropy: rate, peak memory and host syncs of forward and backward together."""
+    """linear_cross_entropy: rate, peak memory and host syncs of forward and backward together, in two forms.
+
+    Plain, it returns the weight's gradient, which it has summed in fp32; Liger sums its chunks in 16 bits, and so holds less.
+    The other form is the trainer's: the gradient goes into an fp32 accumulator that exists anyway, and no gradient is held at
+    all. A peer returns its 16-bit gradient in both; adding that to an accumulator would be on top.
+    """
     door = linear_cross_entropy(shape, draw)
     case = f"linear_cross_entropy H{shape.hidden} V{shape.vocab}"
-    works = {who: door.both(fn) for who, fn in _functions(door, peers).items()}
+    plain = {who: door.both(fn) for who, fn in _functions(door, peers).items()}
+    _measure_linear(bench, case, plain, door, flops_per_s, {})
+    _measure_linear(bench, f"{case} into main_grad", plain | {"ours": into_main_grad(door)}, door, flops_per_s, LIGER_GATE)
+
+
+def _measure_linear(
+    bench: Bench, case: str, works: dict[str, measure.Prepared], door: Door, flops_per_s: float, memory_gates: dict[str, float]
+) -> None:
     # Three products of 2·N·H·V: logits, the input's gradient, the weight's. Computing the logits again is not counted.
-    flops = 6 * draw.tokens * shape.hidden * shape.vocab
+    x, weight, _ = door.inputs
     found = bench.case(
         case,
         works,
         unit="TFLOP/s",
-        amount=flops,
+        amount=6 * x.shape[0] * weight.numel(),
         ceiling=(MATRIX, flops_per_s),
         gates=LIGER_GATE,
         tolerance=LINEAR_TOLERANCE,
@@ -118,7 +132,7 @@ def measure_linear(bench: Bench, shape: Shape, draw: Drawer, peers: Sequence[str
     if found is None or bench.device.type != "cuda":
         return
     peaks = {who: peak_gib(works[who], bench.device) for who in found.timings}
-    bench.figure(f"{case} peak memory", "GiB", peaks.pop("ours"), peaks, LIGER_GATE)
+    bench.figure(f"{case} peak memory", "GiB", peaks.pop("ours"), peaks, memory_gates)
     syncs = {who: host_syncs(partial(measure.run_once, works[who])) for who in found.timings}
     bench.figure(f"{case} host syncs", "syncs", syncs.pop("ours"), {"budget": 0} | syncs, {"budget": 1.0})
 

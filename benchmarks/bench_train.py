@@ -1,4 +1,4 @@
-"""Whole training steps beside what a user would run instead: Liger in bf16 or under autocast, Hugging Face, a usual loop.
+"""Whole training steps beside what a user would run instead: Liger, Hugging Face, plain or compiled, a usual loop.
 
 Ours holds fp32 masters, moments and accumulators; "liger" holds weights, gradients and moments in bf16 and so does less;
 "liger-autocast" has fp32 weights as ours has masters. Each contender is a process of its own (train_worker.py). Ours and one
@@ -21,9 +21,9 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .harness import Bench, importable
+from .harness import Bench, chosen, importable
 from .shapes import SHAPES
-from .train_worker import MARK, Job
+from .train_worker import CONTENDERS, MARK, Job
 
 SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
 FIRST_STEP_S = 10.0
@@ -51,7 +51,8 @@ CASES = {
     "350m": Case("350m", 1024, 16, 1, {"liger": (1.15, 1.22), "liger-autocast": (1.30, 1.40), "hf": (None, None)}),
     "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
     "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}),
-    "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None)}),
+    "350m-x16": Case("350m", 1024, 16, 16, {}),
+    "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None), "compile": (1.12, None)}),
     "feed": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours"),
 }
 TINY = {
@@ -81,11 +82,13 @@ class Train:
     """
 
     only: str = "350m,350m-x8,135m,feed"
-    """Cases, by comma: 350m, 350m-x8, 135m, 1b-x8, feed."""
+    """Cases, by comma: 350m, 350m-x8, 350m-x16, 135m, 1b-x8, feed."""
+    peers: str = ""
+    """Of a case's peers only these, by comma."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
     profile: str = ""
-    """A contender (ours, hf, liger, liger-autocast): print where one step of it goes, for each case, and measure nothing."""
+    """A contender (ours, hf, liger, liger-autocast, compile): print where a step of it goes in each case; measure nothing."""
     results: Path = results.FOLDER
     """Folder that the lines are kept in."""
     dry: bool = False
@@ -130,6 +133,7 @@ def main(argv: Sequence[str]) -> int:
     names = list(TINY) if options.dry else options.only.split(",")
     if wrong := [name for name in names if name not in known]:
         raise ValueError(f"--only: there is no case {wrong[0]!r}, wanted some of {', '.join(known)}.")
+    peers = chosen("--peers", options.peers, list(CONTENDERS)) if options.peers else []
     device = resolve("cpu" if options.dry else "require")
     if options.profile:
         for name in names:
@@ -138,11 +142,11 @@ def main(argv: Sequence[str]) -> int:
     bench = Bench("train", device, " ".join(["gpubound bench train", *argv]), dry=options.dry, folder=options.results)
     limit = measure.ceilings(device, quick=options.dry)
     for name in names:
-        measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit)
+        measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit, peers)
     return bench.finish()
 
 
-def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings) -> None:
+def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings, peers: list[str]) -> None:
     import torch
 
     device = bench.device.type
@@ -161,6 +165,8 @@ def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measur
         rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
         tokens = case.ours == "ours"
         for peer, (gate, moonshot) in case.peers.items():
+            if peers and peer not in peers:
+                continue
             if "liger" in peer and not importable("liger_kernel"):
                 bench.unmeasured.append(f"{name}: liger-kernel is not installed (pip install 'gpubound[bench]')")
                 continue

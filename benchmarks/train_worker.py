@@ -82,11 +82,13 @@ def ours(job: Job) -> Contender:
     return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured))
 
 
-def hugging_face(job: Job, autocast: bool = False) -> Contender:
+def hugging_face(job: Job, autocast: bool = False, compiled: bool = False) -> Contender:
     """The usual loop: batches resident, nothing read back, fused AdamW. Pure bf16, or fp32 weights under autocast."""
     model, batches = llama(job, torch.float32 if autocast else torch.bfloat16), token_batches(job)
 
     def start() -> Step:
+        if compiled:
+            model.compile()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
         def step() -> Tensor:
@@ -175,6 +177,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "hf": hugging_face,
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),
+    "compile": lambda job: hugging_face(job, compiled=True),
     "frames-ours": frames_ours,
     "frames-usual": frames_usual,
 }

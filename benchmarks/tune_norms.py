@@ -1,168 +1,185 @@
-"""Search for the norms' launch plans on this GPU: rows a tile, programs, warps, forward and backward, width by width.
+"""Search for the launch plans of the memory-bound kernels on this GPU: norms, rotary embedding, gated activations.
 
-    python -m benchmarks.tune_norms --ops rms_norm,add_rms_norm --widths 1024,4096
+    python -m benchmarks.tune_norms --only layer_norm,group_norm --seconds 300 --out tuned.json
 
-A plan is timed as a graph that calls the op once on each of several input sets of more than 200 MB together: no call finds its
-input in the L2, no launch waits for the host. The backward's time holds the sum over the programs' partial gradients. GB/s
-count what any implementation must move: each input read once, each output written once. A line a case: the best plan, the one
-that `schedule` gives today, the worst. What it teaches goes into kernels/triton/_launch.py, the figures into LOG.md.
+First every candidate is compiled, in as many processes as there are cores. Then each case's candidates are timed side by side
+as the benchmark times them (bf16, cold L2, the host ahead, a backward with all that it launches), and the three best once more
+beside today's plan and Liger. A line a case: the best plan in microseconds and as a share of the copy rate, its ratio to
+today's and to Liger's, and what to put into the SEARCHED table (or the constant) of the kernel's file. The figures go into
+LOG.md.
 """
 
 import argparse
+import json
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-if TYPE_CHECKING:  # kernels import triton, which reads TRITON_INTERPRET as it is imported: main() sets it first
-    from gpubound.kernels.triton._launch import Plan
+from gpubound import measure
+from gpubound.measure import Prepared
+from gpubound.trace import strict
 
-OPS = ("rms_norm", "add_rms_norm", "layer_norm")
-COLD_BYTES = 200 << 20  # four times an H200's L2
-TENSORS = {  # moved by op and direction, each of rows x cols
-    ("rms_norm", False): "x y",
-    ("rms_norm", True): "dy x dx",
-    ("add_rms_norm", False): "x r s y",
-    ("add_rms_norm", True): "dy ds s dx",
-    ("layer_norm", False): "x y",
-    ("layer_norm", True): "dy x dx",
-}
+from .doors import Door
+from .harness import _error, _tensors, importable, release
+from .plans import OPS, WAYS, Case
+
+FINALISTS = 3
+TOLERANCE = 1e-2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", default=",".join(OPS), help="by comma (default: %(default)s)")
-    parser.add_argument("--widths", default="576,1024,2048,4096,8192", help="by comma (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=16384, help="rows of the input (default: %(default)s)")
-    parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
+    parser.add_argument("--only", default=",".join(OPS), help="ops, by comma (default: %(default)s)")
+    parser.add_argument("--widths", default="8b,350m", help="by comma (default: %(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="by comma (default: %(default)s)")
     parser.add_argument(
-        "--replays", type=int, default=10, help="timed replays a plan, the median counts (default: %(default)s)"
+        "--seconds", type=float, default=300.0, help="when this is over no more plans are timed (default: %(default)s)"
     )
+    parser.add_argument("--out", type=Path, help="JSON file for what was found")
     parser.add_argument("--dry", action="store_true", help="tiny sizes in Triton's interpreter: shows that the script runs")
     options = parser.parse_args()
-    ops = options.ops.split(",")
-    if unknown := set(ops) - set(OPS):
-        parser.error(f"--ops: got {', '.join(sorted(unknown))}, wanted some of {', '.join(OPS)}")
+    ops, widths, ways = (text.split(",") for text in (options.only, options.widths, options.ways))
+    for option, wanted, known in (("--only", ops, OPS), ("--widths", widths, ("8b", "350m")), ("--ways", ways, WAYS)):
+        if unknown := [word for word in wanted if word not in known]:
+            parser.error(f"{option}: got {unknown[0]}, wanted some of {', '.join(known)}")
     if options.dry:
-        os.environ["TRITON_INTERPRET"] = "1"
-        options.widths, options.rows = "40", 3
+        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it as it is imported, which is later
+        widths = ["tiny"]
     elif not torch.cuda.is_available():
         parser.error("no GPU is visible: tuning wants one; --dry runs tiny sizes in the interpreter")
-    ways = [way for way in (False, True) if options.direction in ("both", "backward" if way else "forward")]
-    for op in ops:
-        for cols in map(int, options.widths.split(",")):
-            for backward in ways:
-                print(search(op, options.rows, cols, backward, options.replays, options.dry), flush=True)
-
-
-def search(op: str, rows: int, cols: int, backward: bool, replays: int, dry: bool) -> str:
-    """Time every plan of one case: its line."""
-    from triton.runtime.errors import OutOfResources
-
-    from gpubound.kernels.triton import _launch
-
-    device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
-    dtype = torch.float32 if dry else torch.bfloat16
-    names = TENSORS[op, backward].split()
-    moved = len(names) * rows * cols * dtype.itemsize
-    calls = [call(op, rows, cols, backward, device, dtype, seed) for seed in range(sets(op, rows, cols, backward, dtype, dry))]
-    today = _launch.schedule(cols, device, backward, sums=2 if op == "layer_norm" else 1)
-    microseconds: dict[Plan, float] = {}
-    too_large = 0
-    for plan in dict.fromkeys([today, *candidates(cols, device, backward, dry)]):
-        _launch.OVERRIDE[cols, backward] = plan
-        try:
-            microseconds[plan] = time_calls(calls, replays, dry)
-        except OutOfResources:
-            too_large += 1
-        finally:
-            del _launch.OVERRIDE[cols, backward]
-    best, worst = (pick(microseconds, key=microseconds.__getitem__) for pick in (min, max))
-    said = ", ".join(
-        f"{name} {words(plan, device)} {microseconds[plan]:.1f} us"
-        for name, plan in (("best", best), ("today", today), ("worst", worst))
-        if plan in microseconds
-    )
-    return (
-        f"{op} {'backward' if backward else 'forward'} {rows}x{cols}: {said}; best {moved / microseconds[best] / 1e3:.0f} GB/s "
-        f"of {'+'.join(names)} = {moved / 1e6:.1f} MB; {len(microseconds)} plans" + f", {too_large} too large" * bool(too_large)
-    )
-
-
-def words(plan: "Plan", device: torch.device) -> str:
-    from gpubound.kernels.triton._launch import multiprocessors
-
-    crowd = f" x {plan.programs / multiprocessors(device):g}/SM" if plan.programs else ""
-    return f"{plan.rows} rows{crowd} x {plan.warps} warps"
-
-
-def candidates(cols: int, device: torch.device, backward: bool, dry: bool) -> Iterator["Plan"]:
-    """Plans with 8 to 128 elements a thread and tensor: fewer leave threads without a whole 16-byte load, more spill."""
-    from gpubound.kernels.triton._launch import Plan, multiprocessors, power_of_two
-
-    block = power_of_two(cols)
-    for rows in (1, 2, 4, 8, 16)[: 2 if dry else None]:
-        for warps in (1, 2, 4, 8, 16)[: 2 if dry else None]:
-            if dry or 8 <= rows * block / (32 * warps) <= 128:
-                for each in (1, 2, 3, 4, 6, 8)[: 2 if dry else None] if backward else (0,):
-                    yield Plan(block, rows, each * multiprocessors(device), warps)
-
-
-def sets(op: str, rows: int, cols: int, backward: bool, dtype: torch.dtype, dry: bool) -> int:
-    """How many input sets make each call's inputs cold."""
-    inputs = {"rms_norm": 1, "add_rms_norm": 2, "layer_norm": 1}[op] + backward
-    return 1 if dry else 2 + COLD_BYTES // (inputs * rows * cols * dtype.itemsize)
-
-
-def call(
-    op: str, rows: int, cols: int, backward: bool, device: torch.device, dtype: torch.dtype, seed: int
-) -> Callable[[], tuple[Tensor | None, ...]]:
-    """The op on inputs of its own, without autograd around it."""
-    from gpubound.kernels.triton import layer_norm, rms_norm
-
-    generator = torch.Generator(device).manual_seed(seed)
-    x, r, dy = (torch.randn(rows, cols, device=device, generator=generator).to(dtype) for _ in range(3))
-    weight = torch.randn(cols, device=device, generator=generator).to(dtype)
-    if op == "layer_norm":
-        if not backward:
-            return lambda: layer_norm._forward(x, weight, weight, 1e-5)
-        _, mean, rstd = layer_norm._forward(x, weight, weight, 1e-5)
-        return lambda: layer_norm._backward(dy, x, weight, mean, rstd, True, True, True)
-    residual = r if op == "add_rms_norm" else None
-    if not backward:
-        return lambda: rms_norm._forward(x, residual, weight, 1e-6)
-    _, s, rstd = rms_norm._forward(x, residual, weight, 1e-6)
-
-    def backward_and_sum() -> tuple[Tensor | None, ...]:
-        dx, partial = rms_norm._backward(dy, residual, s, weight, rstd, True, True)
-        assert partial is not None
-        return dx, partial.sum(0)
-
-    return backward_and_sum
-
-
-def time_calls(calls: list[Callable[[], tuple[Tensor | None, ...]]], replays: int, dry: bool) -> float:
-    """Microseconds a call: the median replay of a graph that makes each call once. Dry: one call in the interpreter."""
     started = time.perf_counter()
-    results = [run() for run in calls]  # compiles
-    if dry:
-        return (time.perf_counter() - started) * 1e6 / len(calls)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        results = [run() for run in calls]  # all kept, so that no call writes where the last one did
-    graph.replay()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    del results
-    return sorted(begin.elapsed_time(end) for begin, end in marks)[replays // 2] * 1e3 / len(calls)
+    cases = [Case(op, way, width, options.dry) for width, op, way in product(widths, ops, ways)]
+    cases = [case for case in cases if not (case.op.startswith("rope") and case.way == "backward" and "forward" in ways)]
+    liger = not options.dry and importable("liger_kernel")
+    broken = {} if options.dry else compile_all(cases, liger)
+    print(f"{len(cases)} cases, {sum(len(case.knob.candidates) for case in cases)} plans; compiled in "
+          f"{time.perf_counter() - started:.0f} s, {len(broken)} did not", flush=True)  # fmt: skip
+    copy_per_s = measure.ceilings("cpu" if options.dry else "cuda", quick=True).copy_bytes_per_s
+    found = []
+    for i, case in enumerate(cases):
+        share = (options.seconds - (time.perf_counter() - started)) / (len(cases) - i)
+        found.append(search(case, broken, liger, share, copy_per_s))
+        print(said(found[-1]), flush=True)
+        release(case.device)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
+
+
+def compile_all(cases: list[Case], liger: bool) -> dict[tuple[Case, Any], str]:
+    """Compile every candidate into Triton's cache on disk: (case, plan) -> why it did not compile or launch."""
+    jobs = [(case, plan) for case in cases for plan in _distinct(case)] + [(case, None) for case in cases if liger]
+    workers = min(len(jobs), max(1, len(os.sched_getaffinity(0)) - 1))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        outcomes = list(pool.map(compile_one, jobs, chunksize=4))
+    return {job: why for job, why in zip(jobs, outcomes) if why is not None}
+
+
+def _distinct(case: Case) -> Iterator[Any]:
+    """Plans that differ in more than the number of programs, which is no part of a compiled kernel."""
+    seen = set()
+    for plan in case.knob.candidates:
+        if (kernel := _kernel_of(plan)) not in seen:
+            seen.add(kernel)
+            yield plan
+
+
+def _kernel_of(plan: Any) -> Any:
+    return plan._replace(programs=bool(plan.programs)) if hasattr(plan, "programs") else plan
+
+
+def compile_one(job: tuple[Case, Any]) -> str | None:
+    """Run one sequence of a case with that plan (None: Liger's), in a process of its own: None, or what went wrong."""
+    case, plan = job
+    door = case.door(batch=1)
+    try:
+        with strict():
+            if plan is not None:
+                measure.run_once(getattr(door, case.way)(door.ours))  # its self-test, under today's plan
+                measure.run_once(with_plan(case, door, plan))
+            elif door.liger is not None:
+                measure.run_once(getattr(door, case.way)(door.liger))
+        if not case.dry:
+            torch.cuda.synchronize()
+    except Exception as error:  # a plan may ask for more than there is; the case goes on without it
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return None
+
+
+def search(case: Case, broken: dict, liger: bool, seconds: float, copy_per_s: float) -> dict:
+    """Time the candidates of one case, the best of them once more beside today's plan and Liger's kernel."""
+    started, knob, door = time.perf_counter(), case.knob, case.door()
+    bad = {_kernel_of(plan): why for (other, plan), why in broken.items() if other == case and plan is not None}
+    plans = [plan for plan in dict.fromkeys([knob.today, *knob.candidates]) if _kernel_of(plan) not in bad]
+    timed: dict[Any, float] = {}
+    for at in range(0, len(plans), 8):
+        if timed and time.perf_counter() - started > 0.8 * seconds:
+            break
+        timed |= contest({plan: with_plan(case, door, plan) for plan in plans[at : at + 8]}, case, 3 if case.dry else 5)
+    best = sorted(timed, key=timed.__getitem__)
+    finalists = {plan: with_plan(case, door, plan) for plan in dict.fromkeys([*best[:FINALISTS], knob.today])}
+    wrong = [plan for plan, work in finalists.items() if not agrees(case, door, work)]
+    last: dict[Any, measure.Work] = {plan: work for plan, work in finalists.items() if plan not in wrong}
+    if liger and door.liger is not None:
+        last["liger"] = getattr(door, case.way)(door.liger)
+    final = contest(last, case, 3 if case.dry else 20)
+    plan = min((p for p in final if p != "liger"), key=final.__getitem__)
+    moved = door.forward_bytes if case.way == "forward" else door.backward_bytes
+    return {
+        "case": str(case),
+        "line": knob.line(plan),
+        "us": final[plan] * 1e6,
+        "percent_of_copy": 100 * moved / final[plan] / copy_per_s,
+        "ratios": {name: final[key] / final[plan] for name, key in (("today", knob.today), ("liger", "liger")) if key in final},
+        "timed": len(timed),
+        "plans": len(plans),
+        "next": [[knob.line(p), timed[p] * 1e6] for p in best[:8]],
+        "wrong": [knob.line(p) for p in wrong],
+        "left_out": sorted(set(bad.values())),
+    }
+
+
+def said(found: dict) -> str:
+    ratios = "  ".join(f"{name} x{ratio:.3f}" for name, ratio in found["ratios"].items())
+    wrong = f"  WRONG: {'; '.join(found['wrong'])}" if found["wrong"] else ""
+    return (
+        f"{found['case']:28} {found['us']:7.1f} us {found['percent_of_copy']:5.1f} % of copy  {ratios}  "
+        f"{found['timed']} of {found['plans']} plans  {found['line']}{wrong}"
+    )
+
+
+def with_plan(case: Case, door: Door, plan: Any) -> Prepared:
+    plain = getattr(door, case.way)(door.ours)
+
+    def run(prepared: Any) -> Any:
+        with case.knob.turned(plan), strict():
+            return plain.run(prepared)
+
+    return Prepared(plain.prepare, run)
+
+
+def contest(works: dict[Any, measure.Work], case: Case, rounds: int) -> dict[Any, float]:
+    """Median seconds of each, timed in turn."""
+    if len(works) < 2:
+        works = works | {"again": next(iter(works.values()))}
+    gpu = not case.dry
+    names = {str(i): key for i, key in enumerate(works)}
+    found = measure.compare(
+        {name: works[key] for name, key in names.items()},
+        rounds=rounds, warmup=1, cold_l2=gpu, host_ahead=gpu, device=case.device,
+    )  # fmt: skip
+    return {names[name]: timing.median_s for name, timing in found.timings.items() if names[name] != "again"}
+
+
+def agrees(case: Case, door: Door, work: measure.Work) -> bool:
+    want = _tensors(getattr(door, case.way)(door.eager))
+    return all(_error(a, b) <= TOLERANCE for a, b in zip(_tensors(work), want, strict=True))
 
 
 if __name__ == "__main__":

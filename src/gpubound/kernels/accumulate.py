@@ -14,11 +14,13 @@ These functions are for the `backward` of an autograd.Function, where autograd i
 Legend: N tokens, O outputs (the weight's rows), K inputs (its columns); g (N, O) is the output's gradient, x (N, K) the input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .aside import aside
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
@@ -26,7 +28,7 @@ def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return product(g, x, weight.dtype)
-    add_product(main, g, x)
+    aside(lambda: add_product(main, g, x), g, x)
     return None
 
 
@@ -40,11 +42,40 @@ def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[T
     mains = [main_gradient(weight) for weight in weights]
     there = [main for main in mains if main is not None]
     if len(there) == len(mains) and (joined := join_rows(there)) is not None:
-        add_product(joined, g, x, there)
+        aside(lambda: add_product(joined, g, x, there), g, x)
         return (None,) * len(mains)
     if not there and len({weight.dtype for weight in weights}) == 1:
         return product(g, x, weights[0].dtype).split(rows)
     return tuple(weight_gradient(weight, part, x) for weight, part in zip(weights, g.split(rows, 1)))
+
+
+def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
+    """The gradients of several biases whose outputs lie side by side in g; None for those that are not wanted."""
+    if not any(wanted):
+        return [None] * len(biases)
+    sums = g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)).split([b.shape[0] for b in biases])
+    return [deliver(b, s) if want else None for b, s, want in zip(biases, sums, wanted)]
+
+
+def deliver_product(
+    weights: Sequence[Tensor], multiply: Callable[[Tensor | None], Tensor], *reads: Tensor
+) -> tuple[Tensor | None, ...]:
+    """`deliver` of a product that can be written but not added to: multiply(out) gives the stacked gradient in fp32.
+
+    Written straight into the joined accumulators where they begin a new sum, else computed apart and added. `reads` are the
+    product's factors.
+    """
+    mains = [main_gradient(weight) for weight in weights]
+    there = [main for main in mains if main is not None]
+    joined = join_rows(there) if len(there) == len(mains) else None
+    if joined is None:
+        parts = multiply(None).split([weight.shape[0] for weight in weights])
+        return tuple(deliver(weight, part) for weight, part in zip(weights, parts))
+    if begins(there):
+        aside(lambda: multiply(joined), *reads)
+    else:
+        aside(lambda: joined.add_(multiply(None)), *reads)
+    return (None,) * len(mains)
 
 
 def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
@@ -52,16 +83,20 @@ def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return gradient.to(weight.dtype)
-    main.copy_(gradient) if begins([main]) else main.add_(gradient)
+    put = main.copy_ if begins([main]) else main.add_
+    aside(lambda: put(gradient), gradient)
     return None
 
 
 def deliver_sum(weight: Tensor, partial: Tensor) -> Tensor | None:
     """`deliver` of partial.sum(0), in one launch where the sum may be written straight into main_grad."""
     main = main_gradient(weight)
-    if main is None or not begins([main]):
-        return deliver(weight, partial.sum(0))
-    torch.sum(partial, 0, out=main)
+    if main is None:
+        return partial.sum(0).to(weight.dtype)
+    if begins([main]):
+        aside(lambda: torch.sum(partial, 0, out=main), partial)
+    else:
+        aside(lambda: main.add_(partial.sum(0)), partial)
     return None
 
 

@@ -11,6 +11,20 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return implementation("swiglu", gate)(gate, up)
 
 
+def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradient of a packed gate_up (..., 2 I), h again) from dh (..., I), the gradient of h = silu(gate) · up.
+
+    For an autograd.Function that multiplies h and would rather not keep it until backward.
+    """
+    _check("swiglu_backward", gate_up, None)
+    if dh.shape != (*gate_up.shape[:-1], gate_up.shape[-1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
+        raise ValueError(
+            f"swiglu_backward: dh must be half of gate_up, {tuple(gate_up.shape)} {gate_up.dtype} on {gate_up.device}, "
+            f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its SwiGLU."
+        )
+    return implementation("swiglu_backward", gate_up)(dh, gate_up)
+
+
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """gelu(gate) · up, packed or apart as in `swiglu`. `approximate` as torch's gelu: "tanh", or "none" for the exact one."""
     if approximate not in ("tanh", "none"):

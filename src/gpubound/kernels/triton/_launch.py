@@ -1,7 +1,11 @@
 """How a row-wise kernel is cut into programs. The figures come from searches on the GPU (benchmarks/tune_norms.py, LOG.md).
 
 Forward, a program visits one tile of rows. Backward, a fixed crowd of programs strides over the rows. Each sums its own part of
-the weight gradient and writes it once; a sum over the programs follows. The same bits in every run, which atomics do not give.
+the weight gradient and writes it once; a sum over the programs follows (_sums.py). The same bits in every run, which atomics
+do not give.
+
+A program that strides waits for memory and computes by turns. `stages` above 1 makes the compiler copy that many tiles, less
+one, into shared memory ahead of their turn, so that both go on at once.
 """
 
 from math import prod
@@ -11,10 +15,8 @@ import torch
 
 from ...device import constant, sm_count
 
-# Rows of a forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (copying as much: 69.0), 70.2 with one;
-# dynamic_tanh, bound by arithmetic, 75.6 us with four and 32 elements a thread, 81.3 with one.
+# Rows of a forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (copying as much: 69.0), 70.2 with one.
 TILE_ROWS = 2
-HEAVY_ROWS = 4
 WIDEST_TILE = 16384
 
 # What a backward holds. A thread has 64 elements of each tensor of the tile, half of them if it sums two gradients: so compiled
@@ -38,42 +40,64 @@ class Plan(NamedTuple):
     rows: int  # rows of a tile
     programs: int  # at most this many programs, each striding over the rows; 0: as many as there are tiles
     warps: int
+    stages: int = 1  # tiles in flight, this one counted
+    hint: str = ""  # eviction policy of what is read once
 
     def grid(self, rows: int) -> tuple[int]:
         tiles = -(-rows // self.rows)
         return (min(self.programs, tiles) if self.programs else tiles,)
 
 
-# Backward plans that a search found better than the rule below: (block, gradients of the row's width) -> (rows, programs a
-# multiprocessor, warps). H200, 16384 rows of bf16: add_rms_norm 75.5, 137 and 284 us against the rule's 79.9, 193 and 292;
-# dynamic_tanh 49.4 and 136 us.
-SEARCHED = {(2048, 1): (4, 2, 4), (4096, 1): (4, 1, 16), (8192, 1): (2, 1, 8), (1024, 2): (2, 4, 4), (4096, 2): (2, 1, 16)}
+# Plans that a search found better than the rules below: (op, way, block) -> (rows, programs a multiprocessor, warps, stages,
+# hint); 0 programs: one a tile. A line is printed by `python -m benchmarks.tune_norms` as it stands here.
+SEARCHED: dict[tuple[str, str, int], tuple[int, int, int, int, str]] = {
+    ("rms_norm", "forward", 1024): (4, 8, 2, 3, ""),
+    ("rms_norm", "forward", 4096): (1, 0, 4, 1, ""),
+    ("rms_norm", "backward", 1024): (2, 2, 4, 4, ""),
+    ("rms_norm", "backward", 2048): (4, 2, 4, 1, ""),
+    ("rms_norm", "backward", 4096): (2, 1, 8, 3, ""),
+    ("rms_norm", "backward", 8192): (2, 1, 8, 1, ""),
+    ("add_rms_norm", "forward", 1024): (2, 8, 2, 3, ""),
+    ("add_rms_norm", "forward", 4096): (2, 0, 4, 1, ""),
+    ("add_rms_norm", "backward", 1024): (2, 2, 2, 4, ""),
+    ("add_rms_norm", "backward", 2048): (4, 2, 4, 1, ""),
+    ("add_rms_norm", "backward", 4096): (2, 1, 16, 3, ""),
+    ("add_rms_norm", "backward", 8192): (2, 1, 8, 1, ""),
+    ("layer_norm", "forward", 1024): (2, 0, 2, 1, "evict_first"),
+    ("layer_norm", "forward", 4096): (4, 0, 8, 1, ""),
+    ("layer_norm", "backward", 1024): (2, 2, 2, 4, ""),
+    ("layer_norm", "backward", 4096): (2, 1, 8, 3, "evict_first"),
+    ("dynamic_tanh", "forward", 1024): (1, 0, 4, 1, "evict_first"),
+    ("dynamic_tanh", "forward", 4096): (2, 0, 16, 1, ""),
+    ("dynamic_tanh", "backward", 1024): (4, 2, 4, 3, "evict_first"),
+    ("dynamic_tanh", "backward", 4096): (2, 1, 16, 3, "evict_first"),
+}
 
-# (columns, backward) -> Plan: what a tuning script or a user knows better than `schedule`.
-OVERRIDE: dict[tuple[int, bool], Plan] = {}
+# (op, way, columns) -> Plan: what a tuning script or a user knows better than `schedule`.
+OVERRIDE: dict[tuple[str, str, int], Plan] = {}
 
 
-def schedule(cols: int, device: torch.device, backward: bool = False, sums: int = 1, heavy: bool = False) -> Plan:
-    """The plan for rows of `cols` elements on `device`; `sums` is how many gradients of the row's width the backward sums,
-    `heavy` says that the forward is bound by arithmetic.
+def schedule(op: str, way: str, cols: int, device: torch.device, sums: int = 1) -> Plan:
+    """The plan for rows of `cols` elements on `device`; `way` is forward or backward, `sums` how many gradients of the row's
+    width the backward sums.
 
     H200, backward at 16384 x 1024 bf16 with the residual's gradient: 4 rows, 8 programs a multiprocessor and 2 warps take 41 us
     (floor 31); 2 rows, 4 programs and 8 warps 104 us; the worst choice tried 856. A thread loads 8 neighbours, so 2 warps lie
     along 512 of the 1024 columns and summing a column over the tile's rows stays inside a thread; 8 warps lie in two rows.
     """
-    if (plan := OVERRIDE.get((cols, backward))) is not None:
+    if (plan := OVERRIDE.get((op, way, cols))) is not None:
         return plan
     block = power_of_two(cols)
-    if not backward:
-        rows = max(1, min(HEAVY_ROWS if heavy else TILE_ROWS, WIDEST_TILE // block))
-        return Plan(block, rows, 0, max(1, min(16, block // (256 if heavy else 512))))
     crowd = multiprocessors(device)
-    if (block, sums) in SEARCHED:
-        rows, each, warps = SEARCHED[block, sums]
-        return Plan(block, rows, each * crowd, warps)
+    if (op, way, block) in SEARCHED:
+        rows, each, warps, stages, hint = SEARCHED[op, way, block]
+        return Plan(block, rows, each * crowd, warps, stages, hint)
+    if way == "forward":
+        rows = max(1, min(TILE_ROWS, WIDEST_TILE // block))
+        return Plan(block, rows, 0, max(1, min(16, block // 512)))
     warps = max(1, min(block // 512, 4), min(block // 1024, 16))
-    rows = max(1, min(BACKWARD_TILE, THREAD_ELEMENTS * 32 * warps) // sums // block)
-    fits = PARTIAL_BYTES // (4 * cols * sums * crowd)
+    rows = max(1, min(BACKWARD_TILE, THREAD_ELEMENTS * 32 * warps) // max(1, sums) // block)
+    fits = PARTIAL_BYTES // (4 * cols * max(1, sums) * crowd)
     return Plan(block, rows, crowd * max(1, min(8, fits)), warps)
 
 

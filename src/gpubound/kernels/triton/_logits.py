@@ -53,9 +53,9 @@ def _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED: tl.cons
 
 
 @triton.jit
-def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_ptr, words, inner, outer_stride, inner_stride, ignore_index,
-                 smoothing, z_loss, cap, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, SCALED: tl.constexpr,
-                 WRITE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _cross_entropy_loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_ptr, words, inner, outer_stride, inner_stride,
+                               ignore_index, smoothing, z_loss, cap, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+                               SCALED: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A row's loss and lse. WRITE: its logits overwritten by their gradient, times the scalar at scale_ptr if SCALED."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
@@ -90,9 +90,9 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_ptr, words, in
 
 
 @triton.jit
-def _gradient_kernel(logits_ptr, labels_ptr, lse_ptr, upstream_ptr, out_ptr, words, inner, outer_stride, inner_stride,
-                     upstream_stride, ignore_index, smoothing, z_loss, cap,
-                     CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _cross_entropy_gradient_kernel(logits_ptr, labels_ptr, lse_ptr, upstream_ptr, out_ptr, words, inner, outer_stride,
+                                   inner_stride, upstream_stride, ignore_index, smoothing, z_loss, cap,
+                                   CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
     label = tl.load(labels_ptr + row)
@@ -138,7 +138,7 @@ def row_losses(
     words, rows, inner, outer_stride, inner_stride = layout(logits)
     loss, lse = torch.empty(2, rows, device=logits.device, dtype=torch.float32)
     block, warps = plan(words)
-    _loss_kernel[(rows,)](
+    _cross_entropy_loss_kernel[(rows,)](
         logits, labels, loss, lse, loss if scale is None else scale, words, inner, outer_stride, inner_stride,
         *options.scalars(), options.softcap is not None, options.smoothing != 0, scale is not None, write, block,
         num_warps=warps,

@@ -14,7 +14,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _squares_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):
+def _adamw_squares_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for start in range(first, n, tl.num_programs(0) * BLOCK):
@@ -41,9 +41,9 @@ def _finite(x):
 
 
 @triton.jit
-def _plan_kernel(partial_ptr, totals_ptr, state_ptr, rates_ptr, plan_ptr, report_ptr, partials, rates,
-                 BETA1: tl.constexpr, BETA2: tl.constexpr, WEIGHT_DECAY: tl.constexpr, CLIP: tl.constexpr,
-                 GROWTH_INTERVAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _adamw_plan_kernel(partial_ptr, totals_ptr, state_ptr, rates_ptr, plan_ptr, report_ptr, partials, rates,
+                       BETA1: tl.constexpr, BETA2: tl.constexpr, WEIGHT_DECAY: tl.constexpr, CLIP: tl.constexpr,
+                       GROWTH_INTERVAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     i = tl.arange(0, BLOCK)
     square = tl.sum(tl.load(partial_ptr + i, mask=i < partials, other=0.0).to(tl.float64), 0)
     loss_sum = tl.load(totals_ptr)
@@ -142,8 +142,8 @@ def plan_update(
     partial = torch.empty(programs, device=gradient.device, dtype=torch.float32)
     plan = torch.empty(6, device=gradient.device, dtype=torch.float32)
     report = torch.empty(7, device=gradient.device, dtype=torch.float64)
-    _squares_kernel[(programs,)](gradient, partial, n, BLOCK, num_warps=8)
-    _plan_kernel[(1,)](
+    _adamw_squares_kernel[(programs,)](gradient, partial, n, BLOCK, num_warps=8)
+    _adamw_plan_kernel[(1,)](
         partial, totals, state, rates, plan, report, programs, len(rates),
         beta1, beta2, weight_decay, clip, growth_interval, triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip

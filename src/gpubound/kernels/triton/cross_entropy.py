@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ._launch import first_order_only
-from ._logits import Options, _gradient_kernel, layout, plan, row_losses, valid_share
+from ._logits import Options, _cross_entropy_gradient_kernel, layout, plan, row_losses, valid_share
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
         out, readable = torch.empty(logits.shape, device=logits.device, dtype=logits.dtype), _readable(logits)
         words, rows, inner, outer_stride, inner_stride = layout(readable)
         block, warps = plan(words)
-        _gradient_kernel[(rows, triton.cdiv(words, block))](
+        _cross_entropy_gradient_kernel[(rows, triton.cdiv(words, block))](
             readable, labels, lse, upstream, out, words, inner, outer_stride, inner_stride, int(upstream.numel() > 1),
             *ctx.options.scalars(), ctx.options.softcap is not None, block, num_warps=warps,
         )  # fmt: skip

@@ -9,60 +9,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver
 from ._launch import first_order_only, rows_of, schedule
+from ._math import reciprocal
+from ._sums import deliver_parts
 
 
 @triton.jit
-def _tanh(z, SERIES: tl.constexpr):
-    """(tanh z, 1 − tanh² z) from e = exp(−2|z|) <= 1, which cannot overflow; the slope 4e / (1 + e)² keeps its digits where
-    tanh is near 1.
+def _tanh(x, alpha, FP32: tl.constexpr):
+    """(tanh z, 1 − tanh² z) for z = alpha · x, from e = exp(−2z). The slope 4e / (1 + e)² keeps its digits near ±1.
 
-    Near 0, 1 − e loses them (at 1e-4, 3 of 7), so there SERIES takes the series, whose next term is below 6e-9 of the sum at
-    0.15. 16-bit inputs do without: the error of 6e-8 is beyond their digits from 1.5e-5 up, and the sum is bound by arithmetic.
+    Near 0, 1 − e loses them (at 1e-4, 3 of 7), so there FP32 takes the series, whose next term is below 6e-9 of the sum at
+    0.15; it also divides, where `reciprocal` would be off by 3e-7. 16-bit inputs do without: that error is beyond their digits
+    from 1e-4 up, and 14 instructions an element less are what keeps the kernel from being bound by them.
     """
-    e = tl.exp2(-2.8853900817779268 * tl.abs(z))  # 2 / ln 2
-    over = 1.0 / (1.0 + e)
-    t = (1.0 - e) * over
-    t = tl.where(z < 0, -t, t)
-    if SERIES:
+    e = tl.exp2(x * (-2.8853900817779268 * alpha))  # 2 / ln 2
+    bounded = tl.minimum(e, 8.507059173023462e37)  # 2^126: infinity times 0 would be NaN
+    if FP32:
+        over = 1.0 / (1.0 + bounded)
+        z = alpha * x
         s = z * z
         small = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315))))
-        t = tl.where(tl.abs(z) < 0.15, small, t)
-    return t, 4.0 * e * over * over
+        t = tl.where(tl.abs(z) < 0.15, small, (1.0 - bounded) * over)
+    else:
+        over = reciprocal(1.0 + e)
+        t = 2.0 * over - 1.0
+    return t, 4.0 * (bounded * over) * over
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x_ptr, a_ptr, w_ptr, b_ptr, y_ptr, rows,
-                    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _dynamic_tanh_forward_kernel(x_ptr, a_ptr, w_ptr, b_ptr, y_ptr, rows,
+                                 COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                 HINT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
-    at = row[:, None].to(tl.int64) * COLS + col[None]
-    mask = (row < rows)[:, None] & (col < COLS)[None]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    t, _ = _tanh(tl.load(a_ptr).to(tl.float32) * x, x_ptr.dtype.element_ty == tl.float32)
-    y = t * tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
+    alpha = tl.load(a_ptr).to(tl.float32)
+    w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
     if BIAS:
-        y += tl.load(b_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        b = tl.load(b_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * COLS + col[None]
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        t, _ = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
+        y = t * w[None]
+        if BIAS:
+            y += b[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, sums_ptr, rows,
-                     COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+def _dynamic_tanh_backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, parts_ptr, rows,
+                                  COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                  HINT: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
     alpha = tl.load(a_ptr).to(tl.float32)
     w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
     da = tl.zeros([BLOCK], tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * COLS + col[None]
-        mask = (row < rows)[:, None] & (col < COLS)[None]
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        t, slope = _tanh(alpha * x, x_ptr.dtype.element_ty == tl.float32)
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        t, slope = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
         d = dy * w[None] * slope
         tl.store(dx_ptr + at, (alpha * d).to(dx_ptr.dtype.element_ty), mask=mask)
         if SUMS:
@@ -71,39 +86,35 @@ def _backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, sums_ptr, rows
             db += tl.sum(dy, 0)
     if SUMS:
         tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))
-        sums_ptr += tl.program_id(0) * 2 * COLS + col
-        tl.store(sums_ptr, dw, mask=col < COLS)
-        tl.store(sums_ptr + COLS, db, mask=col < COLS)
+        parts_ptr += tl.program_id(0) * 2 * COLS + col
+        tl.store(parts_ptr, dw, mask=col < COLS)
+        tl.store(parts_ptr + COLS, db, mask=col < COLS)
 
 
 def _forward(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, cols = rows_of(x)
     y = torch.empty_like(x)
-    plan = schedule(cols, x.device, heavy=True)
-    _forward_kernel[plan.grid(rows)](
+    plan = schedule("dynamic_tanh", "forward", cols, x.device)
+    _dynamic_tanh_forward_kernel[plan.grid(rows)](
         x, alpha, weight.contiguous(), x if bias is None else bias.contiguous(), y, rows,
-        cols, plan.block, plan.rows, bias is not None, num_warps=plan.warps,
+        cols, plan.block, plan.rows, plan.stages, plan.hint, bias is not None, num_warps=plan.warps,
     )  # fmt: skip
     return y
 
 
-def _backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor, need_sums: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """(dx, (dalpha, dweight, dbias) in fp32, or None when none of them is needed)."""
+def _backward(dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor, need_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, the programs' parts of dweight and dbias, and of dalpha); the parts are empty when none of them is needed."""
     rows, cols = rows_of(x)
-    plan = schedule(cols, x.device, backward=True, sums=2)
+    plan = schedule("dynamic_tanh", "backward", cols, x.device, sums=2)
     grid = plan.grid(rows)
     dx = torch.empty_like(x)
     da = torch.empty(*grid, device=x.device, dtype=torch.float32)
-    partial = torch.empty(*grid, 2 if need_sums else 0, cols, device=x.device, dtype=torch.float32)
-    _backward_kernel[grid](
-        dy, x, alpha, weight.contiguous(), dx, da, partial, rows, cols, plan.block, plan.rows, need_sums, num_warps=plan.warps
-    )
-    if not need_sums:
-        return dx, None
-    dw, db = partial.sum(0).unbind(0)
-    return dx, (da.sum().view(alpha.shape), dw, db)
+    parts = torch.empty(*grid, 2 if need_sums else 0, cols, device=x.device, dtype=torch.float32)
+    _dynamic_tanh_backward_kernel[grid](
+        dy, x, alpha, weight.contiguous(), dx, da, parts, rows,
+        cols, plan.block, plan.rows, plan.stages, plan.hint, need_sums, num_warps=plan.warps,
+    )  # fmt: skip
+    return dx, parts, da
 
 
 class _DynamicTanh(torch.autograd.Function):
@@ -119,10 +130,13 @@ class _DynamicTanh(torch.autograd.Function):
         first_order_only("dynamic_tanh")
         needed = ctx.needs_input_grad[1:]
         x, alpha, weight = ctx.saved_tensors
-        dx, sums = _backward(dy.contiguous(), x, alpha, weight, any(needed))
-        if sums is None:
+        dx, parts, da = _backward(dy.contiguous(), x, alpha, weight, any(needed))
+        if not any(needed):
             return dx, None, None, None
-        return dx, *(deliver(p, g) if need else None for p, g, need in zip(ctx.small, sums, needed))
+        # Who is frozen or absent has a stand-in, without an accumulator, whose gradient is dropped.
+        owners = [t if need else like.detach() for t, need, like in zip(ctx.small, needed, (alpha, weight, weight))]
+        dw, db, dalpha = deliver_parts(parts, owners[1:], da, owners[0])
+        return dx, *(g if need else None for g, need in zip((dalpha, dw, db), needed))
 
 
 def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

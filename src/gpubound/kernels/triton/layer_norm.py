@@ -9,64 +9,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver
 from ._launch import first_order_only, rows_of, schedule
+from ._math import add_both
+from ._sums import deliver_parts
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
-                    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                    WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _layer_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+                               COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                               HINT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
-    at = row[:, None].to(tl.int64) * COLS + col[None]
-    mask = (row < rows)[:, None] & (col < COLS)[None]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / COLS
-    centred = tl.where(mask, x - mean[:, None], 0.0)  # two passes over registers: E[x²] − mean² cancels when the mean is large
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / COLS + eps)
-    y = centred * rstd[:, None]
-    if WEIGHT:
-        y *= tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
+    if WEIGHT:  # before the row's sums, whose barriers no load is moved across
+        w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
     if BIAS:
-        y += tl.load(b_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + row, mean, mask=row < rows)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+        b = tl.load(b_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * COLS + col[None]
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        mean = tl.sum(x, 1) / COLS
+        centred = x - mean[:, None]  # two passes over registers: E[x²] − mean² cancels when the mean is large
+        if BLOCK != COLS:
+            centred = tl.where(mask, centred, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / COLS + eps)
+        y = centred * rstd[:, None]
+        if WEIGHT:
+            y *= w[None]
+        if BIAS:
+            y += b[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, rows,
-                     COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                     WEIGHT: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr):  # fmt: skip
+def _layer_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, rows,
+                                COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                HINT: tl.constexpr, WEIGHT: tl.constexpr,
+                                DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
     if WEIGHT:
         w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * COLS + col[None]
-        mask = (row < rows)[:, None] & (col < COLS)[None]
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+        x_hat = (x - mean) * rstd
         if DX:
             g = dy  # 0 where masked, so the sums below need no mask although x_hat is not 0 there
             if WEIGHT:
                 g = dy * w[None]
-            dx = rstd * (g - (tl.sum(g, 1) / COLS)[:, None] - x_hat * (tl.sum(g * x_hat, 1) / COLS)[:, None])
+            plain, with_x = tl.reduce((g, g * x_hat), 1, add_both)
+            dx = rstd * (g - (plain / COLS)[:, None] - x_hat * (with_x / COLS)[:, None])
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if DW:
             dw += tl.sum(dy * x_hat, 0)
         if DB:
             db += tl.sum(dy, 0)
-    sums_ptr += tl.program_id(0) * (DW + DB) * COLS + col
+    parts_ptr += tl.program_id(0) * (DW + DB) * COLS + col
     if DW:
-        tl.store(sums_ptr, dw, mask=col < COLS)
+        tl.store(parts_ptr, dw, mask=col < COLS)
     if DB:
-        tl.store(sums_ptr + DW * COLS, db, mask=col < COLS)
+        tl.store(parts_ptr + DW * COLS, db, mask=col < COLS)
 
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,32 +89,30 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     rows, cols = rows_of(x)
     y = torch.empty_like(x)
     mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
-    plan = schedule(cols, x.device)
-    _forward_kernel[plan.grid(rows)](
+    plan = schedule("layer_norm", "forward", cols, x.device)
+    _layer_norm_forward_kernel[plan.grid(rows)](
         x, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, mean, rstd, rows, eps,
-        cols, plan.block, plan.rows, weight is not None, bias is not None, num_warps=plan.warps,
+        cols, plan.block, plan.rows, plan.stages, plan.hint, weight is not None, bias is not None, num_warps=plan.warps,
     )  # fmt: skip
     return y, mean, rstd
 
 
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), the last two in fp32; each None when not needed."""
+) -> tuple[Tensor | None, Tensor]:
+    """(dx or None, the programs' parts of those of dweight and dbias that are needed)."""
     rows, cols = rows_of(x)
     sums = need_dw + need_db
-    plan = schedule(cols, x.device, backward=True, sums=max(1, sums))
+    plan = schedule("layer_norm", "backward", cols, x.device, sums)
     grid = plan.grid(rows)
     dx = torch.empty_like(x) if need_dx else None
-    partial = torch.empty(*grid, sums, cols, device=x.device, dtype=torch.float32)
-    _backward_kernel[grid](
-        dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, partial, rows,
-        cols, plan.block, plan.rows, weight is not None, need_dx, need_dw, need_db, num_warps=plan.warps,
+    parts = torch.empty(*grid, sums, cols, device=x.device, dtype=torch.float32)
+    _layer_norm_backward_kernel[grid](
+        dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, parts, rows,
+        cols, plan.block, plan.rows, plan.stages, plan.hint, weight is not None, need_dx, need_dw, need_db,
+        num_warps=plan.warps,
     )  # fmt: skip
-    if not sums:
-        return dx, None, None
-    total = partial.sum(0)
-    return dx, total[0] if need_dw else None, total[-1] if need_db else None
+    return dx, parts
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -115,10 +128,12 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx, dy):
         first_order_only("layer_norm")
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dw, db = _backward(dy.contiguous(), x, weight, mean, rstd, *ctx.needs_input_grad[:3])
-        dw = None if dw is None else deliver(ctx.weight, dw)
-        db = None if db is None else deliver(ctx.bias, db)
-        return dx, dw, db, None
+        need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+        dx, parts = _backward(dy.contiguous(), x, weight, mean, rstd, need_dx, need_dw, need_db)
+        if not (need_dw or need_db):
+            return dx, None, None, None
+        delivered = deliver_parts(parts, [t for t, needed in ((ctx.weight, need_dw), (ctx.bias, need_db)) if needed])
+        return dx, delivered[0] if need_dw else None, delivered[-1] if need_db else None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -10,54 +10,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver_sum
 from ._launch import first_order_only, rows_of, schedule
+from ._sums import deliver_parts
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, rows, eps,
-                    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                    ADD: tl.constexpr, WEIGHT: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _rms_norm_forward_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, rows, eps,
+                             COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                             HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
-    at = row[:, None].to(tl.int64) * COLS + col[None]
-    mask = (row < rows)[:, None] & (col < COLS)[None]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(r_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        s = x.to(s_ptr.dtype.element_ty)
-        tl.store(s_ptr + at, s, mask=mask)
-        x = s.to(tl.float32)  # the norm of what was stored, so that forward and backward see one s
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / COLS + eps)
-    y = x * rstd[:, None]
-    if WEIGHT:
-        y *= tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if WEIGHT:  # before the row's sum, whose barrier no load is moved across
+        w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * COLS + col[None]
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        if ADD:
+            x += tl.load(r_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+            s = x.to(s_ptr.dtype.element_ty)
+            tl.store(s_ptr + at, s, mask=mask)
+            x = s.to(tl.float32)  # the norm of what was stored, so that forward and backward see one s
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / COLS + eps)
+        y = x * rstd[:, None]
+        if WEIGHT:
+            y *= w[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows,
-                     COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                     ADD: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr):  # fmt: skip
+def _rms_norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows,
+                              COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                              HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+                              DX: tl.constexpr, DW: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
     if WEIGHT:
         w = tl.load(w_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * COLS + col[None]
-        mask = (row < rows)[:, None] & (col < COLS)[None]
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mask = (row < rows)[:, None]
+        if BLOCK != COLS:
+            mask &= (col < COLS)[None]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        if ADD:  # before the row's sum, whose barrier no load is moved across
+            ds = tl.load(ds_ptr + at, mask=mask, other=0.0, eviction_policy=HINT)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_hat = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * rstd
+        x_hat = x * rstd
         if DX:
             g = dy
             if WEIGHT:
                 g = dy * w[None]
             dx = rstd * (g - x_hat * (tl.sum(g * x_hat, 1) / COLS)[:, None])
             if ADD:
-                dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                dx += ds.to(tl.float32)
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if DW:
             dw += tl.sum(dy * x_hat, 0)
@@ -70,10 +81,10 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
     rows, cols = rows_of(x)
     y, rstd = torch.empty_like(x), torch.empty(rows, device=x.device, dtype=torch.float32)
     s = x if residual is None else torch.empty_like(x)
-    plan = schedule(cols, x.device)
-    _forward_kernel[plan.grid(rows)](
+    plan = schedule("rms_norm" if residual is None else "add_rms_norm", "forward", cols, x.device)
+    _rms_norm_forward_kernel[plan.grid(rows)](
         x, x if residual is None else residual, x if weight is None else weight.contiguous(), s, y, rstd, rows, eps,
-        cols, plan.block, plan.rows, residual is not None, weight is not None, num_warps=plan.warps,
+        cols, plan.block, plan.rows, plan.stages, plan.hint, residual is not None, weight is not None, num_warps=plan.warps,
     )  # fmt: skip
     return y, s, rstd
 
@@ -81,18 +92,18 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
 def _backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, the programs' parts of dweight in fp32), each None when not needed."""
+    """(dx, the programs' parts of dweight), each None when not needed."""
     rows, cols = rows_of(x)
-    plan = schedule(cols, x.device, backward=True)
+    plan = schedule("rms_norm" if ds is None else "add_rms_norm", "backward", cols, x.device)
     grid = plan.grid(rows)
     dx = torch.empty_like(x) if need_dx else None
-    partial = torch.empty(*grid, cols, device=x.device, dtype=torch.float32) if need_dw else None
-    _backward_kernel[grid](
+    parts = torch.empty(*grid, 1, cols, device=x.device, dtype=torch.float32) if need_dw else None
+    _rms_norm_backward_kernel[grid](
         dy, dy if ds is None else ds, x, x if weight is None else weight.contiguous(), rstd,
-        x if dx is None else dx, rstd if partial is None else partial, rows,
-        cols, plan.block, plan.rows, ds is not None, weight is not None, need_dx, need_dw, num_warps=plan.warps,
+        x if dx is None else dx, rstd if parts is None else parts, rows, cols, plan.block, plan.rows, plan.stages, plan.hint,
+        ds is not None, weight is not None, need_dx, need_dw, num_warps=plan.warps,
     )  # fmt: skip
-    return dx, partial
+    return dx, parts
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -115,8 +126,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         need_x, need_residual, need_dw, _ = ctx.needs_input_grad
         ds = None if ds is None else ds.contiguous()
-        dx, partial = _backward(dy.contiguous(), ds, x, weight, rstd, need_x or need_residual, need_dw)
-        return dx, dx if need_residual else None, None if partial is None else deliver_sum(ctx.weight, partial), None
+        dx, parts = _backward(dy.contiguous(), ds, x, weight, rstd, need_x or need_residual, need_dw)
+        dw = None if parts is None else deliver_parts(parts, [ctx.weight])[0]
+        return dx, dx if need_residual else None, dw, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

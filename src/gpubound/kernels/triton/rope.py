@@ -1,9 +1,11 @@
 """Rotary position embedding of q and k, and of a packed q, k, v product. One launch, one pass over memory each way.
 
-Every program takes one token and as many of its heads as fit; q, k and v heads are numbered through, and each element is read
-from and written to the one tensor its head belongs to. So the packed form is the same kernel with its three sources (forward)
-or three results (backward) side by side in one tensor. Backward is the rotation by minus the angle.
+A program takes a tile of heads, all of q, all of k or all of v, of one token or a few. Tiles of a token follow each other, so
+that programs which run at the same time read and write neighbouring memory. The packed form is the same kernel with its three
+sources (forward) or three results (backward) side by side in one tensor. Backward is the rotation by minus the angle.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,62 +14,85 @@ from torch import Tensor
 
 from ._launch import first_order_only, power_of_two
 
-# Pairs a program holds, and how many of a head's pairs one warp takes: few warps with many loads in flight each. H200, 16384
-# tokens packed: 24 heads of 64 take 27.5 us with 1 warp (copying as much: 26.6), 31.3 with 4, 95 with 8 and a quarter of the
-# pairs; 48 heads of 128 take 103.5 us with 2 (copying: 97.6).
-PAIRS_AT_ONCE = 1024
-PAIRS_A_WARP = 32
+
+class Plan(NamedTuple):
+    heads: int  # of a tile, at most
+    tokens: int  # of a tile
+    warps: int
+
+
+# What a search found better than the rule in `_plan`: pairs of a head -> Plan (benchmarks/tune_norms.py prints the line).
+# H200, 16384 tokens: 25.4 us for 16 + 4 heads of 64 (Liger's, in place, as much), 86.0 for 32 + 8 of 128 (Liger's 88).
+SEARCHED: dict[int, Plan] = {32: Plan(8, 2, 2), 64: Plan(16, 1, 2)}
+
+
+def _plan(pairs: int, most: int) -> Plan:
+    """For heads of `pairs` pairs, `most` of them the largest number that q, k or v has.
+
+    About 1024 pairs a program, and a warp for every 32 pairs of a head: few warps with many loads in flight each.
+    """
+    if pairs in SEARCHED:
+        return SEARCHED[pairs]
+    block = power_of_two(pairs)
+    return Plan(min(power_of_two(most), max(1, 1024 // block)), 1, max(1, min(4, block // 32)))
 
 
 @triton.jit
-def _load(q_from, k_from, v_from, col, is_q, is_k, is_v, V: tl.constexpr):
-    x = tl.load(q_from + col, mask=is_q, other=0.0).to(tl.float32)
-    x += tl.load(k_from + col, mask=is_k, other=0.0).to(tl.float32)
-    if V:
-        x += tl.load(v_from + col, mask=is_v, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _store(x, q_to, k_to, v_to, col, is_q, is_k, is_v, V: tl.constexpr):
-    tl.store(q_to + col, x.to(q_to.dtype.element_ty), mask=is_q)
-    tl.store(k_to + col, x.to(k_to.dtype.element_ty), mask=is_k)
-    if V:
-        tl.store(v_to + col, x.to(v_to.dtype.element_ty), mask=is_v)
-
-
-@triton.jit
-def _rope_kernel(q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, cos_ptr, sin_ptr, tokens, q_batch, q_token, q_head,
-                 k_batch, k_token, k_head, v_batch, v_token, v_head, q_row, k_row, v_row, cos_batch, cos_token,
-                 Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-                 BLOCK: tl.constexpr, REST: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    b, t = row // tokens, row % tokens
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
-    k_number, v_number = head - Q, head - Q - K
-    q_from = q_ptr + b * q_batch + t * q_token + head * q_head
-    k_from = k_ptr + b * k_batch + t * k_token + k_number * k_head
-    v_from = v_ptr + b * v_batch + t * v_token + v_number * v_head
-    q_to, k_to, v_to = q_out + row * q_row + head * D, k_out + row * k_row + k_number * D, v_out + row * v_row + v_number * D
-
-    col = tl.arange(0, BLOCK)[None]
-    at = b * cos_batch + t * cos_token + col
-    c, s = tl.load(cos_ptr + at, mask=col < PAIRS, other=1.0), tl.load(sin_ptr + at, mask=col < PAIRS, other=0.0)
-    if BACK:
-        s = -s
-    is_q, is_k = (head < Q) & (col < PAIRS), (head >= Q) & (head < Q + K) & (col < PAIRS)
-    is_v = (head >= Q + K) & (head < Q + K + V) & (col < PAIRS)
-    first = _load(q_from, k_from, v_from, col, is_q, is_k, is_v, V)
-    second = _load(q_from, k_from, v_from, col + PAIRS, is_q, is_k, is_v, V)
-    turned = head < Q + K
-    _store(tl.where(turned, first * c - second * s, first), q_to, k_to, v_to, col, is_q, is_k, is_v, V)
-    _store(tl.where(turned, second * c + first * s, second), q_to, k_to, v_to, col + PAIRS, is_q, is_k, is_v, V)
+def _turn(from_ptr, to_ptr, head, head_from, D: tl.constexpr, inside, c, s, col, PAIRS: tl.constexpr,
+          REST: tl.constexpr, TURN: tl.constexpr):  # fmt: skip
+    """Heads at from_ptr + head · head_from, turned or as they are, to to_ptr + head · D."""
+    mask = inside & (col < PAIRS)
+    first = tl.load(from_ptr + head * head_from + col, mask=mask, other=0.0)
+    second = tl.load(from_ptr + head * head_from + PAIRS + col, mask=mask, other=0.0)
+    if TURN:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
+    tl.store(to_ptr + head * D + col, first, mask=mask)
+    tl.store(to_ptr + head * D + PAIRS + col, second, mask=mask)
     if REST:  # dimensions beyond the pairs pass through
         col = 2 * PAIRS + tl.arange(0, REST)[None]
-        is_q, is_k = (head < Q) & (col < D), (head >= Q) & (head < Q + K) & (col < D)
-        is_v = (head >= Q + K) & (head < Q + K + V) & (col < D)
-        rest = _load(q_from, k_from, v_from, col, is_q, is_k, is_v, V)
-        _store(rest, q_to, k_to, v_to, col, is_q, is_k, is_v, V)
+        mask = inside & (col < D)
+        tl.store(to_ptr + head * D + col, tl.load(from_ptr + head * head_from + col, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, cos_ptr, sin_ptr, tokens, token_tiles, q_batch, q_token, q_head,
+                 k_batch, k_token, k_head, v_batch, v_token, v_head, q_row, k_row, v_row, cos_batch, cos_token,
+                 Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+                 TOKENS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+    Q_TILES: tl.constexpr = (Q + HEADS - 1) // HEADS
+    K_TILES: tl.constexpr = (K + HEADS - 1) // HEADS
+    V_TILES: tl.constexpr = (V + HEADS - 1) // HEADS
+    tile = tl.program_id(0) % (Q_TILES + K_TILES + V_TILES)
+    place = tl.program_id(0) // (Q_TILES + K_TILES + V_TILES)
+    b = (place // token_tiles).to(tl.int64)
+    line = tl.arange(0, TOKENS * HEADS)[:, None]  # of the tile: a head of a token
+    t = (place % token_tiles * TOKENS + line // HEADS).to(tl.int64)
+    row = b * tokens + t
+    here = t < tokens
+
+    col = tl.arange(0, BLOCK)[None]
+    if TOKENS == 1:  # angles of one token, shared by the lines
+        at = b * cos_batch + (place % token_tiles).to(tl.int64) * cos_token + col
+        mask = col < PAIRS
+    else:
+        at = b * cos_batch + t * cos_token + col
+        mask = here & (col < PAIRS)
+    c, s = tl.load(cos_ptr + at, mask=mask, other=1.0), tl.load(sin_ptr + at, mask=mask, other=0.0)
+    if BACK:
+        s = -s
+    if tile < Q_TILES:
+        head = tile * HEADS + line % HEADS
+        _turn(q_ptr + b * q_batch + t * q_token, q_out + row * q_row, head, q_head, D, here & (head < Q),
+              c, s, col, PAIRS, REST, True)  # fmt: skip
+    elif tile < Q_TILES + K_TILES:
+        head = (tile - Q_TILES) * HEADS + line % HEADS
+        _turn(k_ptr + b * k_batch + t * k_token, k_out + row * k_row, head, k_head, D, here & (head < K),
+              c, s, col, PAIRS, REST, True)  # fmt: skip
+    elif V:
+        head = (tile - Q_TILES - K_TILES) * HEADS + line % HEADS
+        _turn(v_ptr + b * v_batch + t * v_token, v_out + row * v_row, head, v_head, D, here & (head < V),
+              c, s, col, PAIRS, REST, False)  # fmt: skip
 
 
 def _launch(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
@@ -77,13 +102,13 @@ def _launch(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tens
     pairs, counts = cos.shape[-1], [x.shape[2] for x in sources]
     if len(sources) == 2:  # no v: its pointers are never followed
         sources, results, counts = [*sources, sources[0]], [*results, results[0]], [*counts, 0]
-    block = power_of_two(pairs)
-    heads = min(power_of_two(sum(counts)), max(1, PAIRS_AT_ONCE // block))
+    heads, at_once, warps = _plan(pairs, max(counts))
     rest = power_of_two(size - 2 * pairs) if size > 2 * pairs else 0
-    _rope_kernel[(batch * tokens, triton.cdiv(sum(counts), heads))](
-        *sources, *results, cos, sin, tokens, *(stride for x in sources for stride in x.stride()[:3]),
+    tiles, token_tiles = sum(triton.cdiv(n, heads) for n in counts), triton.cdiv(tokens, at_once)
+    _rope_kernel[(batch * token_tiles * tiles,)](
+        *sources, *results, cos, sin, tokens, token_tiles, *(stride for x in sources for stride in x.stride()[:3]),
         *(x.stride(1) for x in results), 0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),
-        *counts, size, pairs, heads, block, rest, back, num_warps=max(1, min(4, block // PAIRS_A_WARP)),
+        *counts, size, pairs, heads, at_once, power_of_two(pairs), rest, back, num_warps=warps,
     )  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""What a checkpoint in the background costs: the step that triggers it, and those while it is written, beside a normal step.
+
+Steps are launched one ahead of the device, as the training loop does, and timed from the end of one to the end of the next on
+the device's own clock (train/loop.py). The snapshot is taken between two of them, so all of it is in the next one's time.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpubound import measure
+from gpubound.cli import arguments, guarded
+from gpubound.device import resolve
+from gpubound.feed.where import readable
+from gpubound.models import PRESETS, Decoder
+from gpubound.trace import strict
+from gpubound.train import AdamW, TrainStep
+from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.loop import Mark
+from gpubound.train.run import tensors_of
+
+from . import results
+from .harness import Bench, release
+
+BEFORE, BEHIND = 4, 8  # steps timed before the one that triggers, and after it
+TRIGGERED = 1.10  # the gate: so many times a normal step at the most
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Measure the step that triggers a background checkpoint beside a normal step.
+
+    Example: gpubound bench checkpoint --accumulate 8,1 --folder /scratch
+    """
+
+    model: str = "1b"
+    """A preset of gpubound.models."""
+    seq: int = 2048
+    """Tokens a row."""
+    micro: int = 4
+    """Rows of a micro-batch."""
+    accumulate: str = "8,1"
+    """Micro-batches a step, by comma: a case each."""
+    rounds: int = 3
+    """Checkpoints a case. Each is written whole before the next is taken."""
+    folder: str | None = None
+    """Where the checkpoints are written, two at a time (36 GB at 1b); a temporary folder, removed at the end."""
+    results: Path = results.FOLDER
+    """Folder that the lines are kept in."""
+    dry: bool = False
+    """A tiny model on the CPU: shows that the script works, keeps nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Checkpoint, argv, "bench checkpoint")
+    if options.model not in PRESETS:
+        raise ValueError(f"--model: got {options.model!r}, wanted one of {', '.join(PRESETS)}.")
+    if options.dry:
+        options = replace(options, model="tiny", seq=32, micro=2, accumulate="2")
+    device = resolve("cpu" if options.dry else "require")
+    bench = Bench("checkpoint", device, " ".join(["gpubound bench checkpoint", *argv]), dry=options.dry, folder=options.results)
+    for word in options.accumulate.split(","):
+        with strict():  # a snapshot that went through the host would be measured as one on the device
+            measure_case(bench, options, int(word))
+        release(device)
+    return bench.finish()
+
+
+def measure_case(bench: Bench, options: Checkpoint, accumulate: int) -> None:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        torch.manual_seed(0)
+        model = Decoder(PRESETS[options.model], device=bench.device).train()
+        step = TrainStep(model, "next_token", AdamW(lr=1e-4), accumulate=accumulate, clip=1.0, precision="bf16")
+        store, window = Checkpoints(folder, keep=1), batches(bench, options, accumulate)
+        first, *rounds = (one_round(step, window, store, number) for number in range(options.rounds + 1))
+        state = tensors_of(model, step)
+        size = readable(sum(t.nbytes for t in state.values()))
+        print(f"    {size} in {len(state)} tensors, on disk {max(r['written'] for r in rounds):.1f} s later at most")
+        print(f"    the first, which allocates: {1e3 * first['triggers']:.1f} ms beside {1e3 * first['normal']:.1f} ms")
+        keep(bench, f"{options.model} seq {options.seq} micro {options.micro} x {accumulate}", rounds)
+        step.close()
+
+
+def batches(bench: Bench, options: Checkpoint, accumulate: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    vocabulary = PRESETS[options.model].vocabulary
+    ids = [torch.randint(vocabulary, (options.micro, options.seq), generator=draw) for _ in range(accumulate)]
+    return [{"input_ids": i, "labels": i} for i in (i.to(bench.device) for i in ids)]
+
+
+def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Checkpoints, number: int) -> dict[str, float]:
+    """Seconds of a normal step, of the one that triggers, of those behind it; and until the checkpoint is on disk."""
+    marks: list[Mark] = []
+    previous, began = None, 0.0
+    for at in range(BEFORE + BEHIND):
+        result = step(window)
+        marks.append(Mark(step.device))
+        assert result is not None
+        if previous is not None:
+            previous.read()
+        previous = result
+        if at == BEFORE - 1:
+            began = time.perf_counter()
+            store.save(number, tensors_of(step.model, step), {})
+    store.wait()
+    written = time.perf_counter() - began
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)
+    seconds = [b.since(a) for a, b in pairwise(marks)]
+    normal, behind = seconds[: BEFORE - 1], seconds[BEFORE:]
+    return {
+        "normal": sum(normal) / len(normal), "triggers": seconds[BEFORE - 1],
+        "behind": sum(behind) / len(behind), "slowest": max(behind), "written": written,
+    }  # fmt: skip
+
+
+def keep(bench: Bench, case: str, rounds: list[dict[str, float]]) -> None:
+    for what, name in (
+        ("triggers", "the step that triggers it"),
+        ("behind", "steps behind it"),
+        ("slowest", "the slowest of them"),
+    ):
+        found = measure.compare_samples({"ours": [r[what] for r in rounds], "normal step": [r["normal"] for r in rounds]})
+        gates = {"normal step": 1 / TRIGGERED} if what == "triggers" else None
+        bench.keep(f"{case}, {name}", found, unit="ms", amount=1, gates=gates)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("bench checkpoint", main, sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Work that nobody waits for until later, on a second stream: a weight's gradient is needed at the update, not before.
+
+Backward is a chain of input gradients; each weight gradient hangs off it by itself. A small model's kernels leave most of the
+GPU idle, and what is off the chain can run beside it. In a captured step the second stream becomes a branch of the graph.
+
+All additions to accumulators of one backward run on the one side stream, so their order, and with it every bit, is the same as
+without it. The tensors that it reads belong to the main stream, whose allocator would hand their memory out again as soon as
+autograd lets go of them, though the side stream may not have read them yet. They are held until the main stream has waited
+for their reader: at the end, or as soon as more than HELD_BYTES are held.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+HELD_BYTES = 256 << 20
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_side: "Side | None" = None  # of the process, not of a thread: backward runs on autograd's own
+
+
+class Side:
+    """The side stream of one backward, and what it may still be reading."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
+        self._held: deque[tuple[torch.cuda.Event, int, tuple[Tensor, ...]]] = deque()
+        self._bytes = 0
+
+    def run(self, work: Callable[[], object], reads: tuple[Tensor, ...]) -> None:
+        main = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            work()
+        size = sum(t.nbytes for t in reads)
+        self._held.append((self.stream.record_event(), size, reads))
+        self._bytes += size
+        while self._bytes > HELD_BYTES:
+            read, size, _ = self._held.popleft()
+            main.wait_event(read)
+            self._bytes -= size
+
+    def join(self) -> None:
+        """From here on the current stream sees all of it."""
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._held.clear()
+
+
+@contextmanager
+def beside(device: torch.device | None) -> Iterator[None]:
+    """Inside, `aside` means the side stream of `device`; behind it, all is done as far as the current stream can tell.
+
+    None, and a device without streams, change nothing.
+    """
+    global _side
+    if device is None or device.type != "cuda":
+        yield
+        return
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    before, _side = _side, Side(_streams[device])
+    try:
+        yield
+    finally:
+        _side.join()
+        _side = before
+
+
+def aside(work: Callable[[], object], *reads: Tensor) -> None:
+    """Do `work`, which reads `reads`, on the side stream when inside `beside`, else here."""
+    if _side is None:
+        work()
+    else:
+        _side.run(work, reads)

@@ -1,0 +1,82 @@
+"""The end of a backward that summed over rows: its programs' parts become the gradients of the small weights, in one launch.
+
+parts (P, S, C) fp32 holds, for each of P programs, its sums for S weights of C elements each. The order of summation depends on
+P alone, so the bits are the same in every run. torch would take three launches for two bf16 weights, a sum and two casts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..accumulate import begins, deliver, main_gradient
+from ._launch import power_of_two
+
+ROWS = 64  # of parts, at a time
+ELEMENTS = 2048  # of a tile: 8 a thread
+
+
+@triton.jit
+def _put(out_ptr, at, value, mask, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(out_ptr + at, mask=mask, other=0.0)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _norm_sums_kernel(parts_ptr, numbers_ptr, first_ptr, second_ptr, number_ptr, programs,
+                      COLS: tl.constexpr, SUMS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                      ADD_FIRST: tl.constexpr, ADD_SECOND: tl.constexpr, ADD_NUMBER: tl.constexpr):  # fmt: skip
+    """first and second: the sums of each of their columns. number: of numbers_ptr, one a program, if NUMBER."""
+    which = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < COLS
+    if which < SUMS:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, programs, ROWS):
+            row = start + tl.arange(0, ROWS)
+            at = (row[:, None] * SUMS + which) * COLS + col[None]
+            total += tl.load(parts_ptr + at, mask=(row < programs)[:, None] & mask[None], other=0.0)
+        sums = tl.sum(total, 0)
+        if which == 0:
+            _put(first_ptr, col, sums, mask, ADD_FIRST)
+        else:
+            _put(second_ptr, col, sums, mask, ADD_SECOND)
+    elif NUMBER and tl.program_id(0) == 0:
+        several = tl.zeros([ROWS], tl.float32)
+        for start in range(0, programs, ROWS):
+            row = start + tl.arange(0, ROWS)
+            several += tl.load(numbers_ptr + row, mask=row < programs, other=0.0)
+        only = tl.arange(0, 1)
+        _put(number_ptr, only, tl.sum(several, 0) + tl.zeros([1], tl.float32), only < 1, ADD_NUMBER)
+
+
+def deliver_parts(
+    parts: Tensor, weights: Sequence[Tensor], numbers: Tensor | None = None, number: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """`accumulate.deliver` of parts[:, s].sum(0) for each of at most two `weights`, then of numbers.sum() for `number`."""
+    programs, sums, cols = parts.shape
+    owners = [*weights, *([] if number is None else [number])]
+    if not all(_writable(owner) for owner in owners):
+        wide = [*parts.sum(0).unbind(0), *([] if numbers is None or number is None else [numbers.sum().view(number.shape)])]
+        return tuple(deliver(owner, gradient) for owner, gradient in zip(owners, wide))
+    mains = [main_gradient(owner) for owner in owners]
+    outs = [torch.empty(t.shape, device=t.device, dtype=t.dtype) if main is None else main for t, main in zip(owners, mains)]
+    adds = [main is not None and not begins([main]) for main in mains]
+    rows = min(ROWS, power_of_two(programs))
+    block = min(power_of_two(cols), ELEMENTS // rows)
+    first, second = (outs[s] if s < sums else parts for s in range(2))
+    add_first, add_second = (adds[s] if s < sums else False for s in range(2))
+    _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
+        parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
+        cols, sums, number is not None, block, rows, add_first, add_second, number is not None and adds[-1], num_warps=8,
+    )  # fmt: skip
+    return tuple(out if main is None else None for out, main in zip(outs, mains))
+
+
+def _writable(owner: Tensor) -> bool:
+    """True where a kernel may write the gradient: not while dynamo traces, nor into an accumulator of other strides."""
+    main = main_gradient(owner)
+    return not torch.compiler.is_compiling() and (main is None or main.is_contiguous())

@@ -1,0 +1,171 @@
+"""16-bit values rounded to 8, row-major and transposed in one pass; also SwiGLU and its backward, whose results are then never
+stored in 16 bits.
+
+Hopper multiplies 8-bit matrices only along the rows of both, so a value that is summed over once along its row (forward, or the
+input's gradient) and once along its column (the weight's gradient) is needed in both layouts. A tile is rounded in registers
+and stored twice, the second time through shared memory. The scale is known beforehand, so nothing is read twice; the largest
+magnitude is noted for the next scale. A program looks before it asks for the maximum: of 16,384 tiles a few dozen raise it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..reference.quantize import LARGEST
+from ._gated import _activated, _halves, _matrix
+
+# (rows, columns, warps) of a tile: 128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64
+# elements of each tensor.
+PLANS = {"quantize": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (128, 32, 8)}
+
+_ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
+_E4M3, _E5M2 = tl.constexpr(_ROUND.format("e4m3x2")), tl.constexpr(_ROUND.format("e5m2x2"))
+
+
+@triton.jit
+def _note(values, state_ptr):
+    largest = tl.max(tl.max(tl.abs(values), 1), 0)
+    if largest > tl.load(state_ptr + 1):
+        tl.atomic_max(state_ptr + 1, largest, sem="relaxed")
+
+
+@triton.jit
+def _round(values, inverse, q_ptr, LARGEST: tl.constexpr, STEPS: tl.constexpr):
+    """STEPS, in the interpreter alone: (1 / steps in a power of two, the smallest normal number). Its cast loses the carry of
+    a number that rounds up to a power of two, so there the numbers are rounded before it, by adding 1.5 · 2^23 steps.
+    """
+    scaled = tl.where(tl.abs(values) < float("inf"), values * inverse, float("nan"))
+    if STEPS is None:
+        q = _four_at_once(scaled, LARGEST).to(q_ptr.dtype.element_ty, bitcast=True)
+    else:
+        scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), scaled)
+        power = (scaled.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = tl.maximum(power, STEPS[1]) * STEPS[0] * 12582912.0
+        q = ((scaled + magic) - magic).to(q_ptr.dtype.element_ty)
+    return q
+
+
+@triton.jit
+def _four_at_once(scaled, LARGEST: tl.constexpr):
+    """The bits of `scaled` rounded to the format that ends at LARGEST, four numbers to a register.
+
+    What lies beyond becomes LARGEST. Triton's own cast rounds two numbers into 16 bits. Where those are used twice, in a wide
+    store and byte by byte for the transposed one, ptxas 12.8 and 12.9 read one use from a register that was never written
+    (13.0 does not).
+    """
+    return tl.inline_asm_elementwise(
+        _E4M3 if LARGEST == 448.0 else _E5M2, "=r,r,r,r,r", [scaled], dtype=tl.uint8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _store(q, q_ptr, qt_ptr, row, col, row_end, col_end, rows, q_row, first, BOTH: tl.constexpr):
+    """`q` at its columns from `first` on, and its transpose at the rows from `first` on."""
+    mask = (row < row_end)[:, None] & (col < col_end)[None]
+    tl.store(q_ptr + row[:, None] * q_row + (first + col)[None], q, mask=mask)
+    if BOTH:
+        mask = (col < col_end)[:, None] & (row < row_end)[None]
+        tl.store(qt_ptr + (first + col).to(tl.int64)[:, None] * rows + row[None], tl.trans(q), mask=mask)
+
+
+@triton.jit
+def _at(ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(1) * COLS + tl.arange(0, COLS)
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, state_ptr, q_ptr, qt_ptr, rows, cols, x_row,
+                     LARGEST: tl.constexpr, STEPS: tl.constexpr, BOTH: tl.constexpr,
+                     ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    row, col = _at(ROWS, COLS)
+    mask = (row < rows)[:, None] & (col < cols)[None]
+    x = tl.load(x_ptr + row[:, None] * x_row + col[None], mask=mask, other=0.0).to(tl.float32)
+    q = _round(x, 1.0 / tl.load(state_ptr), q_ptr, LARGEST, STEPS)
+    _store(q, q_ptr, qt_ptr, row, col, rows, cols, rows, cols, 0, BOTH)
+    _note(x, state_ptr)
+
+
+@triton.jit
+def _swiglu_kernel(gate_ptr, up_ptr, state_ptr, q_ptr, qt_ptr, rows, cols, gate_row,
+                   LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    row, col = _at(ROWS, COLS)
+    at = row[:, None] * gate_row + col[None]
+    mask = (row < rows)[:, None] & (col < cols)[None]
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _activated(gate, "silu")
+    h = value * up
+    q = _round(h, 1.0 / tl.load(state_ptr), q_ptr, LARGEST, STEPS)
+    _store(q, q_ptr, qt_ptr, row, col, rows, cols, rows, cols, 0, True)
+    _note(h, state_ptr)
+
+
+@triton.jit
+def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, state_ptr, q_ptr, qt_ptr, rows, cols, dh_row, gate_row,
+                            LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    row, col = _at(ROWS, COLS)
+    at = row[:, None] * gate_row + col[None]
+    mask = (row < rows)[:, None] & (col < cols)[None]
+    dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _activated(gate, "silu")
+    inverse = 1.0 / tl.load(state_ptr)
+    dgate = dh * up * slope
+    dup = dh * value
+    _store(_round(dgate, inverse, q_ptr, LARGEST, STEPS), q_ptr, qt_ptr, row, col, rows, cols, rows, 2 * cols, 0, True)
+    _store(_round(dup, inverse, q_ptr, LARGEST, STEPS), q_ptr, qt_ptr, row, col, rows, cols, rows, 2 * cols, cols, True)
+    _note(tl.maximum(tl.abs(dgate), tl.abs(dup)), state_ptr)
+
+
+def _results(rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, cols, device=like.device, dtype=dtype), torch.empty(cols, rows, device=like.device, dtype=dtype)
+
+
+def _format(dtype: torch.dtype) -> tuple[float, tuple[float, float] | None]:
+    """LARGEST and STEPS."""
+    fine = dtype == torch.float8_e4m3fn
+    return LARGEST[dtype], None if not interpreted() else (2.0**-3, 2.0**-6) if fine else (2.0**-2, 2.0**-14)
+
+
+def _plan(name: str, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """(grid, tile, warps)."""
+    high, wide, warps = PLANS[name]
+    return (triton.cdiv(rows, high), triton.cdiv(cols, wide)), (high, wide), warps
+
+
+@torch.no_grad()
+def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
+    x = _matrix(x)
+    rows, cols = x.shape
+    q, q_t = _results(rows, cols, x, dtype) if both else (torch.empty(x.shape, device=x.device, dtype=dtype), None)
+    grid, tile, warps = _plan("quantize", rows, cols)
+    _quantize_kernel[grid](
+        x, state, q, q if q_t is None else q_t, rows, cols, x.stride(0), *_format(dtype), both, *tile, num_warps=warps
+    )
+    return q, q_t
+
+
+@torch.no_grad()
+def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate, up = _halves(gate_up, None)
+    rows, cols = gate.shape
+    q, q_t = _results(rows, cols, gate, dtype)
+    grid, tile, warps = _plan("swiglu", rows, cols)
+    _swiglu_kernel[grid](gate, up, state, q, q_t, rows, cols, gate.stride(0), *_format(dtype), *tile, num_warps=warps)
+    return q, q_t
+
+
+@torch.no_grad()
+def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
+    rows, cols = gate.shape
+    q, q_t = _results(rows, 2 * cols, gate, dtype)
+    grid, tile, warps = _plan("swiglu_backward", rows, cols)
+    _swiglu_backward_kernel[grid](
+        dh, gate, up, state, q, q_t, rows, cols, dh.stride(0), gate.stride(0), *_format(dtype), *tile, num_warps=warps
+    )
+    return q, q_t
