@@ -46,10 +46,11 @@ def test_the_whole_path(tmp_path, capsys):
 
 def test_a_finished_demo_is_replaced(tmp_path):
     assert demo(tmp_path / "demo") == 0
-    first = (tmp_path / "demo" / "steps.jsonl").read_text()
+    for old in ("checkpoints/step-00000001", "corpus/old", "model/old"):
+        (tmp_path / "demo" / old).mkdir()
     assert demo(tmp_path / "demo") == 0
-    second = (tmp_path / "demo" / "steps.jsonl").read_text()
-    assert len(second.splitlines()) == 8 and second != first, "the pace differs"
+    assert len(lines(tmp_path / "demo")) == 8 and not list((tmp_path / "demo").glob("*/old"))
+    assert [p.name for p in (tmp_path / "demo" / "checkpoints").iterdir()] == ["step-00000008"]
 
 
 def test_interrupted_and_gone_on_with(tmp_path, capsys, monkeypatch):

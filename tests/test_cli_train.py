@@ -2,18 +2,22 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
+from gpubound.feed.corpus import Corpus
+from gpubound.train import run
 from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.recipe import OFFERED
 
 from .train.runs import build_corpus, one_thread, texts  # noqa: F401 (a fixture)
 
@@ -49,11 +53,17 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     assert answer["report"] == str(out / "report.html") and "<svg" in (out / "report.html").read_text()
     assert len((out / "steps.jsonl").read_text().splitlines()) == 6
     assert answer["verdict"].startswith("6 steps on CPU (1 threads), loss ") and answer["verdict"] in said.err
-    assert "run: 94.5k parameters, 6 steps of 128 tokens\n" in said.err
+    about = json.loads((out / "run.json").read_text())
+    assert f"run: 94.5k parameters, 6 steps of 128 tokens\n{about['mfu']}\n" in said.err
+    formula, size = re.fullmatch(
+        r"share of the matrix rate = tokens/s · \(6 · 94.2k parameters in products \+ 6 · 2 layers · 64 wide · 32 tokens\) / "
+        r"([\d.]+)([GT])FLOP/s \(fp32, measured on this machine\)", about["mfu"],
+    ).groups()  # fmt: skip
+    record, rate = answer["last"], float(formula) * {"G": 1e9, "T": 1e12}[size]
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * (6 * 94_208 + 6 * 2 * 64 * 32) / rate, rel=6e-3)
     assert {p.name for p in (tmp_path / "model").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-    about = json.loads((out / "run.json").read_text())
     assert about["config"]["lr"] == 3e-3 and about["finished"] and "model.layers.*.mlp (2)" in about["placement"]
 
 
@@ -68,6 +78,24 @@ def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path
     )
 
 
+@pytest.mark.parametrize("preset", [name for name in OFFERED if name != "tiny"])
+def test_every_preset_in_small(config, tmp_path, capsys, preset):
+    """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
+    from transformers import AutoModelForCausalLM
+
+    export = ["--model", f"{preset}-tiny", "--steps", "30", "--export", "hf", "--json"]
+    assert main(["train", str(config), *export]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert answer["finished"] and records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert answer["export"] == str(tmp_path / "run" / "hf")
+    whole, small = OFFERED[preset], AutoModelForCausalLM.from_pretrained(answer["export"]).config
+    assert (small.num_hidden_layers, small.num_key_value_heads, small.head_dim) == (2, 2, 16)
+    assert small.num_attention_heads / 2 == whole.heads / whole.kv_heads
+    assert small.tie_word_embeddings == whole.tied and small.rope_parameters["rope_theta"] == whole.rope_theta
+    assert small.intermediate_size / small.hidden_size == pytest.approx(whole.intermediate / whole.hidden, abs=0.1)
+
+
 def test_list(capsys):
     assert main(["train", "--list"]) == 0
     assert capsys.readouterr().out == presets() + "\n"
@@ -77,6 +105,9 @@ def test_list(capsys):
         "10m        256           768      10      4         2        8192  yes",
         "135m       576          1536      30      9         3       49152  yes",
     ]
+    assert presets().splitlines()[-1] == (
+        "10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe"
+    )
 
 
 def test_help_has_an_example(capsys):
@@ -128,14 +159,41 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 
 
+NO_MODEL = (
+    "model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m (-tiny behind it: a small one like it), "
+    "or a Hugging Face folder."
+)
+NO_RECOMPUTE = (
+    "recompute: got 'some', wanted none, blocks, a number of blocks, or the bytes that a step may take, as in '40 GB'."
+)
+NO_PEAK = (
+    "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
+    "take none, blocks, or a number of blocks."
+)
+NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept."
+NOT_BOTH = (
+    "auto_batch: got recompute='1 GB', too, and each would take what the other leaves; "
+    "give --recompute none, blocks or a number, or --micro-batch yourself."
+)
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
         (["--data", "no.txt"], "data: no.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."),
         (["--tokenizer", "nowhere"], "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
+        (["--model", "12m"], NO_MODEL),
+        (["--recompute", "some"], NO_RECOMPUTE),
+        (["--recompute", "3"], "recompute: got 3 blocks, the model has 2; give at most so many."),
+        (["--recompute", "1 GB"], NO_PEAK),
+        (["--recompute", "1 GB", "--auto-batch"], NOT_BOTH),
+        (
+            ["--keep-every", "5"],
+            "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept.",
+        ),
         (["--auto-batch"], "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."),
         (["--log", "paper"], "log: got 'paper', wanted one of tensorboard, wandb, trackio."),
-        (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+        (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
     ],
 )
 def test_what_is_refused(config, tmp_path, capsys, options, sentence):
@@ -151,6 +209,32 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "owner, name, error",
+    [
+        (Corpus, "build", OSError(28, "No space left on device")),
+        (run, "save_hf", SafetensorError("Error while serializing: I/O error: No space left (os error 28)")),
+    ],
+    ids=["corpus", "export"],
+)
+def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, capsys, owner, name, error):
+    def full(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(owner, name, full)
+    (tmp_path / "text.txt").write_text("some text " * 5000)
+    options = ["--data", str(tmp_path / "text.txt"), "--vocabulary", "300", "--export", "hf"]
+    assert main(["train", str(config), *options]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"gpubound train: {tmp_path / 'run'}: no space is left on its disk; what was saved there before is intact. "
+        f"Free space, then go on with --resume, or give another --out."
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+    assert main(["train", str(config), *options, "--resume"]) == 0
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
 def test_signals_save_and_say_how_to_go_on(config, tmp_path):
     """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
     out, environment = tmp_path / "run", {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -161,10 +245,11 @@ def test_signals_save_and_say_how_to_go_on(config, tmp_path):
         child = subprocess.Popen(
             [*command, *more], stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}
         )
-        wait_for(lambda: lines(out) >= before + 5, child)  # noqa: B023 (called before the loop goes on)
-        child.send_signal(number)
-        said = child.communicate(timeout=60)[1]
-        assert child.returncode == 0, said
+        with child.stderr as heard:
+            assert any(re.match(r"run \d+/100000  loss", line) for line in heard), "it ended before its first step was done"
+            child.send_signal(number)
+            said = heard.read()
+        assert child.wait() == 0, said
         found = Checkpoints(out / "checkpoints").latest()
         assert f"stopped by {signal.Signals(number).name}, checkpoint of step {found.step} in {out / 'checkpoints'}" in said
         assert f"go on with: gpubound train {config} --steps 100000 --resume\n" in said
@@ -174,14 +259,6 @@ def test_signals_save_and_say_how_to_go_on(config, tmp_path):
 
 def lines(out) -> int:
     return len((out / "steps.jsonl").read_text().splitlines()) if (out / "steps.jsonl").exists() else 0
-
-
-def wait_for(condition, child) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert child.poll() is None, child.stderr.read()
-        assert time.monotonic() < end, "nothing happened for a minute"
-        time.sleep(0.05)
 
 
 def test_phases_from_a_file(tmp_path, capsys):

@@ -18,9 +18,9 @@ def library(name, **functions):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_get_the_config_and_each_record(tmp_path, monkeypatch, kind):
+def test_trackers_get_the_config_and_each_record(tmp_path, monkeypatch, capsys, kind):
     calls = []
-    note = lambda what: lambda *a, **k: calls.append((what, a, k))  # noqa: E731
+    note = lambda what: lambda *a, **k: (calls.append((what, a, k)), what == "log" or print(what))  # noqa: E731
     monkeypatch.setitem(sys.modules, kind, library(kind, init=note("init"), log=note("log"), finish=note("finish")))
     with open_log(kind, tmp_path, "first", {"lr": 1e-3}) as log:
         log.write(RECORD)
@@ -30,6 +30,7 @@ def test_trackers_get_the_config_and_each_record(tmp_path, monkeypatch, kind):
         ("log", ({"loss": 2.5, "lr": 1e-3},), {"step": 7}),
         ("finish", (), {}),
     ]
+    assert capsys.readouterr() == ("", "init\nfinish\n"), "stdout is for --json"
 
 
 def test_tensorboard_gets_scalars(tmp_path, monkeypatch):

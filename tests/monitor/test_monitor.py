@@ -1,5 +1,6 @@
 """Tapes survive what happens to files, and the report shows what the tape holds and nothing else."""
 
+import doctest
 import json
 import re
 from io import StringIO
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from gpubound import trace
 from gpubound.errors import DataError
-from gpubound.monitor import Live, Tape, write_report
+from gpubound.monitor import Live, Tape, report, write_report
 from gpubound.monitor.chart import Series, line_chart
 from gpubound.monitor.report import summary
 
@@ -89,6 +90,25 @@ def test_the_chart_draws_the_data():
     assert (x0, y0) == (56.0, 174.0) and (x1, y1) == (548.0, 10.0)
 
 
+def test_a_line_begins_anew_with_each_phase(tmp_path):
+    """The held-out losses of two phases are of different data: no line between them."""
+    tape = Tape.create(tmp_path, name="first")
+    for step in range(1, 7):
+        tape.append({"step": step, "held_out": float(step), "phase": "books" if step < 4 else "chats"})
+    page = write_report([tape]).read_text()
+    assert [len(points.split()) for points in re.findall(r'points="([^"]+)"', page)] == [3, 3]
+
+
+def test_settings_in_words(tmp_path):
+    assert doctest.testmod(report).failed == 0
+    config = {"data": ["a/", "b/"], "lr": 1e-3, "phases": [{"name": "books", "steps": 3}, {"name": "chats", "steps": 2}]}
+    tape = Tape.create(tmp_path, name="first", config=config, mfu="share of the matrix rate = 1 / 2")
+    tape.append({"step": 1, "loss": 2.0})
+    page = write_report([tape]).read_text()
+    assert "data <b>a/ b/</b>" in page and "phases <b>books: steps 3; chats: steps 2</b>" in page
+    assert "share of the matrix rate = 1 / 2" in page
+
+
 def test_many_points_are_averaged_not_sampled():
     spiky = [0.0, 2.0] * 3000  # taking every tenth point would show 0 or 2 only
     svg = line_chart("spikes", [Series("a", list(range(6000)), spiky)])
@@ -129,6 +149,39 @@ def test_what_is_measured_seldom_stays_in_the_line():
         live.show({"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25})
         live.show({"step": 2, "loss": 2.0})
     assert out.getvalue().splitlines()[-1] == "demo 2/10  loss 2.000  held out 3.250  500MB"
+
+
+def test_another_phase_has_another_held_out_loss():
+    out = StringIO()
+    with Live(10, "demo", Console(file=out, width=200)) as live:
+        live.show({"step": 4, "loss": 3.0, "held_out": 3.25, "phase": "books"})
+        live.show({"step": 5, "loss": 2.0, "phase": "books"})
+        live.show({"step": 6, "loss": 1.0, "phase": "chats"})
+    assert out.getvalue().splitlines() == [
+        "demo 4/10  books  loss 3.000  held out 3.250",
+        "demo 5/10  books  loss 2.000  held out 3.250",
+        "demo 6/10  chats  loss 1.000",
+    ]
+
+
+def test_the_first_step_of_a_resumed_run_is_shown():
+    out = StringIO()
+    with Live(100, "demo", Console(file=out, width=200)) as live:
+        for step in range(57, 63):
+            live.show({"step": step, "loss": 2.0})
+    assert out.getvalue().splitlines() == ["demo 57/100  loss 2.000", "demo 60/100  loss 2.000"]
+
+
+def test_on_a_terminal_of_80_columns_the_bar_and_all_figures_are_seen():
+    out = StringIO()
+    figures = {"loss": 3.21, "held_out": 3.5, "tokens_per_s": 192_000, "mfu": 0.494, "gpu_busy": 0.97, "power_w": 690}
+    with Live(2000, "first", Console(file=out, force_terminal=True, width=80)) as live:
+        live.show({"step": 1200, "phase": "pretrain", **figures, "memory_bytes": 2.37e10, "skipped": 1})
+    bar, *below = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue().split("\x1b[2K")[-1]).splitlines()
+    assert bar.startswith("first ━") and "1200/2000" in bar
+    assert " ".join(" ".join(below).split()) == (
+        "pretrain loss 3.210 held out 3.500 192k tok/s 49.4% of the matrix rate GPU busy 97% 690 W 23.7GB 1 skipped"
+    )
 
 
 def test_live_without_a_terminal_prints_ten_lines():

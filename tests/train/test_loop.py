@@ -1,8 +1,6 @@
 """The loop hands out each step's record one step late, times what the step took and nothing else, and stops between steps."""
 
-import os
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -73,23 +71,23 @@ def test_a_signal_asks_and_the_handlers_come_back(number):
     before = signal.getsignal(number)
     with Stop() as stop:
         assert stop.asked is None
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.asked == signal.Signals(number).name
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-            time.sleep(1)
+            signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_record_holds_what_the_events_saw(device):
+def test_on_a_gpu_a_record_holds_what_the_events_saw(device, monkeypatch):
     model, seen = small().to(device), []
     step = TrainStep(model, summed, AdamW(1e-2), precision="fp32")
     loop = Loop(step, seen.append)
     batch = tuple(t.to(device) for t in draw(4))
-    for number in range(1, 13):
+    monkeypatch.setattr("gpubound.train.loop.WATCHED_EVERY", 10)
+    for number in range(1, 21):
         loop.launch(number, batch)
     loop.finish()
-    assert step.captured and all(0 < r["gpu_busy"] <= 1 and r["seconds"] > 0 for r in seen[1:])
+    assert step.captured and all(0 < r["gpu_busy"] <= 1 and r["seconds"] > 0 and r["host_lead_ms"] >= 0 for r in seen[1:])
     counted = [r for r in seen if "syncs" in r]
-    assert len(counted) == 1 and counted[0]["syncs"] == 0 and counted[0]["h2d_bytes"] == 0
+    assert [r["step"] for r in counted] == [6, 16] and all(r["syncs"] == 0 and r["h2d_bytes"] == 0 for r in counted)

@@ -1,11 +1,17 @@
-"""Activation checkpointing: the same gradients, less kept; found blocks; dropout dropped twice alike."""
+"""Activation checkpointing: the same gradients, less kept; found blocks; dropout dropped twice alike; what a budget needs."""
+
+import doctest
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from gpubound.train import TrainStep
-from gpubound.train.recompute import drops_out, find_blocks, recompute_blocks
+from gpubound import trace
+from gpubound.errors import DeviceError
+from gpubound.feed.where import readable
+from gpubound.train import TrainStep, recompute
+from gpubound.train.recompute import count_blocks, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
 
 from .test_loss import batch, llama
 
@@ -45,9 +51,9 @@ def kept(model, x) -> int:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_same_steps(dropout):
     results = []
-    for recompute in ("none", "blocks"):
+    for way in ("none", "blocks"):
         model = stack(dropout=dropout)
-        step = TrainStep(model, squares, precision="fp32", graph="off", recompute=recompute)
+        step = TrainStep(model, squares, precision="fp32", graph="off", recompute=way)
         torch.manual_seed(1)
         results.append(([step(torch.randn(4, 8)).read() for _ in range(3)], [p.detach().clone() for p in model.parameters()]))
     (values, weights), (again, weights_again) = results
@@ -85,3 +91,112 @@ def test_what_is_found():
         "recompute='blocks': Linear has no list of blocks of one class (nn.ModuleList, nn.Sequential); "
         "leave it out, or checkpoint inside the model."
     )
+
+
+def kinds():
+    """(model, what runs it) by name: blocks that wrap themselves, and Hugging Face's protocol."""
+    return {
+        "plain": (stack(), lambda model: model(torch.ones(100, 8))),
+        "hugging face": (llama(), lambda model: model.model(batch(0)["input_ids"])),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_first_so_many(kind):
+    """Each more keeps less, the last as little as all of them; and undone, as much as before."""
+    model, run = kinds()[kind]
+    by_count = []
+    for count in range(count_blocks(model) + 1):
+        undo = recompute_blocks(model, count)
+        by_count.append(kept(run, model))
+        undo()
+    assert count_blocks(model) == len(by_count) - 1 == {"plain": 3, "hugging face": 2}[kind]
+    assert all(more > less for more, less in pairwise(by_count)) and kept(run, model) == by_count[0]
+    undo = recompute_blocks(model)
+    assert kept(run, model) == by_count[-1]
+    undo()
+    with pytest.raises(ValueError) as error:
+        recompute_blocks(model, 9)
+    assert str(error.value) == f"recompute: got 9 blocks, the model has {len(by_count) - 1}; give at most so many."
+
+
+def test_the_first_are_those_that_recompute():
+    model = stack()
+    recompute_blocks(model, 2)
+    assert ["forward" in block.__dict__ for block in model.blocks] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_budget_takes_as_few_as_it_needs(kind, capsys, monkeypatch):
+    """The peak is what autograd keeps, counted in a real forward; every budget between none and all is tried."""
+    monkeypatch.setattr(trace, "_said", set())
+    model, run = kinds()[kind]
+    peaks, tried = [], []
+
+    def measured(rehearse, device):
+        tried.append(0)
+        return kept(run, model)
+
+    for count in range(count_blocks(model) + 1):
+        undo = recompute_blocks(model, count)
+        peaks.append(kept(run, model))
+        undo()
+    for count, peak in enumerate(peaks):
+        tried.clear()
+        assert fit_blocks(model, lambda: None, peak, torch.device("cpu"), measured) == count
+        assert kept(run, model) == peaks[0] and len(tried) <= 3
+    assert f"recompute: 1 of {len(peaks) - 1} blocks; " in capsys.readouterr().err
+    with pytest.raises(DeviceError) as error:
+        fit_blocks(model, lambda: None, peaks[-1] - 1, torch.device("cpu"), measured)
+    assert str(error.value) == (
+        f"recompute: with all {len(peaks) - 1} blocks recomputed a step still needs more than {readable(peaks[-1] - 1)}; "
+        f"take a smaller micro-batch, shorter rows or a larger budget."
+    )
+
+
+def test_out_of_memory_is_too_much():
+    model = stack()
+
+    def peak(rehearse, device):
+        if sum("forward" in block.__dict__ for block in model.blocks) < 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return 1
+
+    assert fit_blocks(model, lambda: None, 10, torch.device("cpu"), peak) == 2
+
+
+def test_what_is_asked_for():
+    assert doctest.testmod(recompute).failed == 0
+    assert [parse(word) for word in ("none", "blocks", "7", "1.5 GiB")] == [
+        ("none", 0), ("blocks", 0), ("count", 7), ("budget", 3 * 2**29),
+    ]  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        peak_bytes(lambda: None, torch.device("cpu"))
+    assert str(error.value) == (
+        "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
+        "take none, blocks, or a number of blocks."
+    )
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_gpu_keeps_to_the_budget(capsys, monkeypatch):
+    """Three quarters of the way from all to none: some blocks recompute, not all, and the next rehearsal keeps to it."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(trace, "_said", set())
+    model = stack().cuda()
+    x = torch.randn(200_000, 8, device="cuda")
+    cuda = torch.device("cuda", 0)
+
+    def rehearse():
+        model(x).square().sum().backward()
+        model.zero_grad()
+
+    rehearse()
+    none = peak_bytes(rehearse, cuda)
+    undo = recompute_blocks(model)
+    every = peak_bytes(rehearse, cuda)
+    undo()
+    budget = every + (none - every) // 4 * 3
+    count = fit_blocks(model, rehearse, budget, cuda)
+    recompute_blocks(model, count)
+    assert 0 < count < 3 and peak_bytes(rehearse, cuda) <= budget

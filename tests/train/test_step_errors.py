@@ -23,7 +23,7 @@ def message(call) -> str:
         ({"clip": 0.0}, "TrainStep: clip must be above 0, got 0.0; None does not clip."),
         ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
         ({"recompute": "all"}, "TrainStep: recompute must be one of none, blocks, got 'all'."),
-        ({"precision": "fp8"}, "precision: got 'fp8', wanted one of fp32, tf32, bf16, bf16-pure, fp16."),
+        ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
         ({"optimizer": "sgd"}, "TrainStep: optimizer must be 'adamw' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'."),
     ],

@@ -18,7 +18,7 @@ from ..train.prepare import prepare
 from ..train.recipe import Recipe
 from ..train.run import Run
 from . import arguments
-from .session import finish, say, train
+from .session import disk_of, finish, say, train
 
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'
 TEMPERATURE = 0.5
@@ -48,15 +48,16 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Demo, argv, "demo")
     device = resolve(options.device)
     clear(Path(options.out), options.resume)
-    run = prepare(recipe_for(device, options), resume=options.resume)
-    tape = train(run, "demo", write)
-    if run.finished:
-        say(f"\nIt goes on from {PROMPT!r}:\n\n{tape.about['sample']}\n")
-        say(f"export: {run.export(run.folder / 'model')} (a Hugging Face folder)")
-    else:
-        again = f"gpubound demo --out {options.out} --resume" + (f" --steps {options.steps}" if options.steps else "")
-        say(f"go on with: {again}")
-    finish(tape)
+    with disk_of(options.out):
+        run = prepare(recipe_for(device, options), resume=options.resume)
+        tape = train(run, "demo", write)
+        if run.finished:
+            say(f"\nIt goes on from {PROMPT!r}:\n\n{tape.about['sample']}\n")
+            say(f"export: {run.export(run.folder / 'model')} (a Hugging Face folder)")
+        else:
+            again = f"gpubound demo --out {options.out} --resume" + (f" --steps {options.steps}" if options.steps else "")
+            say(f"go on with: {again}")
+        finish(tape)
     return 0
 
 

@@ -2,14 +2,17 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from errno import ENOSPC
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from .. import measure
 from ..device import label
-from ..errors import MeasureError
+from ..errors import DataError, MeasureError
 from ..monitor import Live, Tape, write_report
 from ..monitor.gauges import Gauges
 from ..monitor.live import quantity
@@ -18,6 +21,20 @@ from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.run import Run
 from ..version import __version__
+
+
+@contextmanager
+def disk_of(out: str) -> Iterator[None]:
+    """Say it in a sentence when the disk under `out` is full, whoever found out."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
+            raise
+        raise DataError(
+            f"{out}: no space is left on its disk; what was saved there before is intact. "
+            f"Free space, then go on with --resume, or give another --out."
+        ) from error
 
 
 def say(text: str) -> None:
@@ -33,11 +50,13 @@ def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log:
     logger = open_log(log, run.folder, title, config)
     tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device))
     tape.rewind(run.done)
-    tape.tell(placement=str(run.placement), verdict=None, finished=False)
-    say(run.placement.summary)
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
+    tape.tell(placement=str(run.placement), mfu=scale.formula, verdict=None, finished=False)
+    say(run.placement.summary)
     after = f" after step {first:,}" if first else ""
     say(f"{title}: {size_of(run)}, {run.steps - first:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
+    if scale.formula:
+        say(scale.formula)
     with Stop() as stop, logger, gauges, Live(run.steps, title) as live:
 
         def on_record(record: Record) -> None:
@@ -62,12 +81,26 @@ class Scale:
 
     def __init__(self, run: Run):
         self.run = run
-        kind = "tf32" if run.recipe.precision == "tf32" else next(run.model.parameters()).dtype
+        dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
+        kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
         self.flops_per_s: float | None = None
+        self.formula: str | None = None
         try:
             self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(kind)
+            self.formula = self._formula(kind)
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
+
+    def _formula(self, kind: str) -> str:
+        """How `mfu` comes about, with this run's numbers."""
+        config, lengths = self.run.model.config, {stage.recipe.seq for stage in self.run.stages}
+        seq = lengths.pop() if len(lengths) == 1 else "seq"
+        width = config.heads * config.head_dim
+        return (
+            f"share of the matrix rate = tokens/s · (6 · {quantity(config.product_parameters)} parameters in products + "
+            f"6 · {config.layers} layers · {width} wide · {seq} tokens) / {quantity(self.flops_per_s or 0, 'FLOP/s')} "
+            f"({kind}, measured on this machine)"
+        )
 
     def fill(self, record: Record) -> Record:
         if self.flops_per_s and "tokens_per_s" in record:

@@ -18,8 +18,9 @@ import yaml
 
 from ..monitor.logs import check_log
 from ..train.prepare import prepare
-from ..train.recipe import MODELS, Recipe, unknown
-from .session import finish, say, train
+from ..train.recipe import OFFERED, Recipe, unknown
+from ..train.recompute import parse as parse_recompute
+from .session import disk_of, finish, say, train
 
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -41,11 +42,11 @@ class Train(Recipe):
     auto_batch: bool = False
     """Take the largest micro-batch that fits on the GPU, found by trying; a step keeps its number of tokens."""
     export: str | None = None
-    """Write the trained model to this folder as transformers loads it."""
+    """hf, or a folder: write the trained model there as transformers loads it; hf is the folder hf in --out."""
     log: str | None = None
     """tensorboard, wandb or trackio: write the records there, too."""
     list: bool = False
-    """List the presets and end."""
+    """List the models that --model knows by name, and end."""
     json: bool = False
     """Print the run's last record and where everything is as JSON on stdout."""
 
@@ -64,21 +65,28 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print(presets())
         return 0
-    if options.export and Path(options.export).is_file():
-        raise ValueError(f"export: {options.export} is a file; give a folder.")
     check_log(options.log)
     recipe = options.recipe()
-    run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
-    tape = train(run, Path(recipe.out).name, log=options.log)
-    if not run.finished:
-        say(f"go on with: gpubound train {' '.join([file or '...', *argv])}{'' if options.resume else ' --resume'}")
-    report = finish(tape)
-    if options.export:
-        say(f"export: {run.export(options.export)}")
+    export = Path(recipe.out, "hf") if options.export == "hf" else Path(options.export) if options.export else None
+    if export and export.is_file():
+        raise ValueError(f"export: {export} is a file; give a folder.")
+    if options.auto_batch and parse_recompute(recipe.recompute)[0] == "budget":
+        raise ValueError(
+            f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
+            f"give --recompute none, blocks or a number, or --micro-batch yourself."
+        )
+    with disk_of(recipe.out):
+        run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
+        tape = train(run, Path(recipe.out).name, log=options.log)
+        if not run.finished:
+            say(f"go on with: gpubound train {' '.join([file or '...', *argv])}{'' if options.resume else ' --resume'}")
+        report = finish(tape)
+        if export:
+            say(f"export: {run.export(export)}")
     if options.json:
         last = tape.steps()[-1] if tape.steps() else {}
         about = {"out": recipe.out, "finished": run.finished, "last": last, "verdict": tape.about["verdict"]}
-        print(json.dumps(about | {"report": str(report), "export": options.export}))
+        print(json.dumps(about | {"report": str(report), "export": str(export) if export else None}))
     return 0
 
 
@@ -137,6 +145,8 @@ def _as(field: dataclasses.Field, value: Any) -> Any:
             return float(value)
         except ValueError:
             pass  # the sentence below names the field
+    if wanted is str and type(value) is int:  # recompute: 12
+        return str(value)
     if value is None and field.default is None:
         return None
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
@@ -146,9 +156,10 @@ def _as(field: dataclasses.Field, value: Any) -> Any:
 
 def presets() -> str:
     lines = ["preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied"]
-    for name, c in MODELS.items():
+    for name, c in OFFERED.items():
         tied = "yes" if c.tied else "no"
         lines.append(
             f"{name:6}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.vocabulary:10}  {tied}"
         )
+    lines.append("10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe")
     return "\n".join(lines)

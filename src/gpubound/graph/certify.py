@@ -3,6 +3,9 @@
 A graph that has baked in what it should compute agrees with eager on the inputs it was captured with, and on no others. Each
 round starts from one state, runs eagerly, puts the state back, replays, and compares every output, every tensor written and
 every gradient made. The next round goes on from where the last ended, so counters and moments are seen to move as they should.
+
+Beside the capture's snapshot one copy of the state is enough: it holds what a round starts from, then in exchange what eager
+has left. The first round starts from the snapshot itself.
 """
 
 import time
@@ -16,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from ..errors import GraphError
 from .calls import Results, Subject, eager_call, replay_call
 from .diagnose import cause
-from .memory import EQUAL, Difference, Memory, Room, difference
+from .memory import EQUAL, Difference, Memory, Room, difference, where
 from .vary import vary
 
 
@@ -78,10 +81,12 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
     rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
     subject.reset()
     room = Room(subject.device)
-    workspace = [Memory(memory.tensor, memory.name, room) for memory in subject.snapshot.memories.values()]
+    kept = list(subject.snapshot.memories.values())
+    workspace = [Memory(memory.tensor, memory.name, room, now=False) for memory in kept]
     worst, worst_name, same_random = EQUAL, "", True
     for index, (given, _) in enumerate(rounds):
-        verdicts, random = _round(subject, given, workspace, made_up=others is None)
+        last = index == len(rounds) - 1
+        verdicts, random = _round(subject, given, workspace, others is None, first=index == 0, last=last)
         same_random = same_random and random
         for name, found in verdicts:
             if not found.bitwise and not found.relative <= tolerance:
@@ -91,7 +96,8 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
                 )
             if found.relative > worst.relative or (worst.bitwise and not found.bitwise):
                 worst, worst_name = found, name
-    mutated = [memory.name for memory in subject.snapshot.memories.values() if memory.changed()]
+    copies, where_they_lie = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
+    mutated = [memory.name for memory in kept if memory.changed()]
     made = [name for name in subject.new_gradients if name not in mutated]
     subject.reset()
     subject.layout.copy_in(examples)
@@ -108,26 +114,28 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
         "tolerance": tolerance,
         "same_random_state": same_random,
         "seconds": time.perf_counter() - started,
-        "snapshot_bytes": subject.snapshot.nbytes + sum(memory.kept.numel() for memory in workspace),
-        "snapshot_on": subject.snapshot.where(),
+        "snapshot_bytes": copies,
+        "snapshot_on": where_they_lie,
     }
 
 
 def _round(
-    subject: Subject, given: list[Tensor], workspace: list[Memory], made_up: bool
+    subject: Subject, given: list[Tensor], workspace: list[Memory], made_up: bool, first: bool, last: bool
 ) -> tuple[list[tuple[str, Difference]], bool]:
-    """Eager, then the replay, from one state. The workspace holds that state, then eager's results."""
+    """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
     before = subject.generators.states()
     eager = eager_call(subject, given, made_up)
     subject.generators.set(before)
     for memory in workspace:
-        memory.swap()
+        memory.keep() if first else memory.swap()
+    if first:
+        subject.snapshot.restore()
     replayed = replay_call(subject, given)
     verdicts = _compare(eager, replayed)
     for memory in workspace:
         found = memory.difference()
         verdicts.append((memory.name, found))
-        if not found.bitwise:
+        if not found.bitwise and not last:
             memory.keep()
     same = all(torch.equal(a, b) for a, b in zip(eager.random, replayed.random))
     return verdicts, same

@@ -1,5 +1,6 @@
 """From a function to a graph: watch it, refuse what no graph can hold, put the state back, capture, put it back again."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
+from ..trace import notice
 from . import explain
 from .discover import Watch
 from .guard import Guard, same
 from .layout import Layout
-from .memory import Generators, Snapshot, whole
-from .poison import fill_results
+from .memory import Generators, Snapshot, allocating_in, whole
+from .poison import fill_results, scribble
 from .reach import Found, Reach, Way, storage_key
 from .runner import runner_for
 
@@ -41,13 +43,10 @@ class Preparation:
             self._take_state(found)
         for found in self.before.tensors:
             self.watch.leaf(found.tensor, certain=True)
-        try:
-            self._warm_up(warmup)
-            self._refuse()
-            self._look_for_waits()
-        except BaseException:
-            self._undo()
-            raise
+        if not self._try_calls(warmup):
+            notice(f"capture({name}): the device has no memory for fn beside copies of its state; they are moved to the host.")
+            gc.collect()  # what the broken call held
+            self._try_calls(warmup)
         self._settle()
 
     def capture(self) -> None:
@@ -81,14 +80,24 @@ class Preparation:
         return self.fn(*self.layout.static)
 
     def eager(self, inputs: tuple) -> Any:
-        return self.runner.run(lambda: self.fn(*inputs))
+        """A call in the graph's own memory, so that activations are not held twice. `poison_results` wipes it afterwards."""
+        with allocating_in(self.runner.pool, self.device):
+            outputs = self.runner.run(lambda: self.fn(*inputs))
+        for leaf, bound in self._bound.values() if self.runner.pool is not None else ():
+            if leaf.grad is not None and leaf.grad is not bound:
+                leaf.grad = leaf.grad.detach().clone()  # the replay would write over it
+        return outputs
 
     def replay(self) -> None:
         self.runner.replay()
 
     def poison_results(self) -> None:
-        """NaN into whatever the next replay must write, so that an element it leaves out is seen."""
+        """NaN into whatever the next replay must write, so that an element it leaves out is seen.
+
+        Also into the graph's free memory: eager has just left there what the replay is to compute by itself.
+        """
         fill_results(self.outputs, self.made_gradients(), self.foreign)
+        scribble(self.runner.pool, self.device)
 
     def made_gradients(self) -> list[Tensor]:
         """The gradients that the graph makes anew at every replay, in its own memory."""
@@ -124,6 +133,26 @@ class Preparation:
         self.watch.see(found.tensor, None)
         if not (isinstance(found.tensor, nn.Parameter) and not found.tensor.requires_grad):
             self.snapshot.add(found.tensor, found.name)
+            if (seen := self.watch.external.get(storage_key(found.tensor))) is not None:
+                seen.is_written = True  # or each kernel that gets it would be tried with a copy of it
+
+    def _try_calls(self, warmup: int) -> bool:
+        """All calls before the capture. False when there was no memory for them, but is now: copies have left the device."""
+        try:
+            self._warm_up(warmup)
+            self._refuse()
+            self._look_for_waits()
+        except torch.OutOfMemoryError:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the broken call's kernels still run
+            self._undo()
+            if not self.snapshot.leave_device():
+                raise
+            return False
+        except BaseException:
+            self._undo()
+            raise
+        return True
 
     def _warm_up(self, calls: int) -> None:
         """Watched calls, until state that only a first call makes has been made and used."""

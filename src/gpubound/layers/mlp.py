@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu
-from .product import Stacked, cut_to_size, linear, plain
+from . import fp8, lean
+from .product import Stacked, cut_to_size, linear, plain, stacked_product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -37,11 +39,22 @@ class MLP(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         children: dict[str, Any] = self._modules
-        layers = children["gate_proj"], children["up_proj"]
-        packed = self.stacked.product(x, layers)
-        y = self._gated(packed) if packed is not None else self._gated(*(layer(x) for layer in layers))
-        down = children["down_proj"]
-        return linear(y, down._parameters["weight"], down._parameters["bias"]) if plain(down) else down(y)
+        layers, down = (children["gate_proj"], children["up_proj"]), children["down_proj"]
+        stack = self.stacked.parts(layers)
+        own = down._parameters if plain(down) else {}
+        weight, bias = own.get("weight"), own.get("bias")
+        if stack is None:
+            y = self._gated(*(layer(x) for layer in layers))
+        else:
+            trains = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+            usual = trains and bias is None and self.activation == "silu"
+            if usual and (result := fp8.gated(x, stack, weight)) is not None:
+                return result
+            packed = stacked_product(x, stack)
+            if usual and lean.HIDDEN and not hasattr(weight, "fp8"):
+                return lean.gated_down(packed, weight)
+            y = self._gated(packed)
+        return down(y) if weight is None else linear(y, weight, bias)
 
     def _gated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """`gate` alone is the packed product [gate | up]."""

@@ -1,9 +1,12 @@
 """RMSNorm, alone or with the residual add inside."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..kernels import add_rms_norm, rms_norm
+from . import lean
 
 
 class RMSNorm(nn.Module):
@@ -21,16 +24,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._parameters["weight"], self.eps)
+        weight: Any = self._parameters["weight"]
+        return lean.mark(rms_norm(x, weight, self.eps), x, weight, self.eps)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
-        weight = self._parameters["weight"]
+        weight: Any = self._parameters["weight"]
         if pending is None:
-            return rms_norm(x, weight, self.eps), x
+            return self.forward(x), x
         if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
-        return add_rms_norm(x, pending, weight, self.eps)
+        y, stream = add_rms_norm(x, pending, weight, self.eps)
+        return lean.mark(y, stream, weight, self.eps), stream
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -21,8 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import GraphError
-from ..kernels.accumulate import deliver, join_rows, weight_gradients
+from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..trace import fallback
+from . import fp8, lean
+
+Parts = tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]
+"""(a stacked weight, its stacked bias, the weights, their biases)"""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +75,10 @@ def _multiply(x: Tensor, whole: Tensor, bias: Tensor | None, weights: Sequence[T
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
         return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return _Product.apply(x, whole, bias, len(weights), *weights, *biases)
+    if (site := fp8.site_of(weights, x)) is not None:
+        return fp8.multiply(x, site, whole, bias, weights, biases)
+    made_of = lean.origin(x) if any(weight.requires_grad for weight in weights) else None
+    return _Product.apply(x, made_of, whole, bias, len(weights), *weights, *biases)
 
 
 class _Product(torch.autograd.Function):
@@ -83,8 +90,9 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, whole, bias, count, *parameters):
-        ctx.save_for_backward(x)
+    def forward(ctx, x, made_of, whole, bias, count, *parameters):
+        ctx.save_for_backward(*((x, None) if made_of is None else made_of[:2]))
+        ctx.eps = None if made_of is None else made_of.eps
         ctx.whole, ctx.count, ctx.parameters = whole, count, parameters
         ctx.versions = [p._version for p in parameters]
         return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -92,7 +100,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        (x,) = ctx.saved_tensors
+        x, norm = ctx.saved_tensors
         if [p._version for p in ctx.parameters] != ctx.versions:
             raise RuntimeError(
                 "a weight of a fused product was changed in place between forward and backward, so its gradient would be "
@@ -101,10 +109,12 @@ class _Product(torch.autograd.Function):
         dx = g @ ctx.whole.to(g.dtype) if ctx.needs_input_grad[0] else None
         flat_g = g.reshape(-1, g.shape[-1])
         weights, biases = ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
+        if norm is not None and any(wanted[: ctx.count]):
+            x = lean.Normed(x, norm, ctx.eps).again()
         dw = _weight_gradients(weights, wanted, flat_g, x) if any(wanted[: ctx.count]) else [None] * len(weights)
-        db = _bias_gradients(biases, wanted[ctx.count :], flat_g)
-        return dx, None, None, None, *dw, *db
+        db = bias_gradients(biases, wanted[ctx.count :], flat_g)
+        return dx, None, None, None, None, *dw, *db
 
 
 def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tensor, x: Tensor) -> list[Tensor | None]:
@@ -114,13 +124,6 @@ def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tens
         return list(weight_gradients(weights, g, x))
     parts = g.split([w.shape[0] for w in weights], 1)
     return [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
-
-
-def _bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
-    if not any(wanted):
-        return [None] * len(biases)
-    sums = g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)).split([b.shape[0] for b in biases])
-    return [deliver(b, s) if want else None for b, s, want in zip(biases, sums, wanted)]
 
 
 def plain(layer: Any) -> bool:
@@ -149,6 +152,11 @@ class Stacked:
 
     def product(self, x: Tensor, layers: Sequence[Any]) -> Tensor | None:
         """The layers' outputs side by side, or None when they cannot be one product now; `fallbacks` then holds why."""
+        parts = self.parts(layers)
+        return None if parts is None else stacked_product(x, parts)
+
+    def parts(self, layers: Sequence[Any]) -> Parts | None:
+        """What `stacked_product` multiplies by, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
         for layer in layers:
@@ -162,7 +170,7 @@ class Stacked:
             if why := self.repack(weights, biases):
                 return self._refuse(why)
         assert self._weight is not None
-        return _multiply(x, self._weight, self._bias, weights, biases)
+        return self._weight, self._bias, weights, biases
 
     def repack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> str | None:
         """Make the weights (and biases) neighbours again. None when that is done, else why it may not be."""
@@ -176,11 +184,16 @@ class Stacked:
         self._addresses = tuple(p.data_ptr() for p in [*weights, *biases])
         return None
 
-    def _refuse(self, why: str) -> Tensor | None:
+    def _refuse(self, why: str) -> Any:
         self._addresses, self._weight, self._bias = (), None, None  # hold no memory that nobody multiplies by
         self.fallbacks[why] += 1
         fallback("layers: several weights as one product", why)
         return None
+
+
+def stacked_product(x: Tensor, parts: Parts) -> Tensor:
+    """x times what `Stacked.parts` gave."""
+    return _multiply(x, *parts)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

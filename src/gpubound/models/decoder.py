@@ -88,11 +88,13 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden, config.eps, **where)
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
 
-    def forward(self, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), self.turn(ids, positions), mask)
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return run_blocks(self.layers, self.norm, self.embed_tokens(input_ids), self.turn(input_ids, position_ids), mask)
 
-    def turn(self, ids: Tensor, positions: Tensor | None) -> Rope:
-        return self.rope.first(ids.shape[1], ids.device) if positions is None else self.rope.angles(positions)
+    def turn(self, input_ids: Tensor, position_ids: Tensor | None) -> Rope:
+        if position_ids is None:
+            return self.rope.first(input_ids.shape[1], input_ids.device)
+        return self.rope.angles(position_ids)
 
 
 class Decoder(nn.Module):

@@ -13,9 +13,12 @@ POINTS = 600  # more than the chart is wide: beyond it a long run only makes the
 
 @dataclass(frozen=True)
 class Series:
+    """A line, drawn anew from each x in `begins`."""
+
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    begins: Sequence[float] = ()
 
 
 def line_chart(title: str, series: Sequence[Series], style: str = "g", x_label: str = "step") -> str:
@@ -85,7 +88,9 @@ def _grid(frame: _Frame, x_ticks: list[float], y_ticks: list[float], style: str)
 
 
 def _line(frame: _Frame, index: int, series: Series, style: str) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (frame.at(*p) for p in zip(series.x, series.y)))
+    pieces: list[list[str]] = [[] for _ in range(len(series.begins) + 1)]
+    for x, y in zip(series.x, series.y):
+        pieces[sum(x >= begin for begin in series.begins)].append("{:.1f},{:.1f}".format(*frame.at(x, y)))
     label = f"{escape(series.name)}: last {number(series.y[-1], style)}"
     marks = "".join(
         f'<circle cx="{frame.at(x, y)[0]:.1f}" cy="{frame.at(x, y)[1]:.1f}" r=5>'
@@ -93,7 +98,8 @@ def _line(frame: _Frame, index: int, series: Series, style: str) -> str:
         for x, y in zip(series.x, series.y)
     )
     few = " few" if len(series.x) <= DOTS else ""
-    return f'<g class="s{index % 6}{few}"><polyline points="{path}"><title>{label}</title></polyline>{marks}</g>'
+    lines = "".join(f'<polyline points="{" ".join(p)}"><title>{label}</title></polyline>' for p in pieces if p)
+    return f'<g class="s{index % 6}{few}">{lines}{marks}</g>'
 
 
 def _thin(series: Series) -> Series:
@@ -101,4 +107,4 @@ def _thin(series: Series) -> Series:
     pairs = [(x, y) for x, y in zip(series.x, series.y) if math.isfinite(y)]
     group = max(1, math.ceil(len(pairs) / POINTS))
     means = [pairs[i : i + group] for i in range(0, len(pairs), group)]
-    return Series(series.name, [g[-1][0] for g in means], [sum(y for _, y in g) / len(g) for g in means])
+    return Series(series.name, [g[-1][0] for g in means], [sum(y for _, y in g) / len(g) for g in means], series.begins)

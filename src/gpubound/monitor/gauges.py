@@ -44,6 +44,7 @@ class Gauges:
             return {"memory_bytes": _resident_bytes()}
         found = {
             "memory_bytes": torch.cuda.max_memory_allocated(self.device),
+            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device),
             "memory_reserved_bytes": torch.cuda.memory_reserved(self.device),
         }
         return found | (self._chip.read() if self._chip is not None else {})

@@ -1,5 +1,7 @@
 """A run's records for TensorBoard, Weights & Biases or trackio, each through its own library. The tape stays."""
 
+import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,20 @@ class TensorBoard(Log):
 
 
 class Tracker(Log):
-    """Weights & Biases, or trackio, which keeps to its interface."""
+    """Weights & Biases, or trackio, which keeps to its interface. What they print goes to stderr: --json has stdout."""
 
     def __init__(self, library: Any, folder: Path, name: str, config: dict[str, Any]):
         self._library = library
         where = {"dir": str(folder)} if library.__name__ == "wandb" else {}
-        library.init(project="gpubound", name=name, config=config, **where)
+        with redirect_stdout(sys.stderr):
+            library.init(project="gpubound", name=name, config=config, **where)
 
     def write(self, record: dict[str, Any]) -> None:
         self._library.log(_figures(record), step=record["step"])
 
     def close(self) -> None:
-        self._library.finish()
+        with redirect_stdout(sys.stderr):
+            self._library.finish()
 
 
 def _figures(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The run report: one self-contained HTML page with charts, made from tapes alone. Two runs are drawn over each other."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ GAUGES = (
     Gauge("grad_norm", "gradient norm", ".3g", "last"),
     Gauge("lr", "learning rate", ".2g", "last"),
     Gauge("memory_bytes", "peak memory, bytes", "si", ""),
+    Gauge("memory_allocated_bytes", "allocated memory, bytes", "si", "", beside="memory_bytes"),
     Gauge("memory_reserved_bytes", "reserved memory, bytes", "si", "", beside="memory_bytes"),
     Gauge("skipped", "skipped steps, not finite", "g", ""),
 )
@@ -45,6 +47,7 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
     out = Path(out) if out else tapes[0].path / "report.html"
     environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=select_autoescape())
+    environment.filters["words"] = words
     called = names(tapes)
     page = environment.get_template("report.html.j2").render(
         title=" against ".join(called),
@@ -54,6 +57,20 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     )
     out.write_text(page)
     return out
+
+
+def words(value: Any) -> str:
+    """A setting as a reader would write it.
+
+    >>> words([{"name": "books", "data": ["a/", "b/"], "steps": 300}])
+    'books: data a/ b/, steps 300'
+    """
+    if isinstance(value, dict):
+        settings = ", ".join(f"{key} {words(what)}" for key, what in value.items() if key != "name")
+        return f"{value['name']}: {settings}" if "name" in value else settings
+    if isinstance(value, list | tuple):
+        return ("; " if any(isinstance(part, dict) for part in value) else " ").join(map(words, value))
+    return str(value)
 
 
 def names(tapes: Sequence[Tape]) -> list[str]:
@@ -78,7 +95,17 @@ def charts(tapes: Sequence[Tape]) -> list[str]:
 
 
 def _series(runs: list[tuple[str, list[dict[str, Any]]]], key: str, suffix: str) -> list[Series]:
-    return [Series(name + suffix, *zip(*points)) for name, records in runs if (points := _points(records, key))]
+    drawn = []
+    for name, records in runs:
+        if points := _points(records, key):
+            steps, values = zip(*points)
+            drawn.append(Series(name + suffix, steps, values, _begins(records)))
+    return drawn
+
+
+def _begins(records: list[dict[str, Any]]) -> list[float]:
+    """The first steps of all phases but the first."""
+    return [b["step"] for a, b in pairwise(records) if a.get("phase") != b.get("phase")]
 
 
 def summary(tapes: Sequence[Tape]) -> list[tuple[str, list[str]]]:

@@ -2,7 +2,8 @@
 
 A step's line holds whatever was measured, under names with their units. The ones that the charts know:
     step, loss, held_out, grad_norm, lr, tokens, seconds, tokens_per_s, mfu, gpu_busy, host_lead_ms, syncs, h2d_bytes,
-    memory_bytes, memory_reserved_bytes, power_w, sm_active, skipped
+    memory_bytes, memory_allocated_bytes, memory_reserved_bytes, power_w, sm_active, skipped
+and, in a run of several phases, phase: its name.
 What was not measured is left out, never written as zero.
 """
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.aside import beside
 from .accumulate import Accumulators
+from .fp8 import Sites
 from .loss import CausalLM
 from .optimizer import FlatAdamW
 from .precision import Precision, products
@@ -32,9 +34,11 @@ class Core:
         optimizer: FlatAdamW,
         precision: Precision,
         reduce: Reduce | None,
+        sites: Sites | None = None,
+        overlap: bool = False,
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
-        self.precision, self.reduce = precision, reduce
+        self.precision, self.reduce, self.sites, self.overlap = precision, reduce, sites, overlap
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
@@ -46,13 +50,29 @@ class Core:
         gradient, totals = self.accumulators.gradient, self.totals
         self.accumulators.zero() if self._compiled else self.accumulators.begin()
         totals.zero_()
+        if self.sites is not None:
+            self.sites.begin()
         with torch.enable_grad(), products(self.precision.products):
             for batch in batches:
                 self._add(batch)
         self.accumulators.finish()
+        if self.sites is not None:
+            self.sites.finish()
         if self.reduce is not None:
             self.reduce(gradient, totals)
         return self.optimizer.update(gradient, totals)
+
+    def calibrate(self, batch: Any) -> None:
+        """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
+        if self.sites is None or self.sites.calibrated:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad(), self.sites.calibrating():
+            self.accumulators.zero()
+            self._add(batch)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step writes, beside the model's own buffers."""
@@ -66,6 +86,7 @@ class Core:
             optimizer.v,
             *optimizer.weights.flat,
             *masters,
+            *([] if self.sites is None else [self.sites.states]),
         ]
 
     def _add(self, batch: Any) -> None:
@@ -76,7 +97,8 @@ class Core:
         else:
             total, items = _checked(self.loss(self.model, batch), self.device)
             total = total if scale is None else total.float() * scale.float()
-        total.backward()
+        with beside(self.device if self.overlap else None):
+            total.backward()
         self.totals[0].add_(total.detach())
         self.totals[1].add_(items)
 

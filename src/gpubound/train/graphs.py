@@ -34,6 +34,7 @@ class Graphs:
     def run(self, tensors: list[Tensor], key: tuple, form: Form) -> Tensor:
         way = self._ways.get(key)
         if way is None:
+            self.core.calibrate(form.fill(tensors)[0])
             way = self._ways[key] = self._find_way(tensors, form)
         return way(*tensors)
 

@@ -2,8 +2,9 @@
 
 What a record holds (see monitor/tape.py for the names) is measured: pace from the ends of two steps on the device's own clock,
 `host_lead_ms` as the time the host waited for a number because the device still worked on it, `gpu_busy` from events around
-each step. `gpu_busy` is given for captured steps only: between the launches of an eager step the events see nothing. One early
-step runs under the ledger, so that a run says how often its step makes the host wait, and what it copies.
+each step. `gpu_busy` is given for captured steps only: between the launches of an eager step the events see nothing. An early
+step, and one in a thousand after it, runs under the ledger, so that a run says how often its step makes the host wait, and what
+it copies.
 """
 
 import signal
@@ -22,7 +23,8 @@ from .result import StepResult
 from .step import TrainStep
 
 Record = dict[str, Any]
-WATCHED = 6  # which step of a loop is counted: behind compiling and capture, early enough for a short run
+WATCHED = 6  # the first step of a loop that is counted: behind compiling and capture, early enough for a short run
+WATCHED_EVERY = 1000  # and one of so many after it: counting slows the host down
 
 
 class Stop:
@@ -91,7 +93,7 @@ class Loop:
         """Step `number` with micro-batches drawn from `batches`."""
         self._launches += 1
         device = self.step.device
-        counted = device.type == "cuda" and self._launches == WATCHED  # a CPU has nothing to wait for
+        counted = device.type == "cuda" and self._launches % WATCHED_EVERY == WATCHED  # a CPU has nothing to wait for
         with watch() if counted else nullcontext() as ledger:
             begin = Mark(device)
             result = self.step(batches)

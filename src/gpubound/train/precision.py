@@ -15,6 +15,7 @@ class Precision:
     masters: bool = False  # fp32 weights behind the 16-bit ones: small updates are not lost
     at_random: bool = False  # round the updated weight up or down at random instead: right on average, 4 bytes a parameter less
     loss_scale: bool = False  # fp16 has too few exponents for small gradients
+    fp8: bool = False  # the blocks' linear products in 8 bits (train/fp8.py)
     products: str | None = None  # how a GPU multiplies fp32 matrices
 
 
@@ -24,6 +25,7 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, masters=True),
     "bf16-pure": Precision(torch.bfloat16, at_random=True),
     "fp16": Precision(torch.float16, masters=True, loss_scale=True),
+    "fp8": Precision(torch.bfloat16, masters=True, fp8=True),
 }
 
 

@@ -11,19 +11,31 @@ from ..models import PRESETS, DecoderConfig
 from .muon import Muon
 from .optimizer import AdamW
 from .precision import precision as precision_named
+from .recompute import parse as parse_recompute
 from .schedule import Schedule
 
 STDLIB = "stdlib"
-MODELS = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
+OFFERED = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The presets, and one that two CPU cores teach some Python in two minutes (the demo's)."""
 
+
+def shrunk(config: DecoderConfig) -> DecoderConfig:
+    """What sets a preset apart, two layers deep and 16 wide a head: to try its recipe on any machine."""
+    heads = 2 * config.heads // config.kv_heads
+    hidden = 16 * heads
+    intermediate = round(hidden * config.intermediate / config.hidden / 16) * 16
+    return replace(config, hidden=hidden, intermediate=intermediate, layers=2, heads=heads, kv_heads=2)
+
+
+MODELS = OFFERED | {f"{name}-tiny": shrunk(config) for name, config in OFFERED.items() if name != "tiny"}
+
 PHASED = (
-    "data", "data_bytes", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "final", "weight_decay",
-    "clip", "optimizer", "validation", "evaluate_every", "patience", "save_every",
+    "data", "data_bytes", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "decay", "final",
+    "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience", "save_every",
 )  # fmt: skip
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
 
-FREE = ("out", "keep", "save_every", "device", "graph")
+FREE = ("out", "keep", "keep_every", "save_every", "device", "graph", "recompute")
 """What may differ when a run is resumed: it does not change the numbers."""
 
 
@@ -34,7 +46,7 @@ class Recipe:
     out: str = "runs/train"
     """Folder of the run: tape, checkpoints, corpus, report."""
     model: str = "10m"
-    """A preset (see --list), or a Hugging Face folder to go on from."""
+    """A preset (see --list), one with -tiny behind it to try the recipe, or a Hugging Face folder to go on from."""
     data: tuple[str, ...] = (STDLIB,)
     """Text files or folders (txt, jsonl, parquet, HF datasets), a built corpus, or 'stdlib': this Python's own source."""
     data_bytes: int | None = None
@@ -59,6 +71,8 @@ class Recipe:
     """constant, linear, cosine or wsd."""
     warmup: float = 0.02
     """Below 1 a fraction of the steps."""
+    decay: float = 0.2
+    """Of wsd: the last part of the steps, in which the rate falls."""
     final: float = 0.1
     """The rate at the end, as a fraction of lr."""
     weight_decay: float = 0.1
@@ -66,11 +80,11 @@ class Recipe:
     clip: float = 1.0
     """The largest global gradient norm."""
     precision: str = "auto"
-    """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16."""
+    """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
     """auto, require or off: the whole step as one CUDA graph."""
     recompute: str = "none"
-    """none, or blocks: keep only each block's input and compute the rest again in backward."""
+    """none; blocks: keep only each block's input and compute the rest again; or of how many; or a budget, as in '40 GB'."""
     ema: float = 0.0
     """Decay of an average of the weights, such as 0.999, which is then what is evaluated and exported; 0: none."""
     validation: float = 0.02
@@ -82,7 +96,9 @@ class Recipe:
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay; the best stays, too."""
+    keep_every: int = 0
+    """Steps between checkpoints that stay for good; 0: none."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     seed: int = 0
@@ -94,7 +110,7 @@ class Recipe:
         for name in ("seq", "micro_batch", "accumulate", "steps", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"recipe: {name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("evaluate_every", "patience", "save_every"):
+        for name in ("evaluate_every", "patience", "save_every", "keep_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"recipe: {name} must not be negative, got {getattr(self, name)}; 0 turns it off.")
         if not 0 < self.validation < 1:
@@ -105,14 +121,20 @@ class Recipe:
             raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
         if self.patience and not self.evaluate_every:
             raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
+        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
+            raise ValueError(
+                f"recipe: keep_every must be a multiple of save_every, got {self.keep_every} and {self.save_every}; "
+                f"only what is saved can be kept."
+            )
         if self.precision != "auto":
             precision_named(self.precision)
+        parse_recompute(self.recompute)
         self.rates, self.numbers  # noqa: B018 (they check what they are given)
         self.stages()
 
     @property
     def rates(self) -> Schedule:
-        return Schedule(self.schedule, steps=self.steps, warmup=self.warmup, final=self.final)
+        return Schedule(self.schedule, steps=self.steps, warmup=self.warmup, final=self.final, decay=self.decay)
 
     @property
     def numbers(self) -> AdamW | Muon:
@@ -150,7 +172,10 @@ def unknown(key: str, known: tuple[str, ...]) -> str:
 
 def check_model(name: str) -> None:
     if name not in MODELS and not Path(name).is_dir():
-        raise ValueError(f"model: got {name!r}, wanted one of {', '.join(MODELS)}, or a Hugging Face folder.")
+        raise ValueError(
+            f"model: got {name!r}, wanted one of {', '.join(OFFERED)} (-tiny behind it: a small one like it), "
+            f"or a Hugging Face folder."
+        )
 
 
 def check_same(old: dict[str, Any], recipe: Recipe) -> None:

@@ -1,32 +1,120 @@
-"""Activation checkpointing: each block keeps only its input and computes the rest again in backward.
+"""Activation checkpointing: a block keeps only its input and computes the rest again in backward.
 
-A third more work for a fraction of the memory.
+A third more work for a fraction of the memory: for every block, for the first few, or for as few as keep the measured peak
+within a budget. It is the first blocks that recompute, because backward comes to them last: by then what the others kept has
+been given back, and the block that is computed again has room.
 """
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from ..errors import DeviceError
+from ..feed.where import parse_bytes, readable
+from ..trace import notice
 
 MODES = ("none", "blocks")
 
 
-def recompute_blocks(model: nn.Module) -> Callable[[], None]:
-    """Switch it on for every block of `model`; returns what switches it off again."""
+def parse(recompute: str) -> tuple[str, int]:
+    """("none" or "blocks", 0), ("count", blocks) or ("budget", bytes).
+
+    >>> parse("12"), parse("40 GB")
+    (('count', 12), ('budget', 40000000000))
+    """
+    if recompute in MODES:
+        return recompute, 0
+    if recompute.isdecimal():
+        return "count", int(recompute)
+    try:
+        return "budget", parse_bytes("", recompute)
+    except ValueError:
+        raise ValueError(
+            f"recompute: got {recompute!r}, wanted none, blocks, a number of blocks, or the bytes that a step may take, "
+            f"as in '40 GB'."
+        ) from None
+
+
+def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[], None]:
+    """Switch it on for every block of `model`, or for the first `count` of them alone; returns what undoes it."""
     # Dropout must drop the same elements twice. Only then is the generator's state kept: a captured step cannot read it.
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops_out(model))
-    ready: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    if ready:  # Hugging Face's protocol, which our own blocks follow
+    if ready := _ready(model):  # Hugging Face's protocol, which our own blocks follow
+        chosen = {id(m) for m in (ready if count is None else _first(_innermost(ready), count))}
         before = [(m, m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None)) for m in ready]
         for module in ready:
-            module.gradient_checkpointing, module._gradient_checkpointing_func = True, again
+            module.gradient_checkpointing, module._gradient_checkpointing_func = id(module) in chosen, again
         return lambda: _restore(before)
     blocks = find_blocks(model)
+    blocks = blocks if count is None else _first(blocks, count)
     for block in blocks:
         block.forward = partial(again, block.forward)
     return lambda: _unwrap(blocks)
+
+
+def fit_blocks(
+    model: nn.Module,
+    rehearse: Callable[[], Any],
+    budget: int,
+    device: torch.device,
+    peak: Callable[[Callable[[], Any], torch.device], int] | None = None,
+) -> int:
+    """How many of the first blocks must recompute for the peak of `rehearse()`, a forward and backward, to fit `budget` bytes.
+
+    Found by trying, log2 of the number of blocks times, since what a block keeps is known to nobody beforehand. Nothing is left
+    switched on. `peak(rehearse, device)` measures; peak_bytes by itself: what torch has allocated at the most, weights and all.
+    """
+    measured, most = peak or peak_bytes, count_blocks(model)
+
+    def fits(count: int) -> int | None:
+        undo = recompute_blocks(model, count)
+        try:
+            found = measured(rehearse, device)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            undo()
+        return found if found <= budget else None
+
+    if (found := fits(most)) is None:
+        raise DeviceError(
+            f"recompute: with all {most} blocks recomputed a step still needs more than {readable(budget)}; "
+            f"take a smaller micro-batch, shorter rows or a larger budget."
+        )
+    low, high = 0, most  # `high` fits, everything below `low` does not
+    while low < high:
+        middle = (low + high) // 2
+        if (now := fits(middle)) is None:
+            low = middle + 1
+        else:
+            high, found = middle, now
+    notice(f"recompute: {high} of {most} blocks; {readable(found)} at the peak of a step, of {readable(budget)}.")
+    return high
+
+
+def peak_bytes(rehearse: Callable[[], Any], device: torch.device) -> int:
+    """The most that was allocated on the GPU while `rehearse` ran."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on {device}; "
+            f"take none, blocks, or a number of blocks."
+        )
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    rehearse()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def count_blocks(model: nn.Module) -> int:
+    """How many blocks there are to recompute."""
+    return len(_innermost(_ready(model)) or find_blocks(model))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -46,6 +134,21 @@ def drops_out(model: nn.Module) -> bool:
     """True when some module drops out at random while training."""
     rates = ("p", "dropout", "attention_dropout")
     return any(isinstance(rate := getattr(m, name, None), float) and rate > 0 for m in model.modules() for name in rates)
+
+
+def _ready(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def _innermost(ready: list[Any]) -> list[Any]:
+    """The blocks themselves: Hugging Face marks the model around them, too."""
+    return [module for module in ready if not any(hasattr(m, "gradient_checkpointing") for m in list(module.modules())[1:])]
+
+
+def _first(blocks: list[Any], count: int) -> list[Any]:
+    if not 0 <= count <= len(blocks):
+        raise ValueError(f"recompute: got {count} blocks, the model has {len(blocks)}; give at most so many.")
+    return blocks[:count]
 
 
 def _restore(before: list[tuple]) -> None:

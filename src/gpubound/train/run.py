@@ -23,6 +23,9 @@ from .ema import Average
 from .loop import Loop, Record, Stop
 from .loss import CausalLM
 from .recipe import Recipe
+from .recompute import MODES as RECOMPUTE_MODES
+from .recompute import fit_blocks, recompute_blocks
+from .recompute import parse as parse_recompute
 from .step import TrainStep
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
@@ -52,7 +55,10 @@ class Stage:
 
 
 def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep:
-    """The optimizer step that `recipe` describes."""
+    """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
+    way, blocks = parse_recompute(recipe.recompute)
+    if way == "count":
+        recompute_blocks(model, blocks)
     return TrainStep(
         model,
         "next_token",
@@ -62,7 +68,7 @@ def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep
         precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
         graph=recipe.graph,
         schedule=recipe.rates,
-        recompute=recipe.recompute,
+        recompute=way if way in RECOMPUTE_MODES else "none",
         seed=recipe.seed,
     )
 
@@ -89,6 +95,9 @@ class Run:
     _loss: CausalLM = field(init=False, default_factory=lambda: CausalLM(shifted=True))
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
+    def __post_init__(self) -> None:
+        self.checkpoints.keep_every = self.recipe.keep_every or None
+
     @property
     def stage(self) -> Stage:
         return self.stages[self.phase]
@@ -114,7 +123,17 @@ class Run:
         self.phase, self.began, self.over = phase, self.done, False
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
         self.step = make_step(self.model, self.stage.recipe, self.device)
+        way, budget = parse_recompute(self.recipe.recompute)
+        if way == "budget":
+            recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
         self.average = Average(self.model, self.step, self.recipe.ema) if self.recipe.ema else None
+
+    def _rehearse(self) -> None:
+        """Forward and backward of one micro-batch, as a step does them. The next step begins its sums anew."""
+        at = self.feed.state_dict()
+        total, _ = self._loss(self.model, self.feed.take(), scale=torch.ones((), device=self.device))
+        total.backward()
+        self.feed.load_state_dict(at)
 
     def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
         """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done."""
@@ -133,7 +152,8 @@ class Run:
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """This phase, from where it is."""
         recipe, last = self.stage.recipe, self.began + self.stage.recipe.steps
-        loop = Loop(self.step, on_record)
+        named = {"phase": self.stage.name} if self.stage.name else {}
+        loop = Loop(self.step, lambda record: on_record(record | named))
         while self.done < last and not self.over and not stop.asked:
             loop.launch(self.done + 1, self.feed)
             self.done += 1
@@ -196,8 +216,7 @@ class Run:
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
-        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        tensors |= {f"step.{k}": v for k, v in self.step.state_dict().items()}
+        tensors = tensors_of(self.model, self.step) | _random_state(self.device)
         tensors |= {f"average.{k}": v for k, v in (self.average.average if self.average else {}).items()}
         facts = {
             "recipe": dataclasses.asdict(self.recipe),
@@ -209,7 +228,7 @@ class Run:
         }
         loss = self.evaluations.get(self.done)
         score = None if loss is None else [-self.phase, loss]  # the best of a later phase before any of an earlier one
-        self.checkpoints.save(self.done, tensors | _random_state(self.device), facts, score)
+        self.checkpoints.save(self.done, tensors, facts, score)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
@@ -230,6 +249,12 @@ class Run:
         self.step.load_state_dict(part("step."))
         if self.average:
             self.average.load(part("average."), updates=self.done - self.began)
+
+
+def tensors_of(model: torch.nn.Module, step: TrainStep) -> dict[str, Tensor]:
+    """The live tensors that a checkpoint holds of a model and its step."""
+    tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
+    return tensors | {f"step.{k}": v for k, v in step.state_dict().items()}
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from .accumulate import Accumulators
 from .batches import gather, take_apart
 from .core import Core, Loss, Reduce
 from .flat import MUON, Layout, Weights, lay_out
+from .fp8 import Sites
 from .graphs import MODES as GRAPH_MODES
 from .graphs import Graphs
 from .loss import CausalLM
@@ -47,10 +48,12 @@ class TrainStep:
                as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
     optimizer  an AdamW(...) or Muon(...), or "adamw" or "muon" for their defaults
     clip       the largest global gradient norm; None does not clip
-    precision  bf16 (fp32 masters), bf16-pure (rounded at random), fp16 (fp32 masters, loss scale), tf32 or fp32
+    precision  bf16 (fp32 masters), fp8 (the same, the blocks' linear products in 8 bits), bf16-pure (rounded at random),
+               fp16 (fp32 masters, loss scale), tf32 or fp32
     graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
     schedule   a Schedule; None keeps the rate
     recompute  none, or blocks: keep only each block's input and compute the rest again in backward
+    overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
     reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is taken
     """
 
@@ -67,6 +70,7 @@ class TrainStep:
         schedule: Schedule | None = None,
         recompute: str = "none",
         reduce: Reduce | None = None,
+        overlap: bool = False,
         seed: int = 0,
     ):
         _check(accumulate, clip, graph, recompute)
@@ -85,12 +89,15 @@ class TrainStep:
             accumulators = Accumulators(layout=layout)
             self._undo.append(accumulators.release)
             self._weights = Weights(layout, numbers.masters)
+            self._sites = Sites(model, layout) if numbers.fp8 else None
+            if self._sites is not None:
+                self._undo.append(self._sites.release)
             rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
             self._optimizer = FlatMuon(config, *rest) if isinstance(config, Muon) else FlatAdamW(config, *rest)
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
-        self._graphs = Graphs(Core(model, lossy, accumulators, self._optimizer, numbers, reduce), graph)
+        self._graphs = Graphs(Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap), graph)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -144,6 +151,8 @@ class TrainStep:
         for name, tensor in here.items():
             tensor.copy_(state[name])
         self._weights.round_masters()
+        if self._sites is not None:
+            self._sites.loaded()
 
     def _named_state(self):
         layout, optimizer = self._weights.layout, self._optimizer
@@ -155,6 +164,8 @@ class TrainStep:
             if master is not None:
                 for slot in layout.slots_of(group):
                     yield "master", slot.name, slot.view(master, group.start)
+        for slot, states in zip(self._sites.slots, self._sites.states) if self._sites else ():
+            yield "fp8", slot.name, states[:, 0]
 
     def close(self) -> None:
         """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""

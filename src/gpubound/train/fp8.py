@@ -1,0 +1,120 @@
+"""Which products of a model run in 8 bits (layers/fp8.py), and their scales: found before the first step, renewed at each.
+
+Those of the linear layers inside the model's blocks, but for what is tied to an embedding. The head, norms, attention and the
+residual stream stay in bf16. What is kept from step to step stays in fp32: masters, moments and gradient sums.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..device import label
+from ..kernels.scaled import CAPABILITY, MULTIPLE
+from ..layers.fp8 import SMALLEST, Site, new_states, renew
+from ..layers.product import linear
+from ..trace import fallback
+from .flat import Layout, Slot
+from .recompute import find_blocks
+
+
+class Sites:
+    """The sites of one model, attached to its weights until `release`."""
+
+    def __init__(self, model: nn.Module, layout: Layout):
+        _check_device(layout.device)
+        self.slots = _eligible(model, layout)
+        self.states = new_states(len(self.slots), layout.device)
+        self.calibrated = self._calibrating = False
+        self._sites = [Site(states, lambda: self._calibrating) for states in self.states]
+        for slot, site in zip(self.slots, self._sites):
+            slot.parameter.fp8 = site  # type: ignore[attr-defined]
+        self._undo = _multiply_by_sites(model)
+
+    def begin(self) -> None:
+        """A step begins: the weights are new, and are rounded once at their first use."""
+        for site in self._sites:
+            site.forget()
+
+    def finish(self) -> None:
+        """All micro-batches are done: let the rounded weights go, and take the scales from what was seen."""
+        self.begin()
+        renew(self.states)
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Inside, every tensor is measured before it is rounded; what is not reached has its scale from the first step on."""
+        self.begin()
+        self._calibrating = True
+        try:
+            yield
+        finally:
+            self._calibrating = False
+            self.begin()
+        unreached = self.states[..., 0] == 0
+        self.states[..., 0].masked_fill_(unreached, SMALLEST)
+        self.calibrated = True
+
+    def loaded(self) -> None:
+        """The scales are those of another run now, unless that had none yet."""
+        self.calibrated = bool(self.states[..., 0].any())
+
+    def release(self) -> None:
+        for slot in self.slots:
+            if hasattr(slot.parameter, "fp8"):
+                del slot.parameter.fp8
+        for undo in self._undo:
+            undo()
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (there := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        raise ValueError(
+            f"precision='fp8': {label(device)} has compute capability {there[0]}.{there[1]}, "
+            f"wanted {CAPABILITY[0]}.{CAPABILITY[1]} or above (Ada, Hopper, Blackwell); take precision='bf16'."
+        )
+
+
+def _eligible(model: nn.Module, layout: Layout) -> list[Slot]:
+    """The trained weights of plain linear layers inside the blocks, whose sides fp8 products can take."""
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        raise ValueError(
+            f"precision='fp8': {type(model).__name__} has no list of blocks of one class (nn.ModuleList, nn.Sequential), "
+            f"whose linear layers are multiplied in fp8; take precision='bf16'."
+        ) from None
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    inside = {id(m.weight) for block in blocks for m in block.modules() if type(m) is nn.Linear} - tables
+    chosen = [slot for slot in layout.slots if id(slot.parameter) in inside]
+    fitting = [slot for slot in chosen if not any(side % MULTIPLE for side in slot.parameter.shape)]
+    for slot in chosen:
+        if slot not in fitting:
+            rows, columns = slot.parameter.shape
+            fallback("fp8 product", f"{slot.name} is {rows} x {columns}, no multiples of {MULTIPLE}; it is computed in bf16")
+    if not fitting:
+        raise ValueError(
+            f"precision='fp8': no trained linear layer in the blocks of {type(model).__name__} has sides that are multiples "
+            f"of {MULTIPLE}; take precision='bf16'."
+        )
+    return fitting
+
+
+def _multiply_by_sites(model: nn.Module) -> list[Callable[[], Any]]:
+    """Let linear layers that no layer of ours multiplies look for their site: F.linear, which they call, knows of none."""
+    ours = {id(child) for module in model.modules() if hasattr(module, "stacked") for child in module.children()}
+    changed = []
+    for module in model.modules():
+        there = type(module) is nn.Linear and id(module) not in ours and hasattr(module.weight, "fp8")
+        if there and "forward" not in vars(module):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            changed.append(module)
+    return [partial(delattr, module, "forward") for module in changed]
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)

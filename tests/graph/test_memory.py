@@ -1,0 +1,261 @@
+"""Copies of state: bit for bit wherever they lie, few at once, and a certificate that refuses what it always refused."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.graph import capture, memory, prepare
+from gpubound.graph.memory import EQUAL, Memory, Room, Snapshot, difference, whole
+
+from .cases import drawn, said
+from .tape import TapeRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["beside", "apart"])
+def places(request, monkeypatch):
+    """Once with copies where the memory is, once by way of a bounce buffer, in parts that no tensor here is a multiple of."""
+    if request.param == "apart":
+        monkeypatch.setattr(memory, "_apart", lambda some, other: True)
+    monkeypatch.setattr(memory, "_CHUNK", 16)
+    monkeypatch.setattr(memory, "_PART", 8)
+
+
+@pytest.mark.usefixtures("places")
+class TestMemory:
+    @pytest.mark.parametrize("first", [torch.zeros(7), -torch.zeros(7), drawn(7)], ids=["zeros", "negative zeros", "drawn"])
+    def test_put_back_and_swap(self, first):
+        first[0] = 0
+        live = first.clone()
+        kept = Memory(live[2:5], "", Room(CPU))
+        assert not kept.changed() and kept.difference() is EQUAL
+        live.copy_(drawn(7, seed=1))
+        assert kept.changed() and not kept.difference().bitwise
+        kept.swap()
+        assert whole(live).view(torch.uint8).equal(first.view(torch.uint8))
+        kept.swap()
+        assert live.equal(drawn(7, seed=1))
+        kept.put_back()
+        assert live.view(torch.uint8).equal(first.view(torch.uint8))
+
+    def test_zeros_take_nothing_until_they_change(self):
+        live = torch.zeros(9, dtype=torch.int16)
+        kept = Memory(live, "", Room(CPU))
+        assert kept.nbytes == 0
+        live[8] = 3
+        assert kept.difference().absolute == 3
+        kept.keep()
+        assert kept.nbytes == 18 and not kept.changed()
+        live.zero_()
+        assert kept.changed()
+        kept.keep()
+        assert kept.nbytes == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool])
+    def test_the_difference_of_parts_is_that_of_the_whole(self, dtype, monkeypatch):
+        live = (10 * drawn(11)).to(dtype)
+        before, kept = live.clone(), Memory(live, "", Room(CPU))
+        live[[3, 10]] = (10 * drawn(2, seed=5)).to(dtype)
+        live[0] = ~live[0] if dtype == torch.bool else live[0] + 1
+        in_parts, of_tensors = kept.difference(), difference(live, before)
+        monkeypatch.setattr(memory, "_PART", 1 << 20)
+        assert in_parts == of_tensors == difference(live, before) and in_parts.absolute > 0
+
+
+def test_what_is_kept_of_a_kept_state_can_move():
+    snapshot, live = Snapshot(CPU), drawn(5)
+    snapshot.add(live)
+    assert not snapshot.leave_device(), "it lies on the host already"
+    assert memory.where(snapshot.memories.values()) == "host memory"
+
+
+class Held:
+    """The bytes of all copies alive at once, and the most there ever were."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        own = Room.take
+
+        def take(room, live):
+            kept = own(room, live)
+            self.now += kept.numel()
+            self.most = max(self.most, self.now)
+            weakref.finalize(kept, self.let_go, kept.numel())
+            return kept
+
+        monkeypatch.setattr(Room, "take", take)
+
+    def let_go(self, count: int) -> None:
+        self.now -= count
+
+
+def test_a_fresh_training_step_is_copied_once_and_a_third(runner, monkeypatch):
+    """A weight, a gradient and two moments that are zero at first: 4 of 16 bytes for the snapshot, 16 for the rounds."""
+    held = Held(monkeypatch)
+    weight = nn.Parameter(drawn(1000))
+    gradient, m, v = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+
+    def step(x):
+        loss = (weight * x).square().sum()
+        gradient.copy_(torch.autograd.grad(loss, weight)[0])
+        with torch.no_grad():
+            m.lerp_(gradient, 0.1)
+            v.lerp_(gradient.square(), 0.01)
+            weight.sub_(m / (v.sqrt() + 1e-3))
+        return loss.detach()
+
+    captured = capture(step, drawn(1000, seed=1), state=[weight, gradient, m, v])
+    assert set(captured.certificate.mutated) == {"weight", "gradient", "m", "v"} and captured.certificate.bitwise
+    assert held.most == captured.certificate.snapshot_bytes == 4000 + 16000
+    assert weight.equal(drawn(1000)) and not any(t.any() for t in (gradient, m, v))
+
+
+class Wrong(TapeRunner):
+    """Replays that go wrong from the second on."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+        if self.replays == 1:
+            super().replay()
+
+
+@pytest.mark.parametrize("start", [torch.zeros(3), drawn(3)], ids=["zeros", "drawn"])
+def test_the_second_round_goes_on_from_the_first(start, monkeypatch):
+    total = start.clone()
+    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Wrong())
+    sentence = said(capture, lambda x: total.add_(x).sum() * 0, drawn(3))
+    assert sentence.startswith("<lambda>: output 0 of the replay is off by") or "total of the replay is off by" in sentence
+    assert "in round 2 of 2" in sentence and total.equal(start)
+
+
+def test_a_state_of_zeros_that_the_graph_forgets_is_refused(monkeypatch):
+    """Eager moves the counter, the replay does not: what was no copy at first is compared all the same."""
+
+    class Forgets(TapeRunner):
+        def replay(self):
+            kept = count.clone()
+            super().replay()
+            count.copy_(kept)
+
+    count = torch.zeros(3)
+    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Forgets())
+    sentence = said(capture, lambda x: (count.add_(1), x * 2)[1], drawn(3))
+    assert sentence.startswith("<lambda>: count of the replay is off by 1 (1.0e+00 of the largest value) from eager in round 1")
+    assert not count.any()
+
+
+class TestOutOfMemory:
+    def failing(self, total, calls):
+        def fn(x):
+            calls.append(1)
+            total.add_(x)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return total * 2
+
+        return fn
+
+    def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, capsys):
+        monkeypatch.setattr(Snapshot, "leave_device", lambda snapshot: True)
+        total, calls = drawn(3), []
+        captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
+        assert captured.certificate.bitwise and total.equal(drawn(3))
+        assert capsys.readouterr().err == (
+            "gpubound: capture(fn): the device has no memory for fn beside copies of its state; they are moved to the host.\n"
+        )
+        assert captured(torch.ones(3)).equal((drawn(3) + 1) * 2)
+
+    def test_where_nothing_can_move_it_is_raised_and_the_state_put_back(self, tape):
+        total = drawn(3)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            capture(self.failing(total, []), torch.ones(3))
+        assert total.equal(drawn(3))
+
+
+cuda = torch.device("cuda", 0)
+
+
+def deep(x: torch.Tensor) -> torch.Tensor:
+    """32 tensors as large as x are kept for backward."""
+    leaf = x.detach().requires_grad_()
+    y = leaf
+    for _ in range(32):
+        y = y.sin()
+    return torch.autograd.grad(y.sum(), leaf)[0].sum()
+
+
+@pytest.mark.gpu
+def test_activations_are_not_held_twice():
+    """The eager calls of the certificate live in the graph's own memory."""
+    x = torch.ones(1 << 22, device=cuda)  # 16 MiB, 512 MiB of activations
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    captured = capture(deep, x)
+    assert captured.certificate.bitwise
+    assert captured.memory_bytes > 32 * x.nbytes
+    assert torch.cuda.memory_reserved() - before < 1.4 * captured.memory_bytes
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_the_capture_leaves_out_is_seen():
+    """Eager does it, and leaves the right values where the replay, which does not, will look: they are wiped in between."""
+
+    def fn(x):
+        y = torch.empty_like(x)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.mul(x, 2, out=y)
+        return y + 1
+
+    assert "of the replay is off by" in said(capture, fn, drawn(1000, device=cuda))
+
+
+@pytest.mark.gpu
+def test_gradients_that_eager_makes_survive_the_replay():
+    weight = torch.ones(1000, device=cuda, requires_grad=True)
+
+    def backward(x):
+        weight.grad = None
+        (weight * x).square().sum().backward()
+
+    certificate = capture(backward, drawn(1000, device=cuda)).certificate
+    assert certificate.bitwise and certificate.mutated == ("weight.grad",)
+
+
+@pytest.mark.gpu
+def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
+    """As where the device has no room: put back bit for bit, in parts, by way of pinned memory."""
+    own = Room.__init__
+
+    def full(room, device):
+        own(room, device)
+        room.left = 0
+
+    monkeypatch.setattr(Room, "__init__", full)
+    monkeypatch.setattr(memory, "_CHUNK", 1 << 10)
+    total = drawn(1000, device=cuda)
+    captured = capture(lambda x: total.add_(x) * 2, drawn(1000, device=cuda, seed=1))
+    assert captured.certificate.snapshot_on == "host memory" and captured.certificate.mutated == ("total",)
+    assert total.equal(drawn(1000, device=cuda)) and captured.certificate.bitwise
+
+
+@pytest.mark.gpu
+def test_snapshots_leave_a_device_that_is_too_small():
+    """Memory for the state and the activations, but not for a copy of the state beside them."""
+    torch.cuda.empty_cache()
+    state = torch.ones(1 << 28, device=cuda)  # 1 GiB; fn takes 1.5 more
+    free = torch.cuda.mem_get_info(cuda)[0]
+    blocker = torch.empty(free - int(2.2 * state.nbytes), dtype=torch.uint8, device=cuda)
+
+    def fn(x):
+        state.mul_(x)
+        return torch.cat([state[: 3 << 26] * 2, x]).sum()
+
+    captured = capture(fn, torch.full((1,), 1.5, device=cuda))
+    assert captured.certificate.snapshot_on == "host memory" and captured.certificate.mutated == ("state",)
+    assert state.eq(1).all()
+    del blocker

@@ -1,0 +1,92 @@
+"""What is computed again in backward: the same bits, in fewer bytes, for the weights that train."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpubound import layers
+from gpubound.layers import lean
+from gpubound.layers.block import Block, run_block
+
+TOKENS, HIDDEN, WIDE = 16, 32, 64
+
+
+def block(device):
+    torch.manual_seed(0)
+    where = {"dtype": torch.bfloat16, "device": device}
+    return Block(layers.Attention(HIDDEN, 2, **where), layers.MLP(HIDDEN, WIDE, **where), HIDDEN, **where)
+
+
+def draw(seed, device):
+    return (
+        torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        .to(device, torch.bfloat16)
+        .requires_grad_()
+    )
+
+
+def run(monkeypatch, device, hidden, normed, main=False, frozen=()):
+    """(outputs and gradients, bytes of activations kept) of a block."""
+    monkeypatch.setattr(lean, "HIDDEN", hidden)
+    monkeypatch.setattr(lean, "NORMED", normed)
+    own, x, pending, kept = block(device), draw(1, device), draw(2, device), {}
+    for name, p in own.named_parameters():
+        p.requires_grad_(name not in frozen)
+        if main:
+            p.main_grad = torch.zeros(p.shape, device=device)
+    with torch.no_grad():
+        run_block(own, x, pending, None)  # moves weights together
+    weights = {p.untyped_storage().data_ptr() for p in own.parameters()}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        outputs = run_block(own, x, pending, None)
+    torch.autograd.backward(outputs, [draw(seed, device).detach() for seed in (3, 4)])
+    gradients = [p.main_grad if main else p.grad for p in own.parameters() if p.requires_grad]
+    return [*outputs, x.grad, pending.grad, *gradients], sum(s.nbytes() for s in kept.values())
+
+
+def close(a, b):
+    """Bit for bit; on a GPU attention's backward adds in another order at every run."""
+    torch.testing.assert_close(a, b, rtol=2e-2 if a.is_cuda else 0, atol=1e-2 if a.is_cuda else 0)
+    return True
+
+
+@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("hidden, normed, fewer", [(True, False, 64), (False, True, 2 * 32), (True, True, 64 + 2 * 32)])
+def test_the_same_bits_in_fewer_bytes(hidden, normed, fewer, main, device, monkeypatch):
+    want, all_of_it = run(monkeypatch, device, False, False, main)
+    got, less = run(monkeypatch, device, hidden, normed, main)
+    for a, b in zip(got, want):
+        close(a, b)
+    if device.type == "cuda":  # on a CPU autograd keeps what it wants of the reference
+        assert all_of_it - less == 2 * TOKENS * fewer
+
+
+def test_frozen_weights_keep_nothing_and_get_nothing(device, monkeypatch):
+    frozen = [name for name, _ in block(device).named_parameters() if "mlp" in name]
+    want, _ = run(monkeypatch, device, False, False, frozen=frozen)
+    got, _ = run(monkeypatch, device, True, True, frozen=frozen)
+    assert len(want) == len(got) and all(close(a, b) for a, b in zip(got, want))
+
+
+def test_a_weight_changed_between_forward_and_backward_is_refused():
+    mlp = layers.MLP(HIDDEN, WIDE)
+    y = mlp(torch.ones(2, HIDDEN))
+    with torch.no_grad():
+        mlp.down_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="the weight of an MLP's last product was changed in place between forward and back"):
+        y.sum().backward()
+
+
+def test_a_norms_weight_changed_meanwhile_is_refused():
+    norm, mlp = layers.RMSNorm(HIDDEN), layers.MLP(HIDDEN, WIDE)
+    y = mlp(norm(torch.ones(2, HIDDEN)))
+    with torch.no_grad():
+        norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
