@@ -205,9 +205,8 @@ def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
         torch.cuda.reset_peak_memory_stats()
         facts["syncs"] = host_syncs(step)
         settle(job.device)
-        # A graph's own memory is reserved, not allocated, so ours is counted by what is reserved: never too little.
-        peak = torch.cuda.memory_reserved() if facts["captured"] else torch.cuda.max_memory_allocated()
-        facts["peak_gib"] = peak / 2**30
+        # What the process holds of the GPU. A graph's own memory is reserved, not allocated: so all are counted by it.
+        facts["peak_gib"] = torch.cuda.memory_reserved() / 2**30
     return step, facts
 
 

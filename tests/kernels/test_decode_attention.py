@@ -73,6 +73,57 @@ def test_a_row_gives_the_same_bits_in_any_batch(device):
         assert torch.equal(case("triton", rows=rows)[0], together[rows])
 
 
+def several(case: Case, tokens: int, source: str, window: int = 0):
+    """The case's rows as `tokens` a row, in one call: its positions are where each row's first token stands."""
+    rows = len(case.position)
+    generator = torch.Generator().manual_seed(9)
+    qkv = torch.randn(rows * tokens, case.qkv.shape[1], generator=generator).to(case.device)
+    place = case.position[:, None] + torch.arange(tokens, device=case.device, dtype=torch.int32)
+    caches = [cache.clone() for cache in case.caches]
+    partial = torch.full((rows * tokens, case.kv, case.splits, case.group, case.width + 2), float("nan"), device=case.device)
+    count = torch.zeros(rows * tokens * case.kv, device=case.device, dtype=torch.int32)
+    out = torch.full((rows * tokens, case.kv * case.group * case.width), float("nan"), device=case.device)
+    fixed = (case.cos, case.sin, *case.norms, 1e-6, case.width**-0.5, window)
+    op = load(source, "decode_attention")
+    together = op(qkv, place, *caches, *fixed, partial, count, out)
+    assert not count.any()
+    apart, alone = [cache.clone() for cache in case.caches], torch.empty_like(out)
+    for t in range(tokens):
+        mine = slice(t, None, tokens)
+        one = op(qkv[mine].contiguous(), place[:, t].contiguous(), *apart, *fixed, partial[:rows], count[: rows * case.kv],
+                 out[:rows].clone())  # fmt: skip
+        alone[mine] = one[0]
+    return together, (alone, *apart)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "normed", "window"), [(torch.float32, False, 0), (torch.float16, True, 40), (torch.bfloat16, True, 0)]
+)
+def test_several_tokens_of_a_row_are_those_tokens_one_by_one_to_the_bit(device, dtype, normed, window):
+    """From the start, inside a tile of 64 keys, across two, at its beginning, up to the last place."""
+    case = Case(device, dtype, [0, 62, 64, 147], kv=1, splits=2, normed=normed)
+    for source in ("triton", "reference"):
+        for name, got, want in zip(("out", "k cache", "v cache"), *several(case, 3, source, window)):
+            assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
+
+
+def test_what_is_wrong_with_a_later_token_stays_there(device):
+    """A NaN among the values of each row's second token, and tokens beyond the cache: the first is as it was."""
+    for positions in ([5, 62], [149, 148]):
+        case = Case(device, torch.float32, positions)
+        qkv = case.qkv.repeat_interleave(3, 0)
+        qkv[1::3, -16:] = float("nan")
+        place = (case.position[:, None] + torch.arange(3, device=device, dtype=torch.int32)).clamp(max=L - 1)
+        for source in ("triton", "reference"):
+            partial = torch.zeros(6, 2, 4, 2, 18, device=device)
+            count, out = torch.zeros(12, device=device, dtype=torch.int32), torch.zeros(6, 64, device=device)
+            caches = [cache.clone() for cache in case.caches]
+            load(source, "decode_attention")(
+                qkv, place, *caches, case.cos, case.sin, None, None, 1e-6, 0.25, 0, partial, count, out
+            )
+            assert torch.equal(out[::3], case(source)[0]), (source, positions)
+
+
 def test_wrong_arguments_are_named(device):
     case = Case(device, torch.float32, [3])
     k, v = case.caches

@@ -22,7 +22,15 @@ def message(call) -> str:
         ({"accumulate": 0}, "TrainStep: accumulate must be a whole number of at least 1, got 0."),
         ({"clip": 0.0}, "TrainStep: clip must be above 0, got 0.0; None does not clip."),
         ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
-        ({"recompute": "all"}, "TrainStep: recompute must be one of none, blocks, got 'all'."),
+        (
+            {"recompute": "all"},
+            "recompute: got 'all', wanted none, blocks, a number of blocks, or the bytes that a step may take, as in '40 GB'.",
+        ),
+        (
+            {"recompute": "40 GB"},
+            "recompute: got '40 GB', wanted none, blocks or a number of blocks; for a budget of bytes call "
+            "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes.",
+        ),
         ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
         ({"optimizer": "sgd"}, "TrainStep: optimizer must be 'adamw' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'."),

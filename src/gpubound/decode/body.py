@@ -17,6 +17,7 @@ class Body(ABC):
     x: Tensor | None = None
     best: Tensor | None = None  # partial maxima of the logits, and where they lie: see `finds_best`
     arg: Tensor | None = None
+    captures_prefill = False  # whether `prefill` may lie in a graph
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -24,7 +25,10 @@ class Body(ABC):
 
     @abstractmethod
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32."""
+        """The logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32.
+
+        A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
+        """
 
     @abstractmethod
     def report(self) -> list[tuple[str, str, str]]:
@@ -50,11 +54,15 @@ class Body(ABC):
     def score(self, ids: Tensor) -> Tensor:
         """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
 
-    def begin(self, token: Tensor) -> None:
+    def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called once before the first step of a batch."""
 
     def chained(self, rows: int) -> bool:
         """Whether the step's last kernel lets its successor start early, so that the sampler may."""
+        return False
+
+    def same_kernels(self, rows: int) -> bool:
+        """Whether so many rows are computed as one row is: then each gets the same logits beside any others."""
         return False
 
     def finds_best(self, rows: int) -> bool:

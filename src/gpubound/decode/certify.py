@@ -27,8 +27,8 @@ TOKENS = 8  # of the sequence whose logits are compared
 SHORT = 64  # the longest window that the sequence is made longer for
 STEPS = 12  # greedy tokens compared between graphs and single launches
 
-# How far logits may lie from fp32, relative, in the norm. Ours: MARGIN times the model's own distance, and a floor for fp32 where
-# both are at rounding. The model's own distance has a limit too: beyond it the plain definition is not this model's.
+# How far logits may lie from fp32, relative, in the norm. Ours: MARGIN times the model's own distance, and a floor for fp32
+# where both are at rounding. The model's own distance has a limit too: beyond it the plain definition is not this model's.
 MARGIN = 1.5
 FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LIMIT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -52,8 +52,10 @@ class Certificate:
 def certify(decoder: "FastDecoder", quick: bool = False) -> Certificate:
     begun = time.perf_counter()
     body = decoder.body
-    windows = [layer.window + 4 for layer in body.live.layers if layer.window <= SHORT] if isinstance(body, FusedBody) else []
-    length = min(max([TOKENS, *windows]), decoder.max_length - 1)
+    window = (
+        getattr(getattr(decoder.model, "config", None), "sliding_window", None) or 0
+    )  # as the model says, not as it was bound
+    length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     ids = torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     errors: tuple[float, float] | tuple[None, None] = (None, None)
     if isinstance(body, FusedBody):
@@ -145,7 +147,8 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
             got += [slots.emitted(step, rows).clone() for step in range(k)]
         if not torch.equal(torch.stack(got), torch.stack(want[: len(got)])):
             raise GenerateError(
-                f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: {torch.stack(got).tolist()}, "
-                f"wanted {torch.stack(want[: len(got)]).tolist()}; please report it with the model's config."
+                f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: "
+                f"{torch.stack(got).tolist()}, wanted {torch.stack(want[: len(got)]).tolist()}; please report it with the "
+                "model's config."
             )
     return steps * rows

@@ -1,8 +1,8 @@
 """gpubound.decoder: generation from the live weights, with no host in the loop.
 
-A request is checked, its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays at
-most RING launches ahead of what it has read and never waits on the device. All rows take every step together; one that has ended
-is frozen by its own flag.
+A request is checked, its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays
+at most RING launches ahead of what it has read and never waits on the device. All rows take every step together; one that has
+ended is frozen by its own flag.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import GenerateError
+from ..kernels.choose import hasten
 from ..trace import notice, span
 from .body import Body
 from .certify import Certificate, certify
@@ -25,20 +26,32 @@ from .request import Choice, Request, check_count, check_prompts, check_stops, p
 from .result import Generation
 from .result import Sequence as Generated
 from .slots import RING, Slots
+from .speculate import Draft, speculator, tokens_a_step
 from .text import Texts
 
-LADDER = (32, 8, 1)  # tokens a launch
+LADDER = (32, 8, 1)  # steps a launch
+SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
 
 class FastDecoder:
     """Made by `gpubound.decoder`. `print(decoder)` says which path the model takes and what was verified."""
 
     def __init__(
-        self, model: nn.Module, body: Body, path: str, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str
+        self,
+        model: nn.Module,
+        body: Body,
+        path: str,
+        ladder: tuple[int, ...],
+        tokenizer: Any,
+        verify: bool | str,
+        width: int = 1,
+        drafting: Body | None = None,
     ) -> None:
         self.model, self.body, self.path, self.ladder, self.tokenizer = model, body, path, ladder, tokenizer
-        self.slots = Slots(body.max_batch, body.vocab, max(ladder), body.device)
-        self.graphs = Graphs(body, self.slots)
+        self.width = width  # tokens of a row that a step may bring
+        self.slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
+        self.speculator = speculator(body, self.slots, width, drafting)
+        self.graphs = Graphs(body, self.slots, self.speculator.run if self.speculator else None)
         self.certificate: Certificate | None = None
         self._busy = False
         self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
@@ -147,11 +160,22 @@ class FastDecoder:
             logprobs,
         )
 
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.graphs.prefill(ids, lengths)
+        if self.speculator:
+            self.speculator.prefill(ids, lengths)
+
+    def moved(self) -> str | None:
+        """The name of a weight that is no longer where the graphs read it."""
+        return self.body.moved() or (self.speculator.moved() if self.speculator else None)
+
     def _follow_weights(self) -> None:
         """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again."""
         modules = dict(self.model.named_modules())
-        if name := next((n for n in modules if modules[n] is not self._modules.get(n)), self.body.moved()):
+        if name := next((n for n in modules if modules[n] is not self._modules.get(n)), self.moved()):
             self.body.rebind()
+            if self.speculator:
+                self.speculator.rebind()
             self.graphs.clear()
             self._modules = modules
             notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
@@ -172,7 +196,9 @@ class Run:
         self.begun = time.perf_counter()
         self.first_token_s = 0.0
         self.seconds = 0.0
-        self.launches = self.steps = 0
+        self.launches = self.steps = self.row_steps = 0
+        self.flying = 0  # steps launched and not read yet
+        self.ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
         self.rows = decoder.bucket(len(request.prompts))
         self.way = Way(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
@@ -197,30 +223,33 @@ class Run:
         decoder._follow_weights()
         decoder.slots.fill(request, self.rows, decoder.max_length)
         most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
-        if most > 0:
-            width = min(-(-most // 16) * 16, decoder.max_length)
-            device = decoder.body.device
-            ids = pad([prompt[:-1] for prompt in request.prompts], width, device)
-            decoder.body.prefill(ids, to_device(torch.tensor(request.lengths, device="cpu"), device) - 1)
+        width = min(max(16, 1 << (most - 1).bit_length()), decoder.max_length) if most else 0
+        device, spare = decoder.body.device, [[0]] * (self.rows - len(request.prompts))
+        ids = pad([prompt[:-1] for prompt in request.prompts] + spare, width, device)
+        lengths = to_device(torch.tensor(request.lengths + [1] * len(spare), device="cpu") - 1, device)
+        decoder.prefill(ids, lengths)
         decoder.body.begin(decoder.slots.rows.token[: self.rows])
 
     def _loop(self) -> Generator[tuple[int, Any], None, None]:
-        decoder, request, slots = self.decoder, self.request, self.decoder.slots
-        ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
-        left = max(end - n for end, n in zip(ends, request.lengths))
+        decoder, slots = self.decoder, self.decoder.slots
         alive = True
-        while left > 0 and alive:
+        while alive and (left := self._left()) > 0:
             steps = next(k for k in self._ladder() if k <= left)
-            if name := decoder.body.moved():
+            if name := decoder.moved():
                 raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
             with span("decode.launch"), decoder.plainly():
                 decoder.graphs.launch(self.rows, steps, self.way)
-            slots.send(steps)
-            left, self.launches, self.steps = left - steps, self.launches + 1, self.steps + steps
-            while alive and slots.ahead >= (RING if left else 1):
+            slots.send(steps * decoder.width)
+            self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
+            while alive and slots.ahead >= (RING if self._left() > 0 else 1):
                 alive = yield from self._take()
         while alive and slots.ahead:
             alive = yield from self._take()
+
+    def _left(self) -> int:
+        """Steps that the longest row may still need when those on their way bring it no more than a token each."""
+        wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
+        return max(wanted, default=0) - self.flying
 
     def _ladder(self) -> Sequence[int]:
         """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
@@ -232,6 +261,7 @@ class Run:
         tokens = self.decoder.slots.receive()
         self.first_token_s = self.first_token_s or time.perf_counter() - self.begun
         emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
+        self.flying -= len(emitted) // self.decoder.width
         ended = []
         for row, sequence in enumerate(self.sequences):
             if sequence.finish:
@@ -240,6 +270,7 @@ class Run:
             if logprobs is not None:
                 sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
             sequence.tokens += new
+            self.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.width])
             piece = self.texts.add(row, new)
             if self.texts.stopped(row):
                 sequence.finish = "stop string"
@@ -278,8 +309,11 @@ class Run:
 
     def result(self) -> Generation:
         lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
-        read = self.decoder.body.bytes_a_step(lengths) * self.steps
-        return Generation(self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, read)
+        speculator = self.decoder.speculator
+        read = self.decoder.body.bytes_a_step(lengths) + (speculator.bytes_a_step(lengths) if speculator else 0)
+        return Generation(
+            self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, self.row_steps, read * self.steps
+        )
 
 
 def decoder(
@@ -291,34 +325,48 @@ def decoder(
     tokenizer: Any = None,
     fused: bool = True,
     verify: bool | str = True,
+    speculate: int | Draft | None = None,
 ) -> FastDecoder:
     """A decoder on `model`'s live weights.
 
     max_batch   sequences at once
     max_length  tokens of a sequence, prompt included; the cache is made for as many
-    k           tokens a launch: 'auto' takes 32, 8 or 1 as what is left allows
+    k           steps a launch, of a token each: 'auto' takes 32, 8 or 1 as what is left allows
     dtype       must be the model's own: the weights are read where they lie, never cast
     tokenizer   for text in and out; anything with encode and decode
     fused       False: not the fused kernels but the model's own forward over a static cache
     verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
+    speculate   tokens to look up in the row's own text and check in one step, or gb.Draft(model, tokens): the same result,
+                sooner
     """
     if max_batch < 1 or max_length < 2:
         raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")
     if k != "auto" and (not isinstance(k, int) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
-    ladder = LADDER if not isinstance(k, int) else tuple(dict.fromkeys((k, 1)))
+    width = tokens_a_step(speculate)
+    ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
+    if first.is_meta:
+        raise ValueError(f"decoder: model: got {type(model).__name__} on meta, which holds no values; load its weights first.")
     own = first.dtype
     if dtype is not None and dtype != own:
         raise ValueError(
             f"decoder: dtype: got {dtype}, but the weights are {own} and are read as they are; cast the model with .to() first."
         )
+    hasten(first.device)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        live = bind(model) if fused else "fused=False was asked for"
-        if isinstance(live, str):
-            from .static import StaticBody
+        body, path = _body(model, max_batch, max_length, fused, width)
+        drafting = _body(speculate.model, max_batch, max_length, fused)[0] if isinstance(speculate, Draft) else None
+        return FastDecoder(model, body, path, ladder, tokenizer, verify, width, drafting)
 
-            return FastDecoder(model, StaticBody(model, max_batch, max_length), live, ladder, tokenizer, verify)
-        return FastDecoder(model, FusedBody(live, max_batch, max_length), "", ladder, tokenizer, verify)
+
+def _body(model: Any, max_batch: int, max_length: int, fused: bool, tokens: int = 1) -> tuple[Body, str]:
+    """What runs the model, and why it is not the fused kernels."""
+    live = bind(model) if fused else "fused=False was asked for"
+    if isinstance(live, str):
+        from .static import StaticBody
+
+        return StaticBody(model, max_batch, max_length, tokens), live
+    return FusedBody(live, max_batch, max_length, tokens), ""

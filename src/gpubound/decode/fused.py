@@ -6,6 +6,8 @@ may start while the one before still runs. Above, products are matrices worth a 
 Legend: B rows, T tokens of a prompt, K key and value heads, L places a row, D width of a head.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +24,8 @@ from .live import Layer, Live
 NARROW = 8  # rows
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
-# Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437 LATE,
-# 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
+# Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437
+# LATE, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
 EARLY_BYTES = 96 << 20
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -32,14 +34,21 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 class FusedBody(Body):
     """`step` after `begin`, as often as wanted. The buffers are its own, made once; the weights are the model's."""
 
-    def __init__(self, live: Live, max_batch: int, max_length: int) -> None:
+    captures_prefill = True
+    x: Tensor
+    best: Tensor
+    arg: Tensor
+
+    def __init__(self, live: Live, max_batch: int, max_length: int, tokens: int = 1) -> None:
         self.live, self.max_batch, self.max_length = live, max_batch, max_length
         self.device, self.vocab = live.device, live.shape.vocab
-        s, B = live.shape, max_batch
+        s, B = live.shape, max_batch * tokens
         self.cos, self.sin = live.rope(max_length)
         self.still = torch.ones_like(self.cos), torch.zeros_like(self.sin)  # for layers that do not turn their heads
-        cache = (len(live.layers), B, s.kv_heads, max_length, s.head_dim)
+        cache = (len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(cache, device=self.device, dtype=live.dtype) for _ in range(2))
+        wide: Any
+        half: Any
         wide, half = {"device": self.device, "dtype": torch.float32}, {"device": self.device, "dtype": live.dtype}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.qkv = torch.zeros(B, (s.heads + 2 * s.kv_heads) * s.head_dim, **wide)
@@ -86,20 +95,27 @@ class FusedBody(Body):
     def finds_best(self, rows: int) -> bool:
         return self.narrow(rows)
 
+    def same_kernels(self, rows: int) -> bool:
+        return self.narrow(rows)
+
     def begin(self, token: Tensor) -> None:
         """Embed the first tokens; from then on the sampler does."""
         self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache."""
-        rows = len(token)
+        """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache.
+
+        Or after T tokens of each row at once, both (B, T) and T up to the body's `tokens`: the logits are (B T, V). To the
+        products and norms, B T tokens are as many rows.
+        """
+        rows = token.numel()
         block = self._narrow_block if self.narrow(rows) else self._wide_block
         for number in range(len(self.live.layers)):
             block(number, position)
         return self._head(rows)
 
     def _narrow_block(self, number: int, position: Tensor) -> None:
-        rows, layer = len(position), self.live.layers[number]
+        rows, layer = position.numel(), self.live.layers[number]
         x, qkv, mixed, mode = self.x[:rows], self.qkv[:rows], self.mixed[:rows], self._dependent(rows)
         norm_product(
             x, layer.norm, self.live.shape.eps, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias, qkv,
@@ -115,7 +131,7 @@ class FusedBody(Body):
         add_product(gated, layer.down, layer.down_bias, x, mode)
 
     def _wide_block(self, number: int, position: Tensor) -> None:
-        rows, layer = len(position), self.live.layers[number]
+        rows, layer = position.numel(), self.live.layers[number]
         x, mixed = self.x[:rows], self.mixed[:rows]
         h = norm_rows(x, layer.norm, self.live.shape.eps, self.normed[:rows])
         biases = [b for b in (layer.q_bias, layer.k_bias, layer.v_bias) if b is not None]
@@ -131,10 +147,10 @@ class FusedBody(Body):
         accumulate(x, swiglu(fused_linear(h, [layer.gate, layer.up], biases or None)), layer.down, layer.down_bias)
 
     def _attend(self, number: int, qkv: Tensor, position: Tensor, mode: int) -> None:
-        s, rows, layer = self.live.shape, len(position), self.live.layers[number]
+        s, batch, rows, layer = self.live.shape, len(position), position.numel(), self.live.layers[number]
         cos, sin = (self.cos, self.sin) if layer.turned else self.still
         decode_attention(
-            qkv, position, self.k_cache[number, :rows], self.v_cache[number, :rows], cos, sin, layer.q_norm, layer.k_norm,
+            qkv, position, self.k_cache[number, :batch], self.v_cache[number, :batch], cos, sin, layer.q_norm, layer.k_norm,
             s.head_eps, s.scale, layer.window, self.partial[:rows], self.count[: rows * s.kv_heads], self.mixed[:rows], mode,
         )  # fmt: skip
 
@@ -212,7 +228,7 @@ class FusedBody(Body):
             (f"{layers} x norm, gate, up", f"{kernel}: norm_gate_up", ""),
             ("norm, head", f"{kernel}: norm_product", ""),
         ]
-        if self.max_batch > NARROW:
+        if len(self.x) > NARROW:
             rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", "they fill tensor cores"))
         return rows
 

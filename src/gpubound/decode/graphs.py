@@ -1,9 +1,13 @@
-"""k steps in one launch: a CUDA graph a bucket of rows, a number of steps and a way of choosing; plain calls on a CPU."""
+"""k steps in one launch: a CUDA graph a bucket of rows, a number of steps and a way of choosing; plain calls on a CPU.
+
+Prompts too: a prefill that comes a second time in one size is captured, if it is small enough to be bound by its launches.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
@@ -34,17 +38,23 @@ def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: Way) -> None:
             sample(logits, state, settings, emitted, slots.logprob(step, rows) if way.logprobs else None, embed, x, chained)
 
 
+PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
+
+
 class Graphs:
     """The captured launches of a body, made when first wanted; all share one pool of memory."""
 
-    def __init__(self, body: Any, slots: Slots) -> None:
+    def __init__(self, body: Any, slots: Slots, run: Callable[[int, int, Way], None] | None = None) -> None:
         self.body, self.slots = body, slots
+        self.run = run or partial(run_steps, body, slots)
         self.clear()
 
     def clear(self) -> None:
         """Forget every graph, after the weights have moved."""
         self._launches: dict[tuple[int, int, Way], Callable[[], None]] = {}
         self._warm: set[tuple[int, Way]] = set()
+        self._prompts: dict[tuple[int, int], Callable[[], None] | None] = {}
+        self._given: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._pool: Any = None
 
     def __len__(self) -> int:
@@ -56,9 +66,31 @@ class Graphs:
             self._launches[key] = self._make(*key)
         self._launches[key]()
 
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """body.prefill(ids (B, T), lengths (B,))."""
+        size = (ids.shape[0], ids.shape[1])
+        if not self.body.captures_prefill or ids.device.type != "cuda" or not 0 < ids.numel() <= PROMPT_TOKENS:
+            self.body.prefill(ids, lengths)
+        elif size not in self._prompts:  # its kernels compile and test themselves now
+            self.body.prefill(ids, lengths)
+            self._prompts[size] = None
+        else:
+            replay = self._prompts[size] or self._capture_prefill(size, ids, lengths)
+            for kept, new in zip(self._given[size], (ids, lengths)):
+                kept.copy_(new)
+            replay()
+
+    def _capture_prefill(self, size: tuple[int, int], ids: Tensor, lengths: Tensor) -> Callable[[], None]:
+        given = self._given[size] = (ids.clone(), lengths.clone())
+        runner = GraphRunner(ids.device, self._pool)
+        self._pool = runner.pool
+        runner.record(f"prefill {size[0]} x {size[1]}", lambda: self.body.prefill(*given), [], set())
+        self._prompts[size] = runner.replay
+        return runner.replay
+
     def _make(self, rows: int, steps: int, way: Way) -> Callable[[], None]:
         def call() -> None:
-            run_steps(self.body, self.slots, rows, steps, way)
+            self.run(rows, steps, way)
 
         device = self.slots.device
         if device.type != "cuda":
@@ -67,19 +99,19 @@ class Graphs:
         self._pool = runner.pool
         if (rows, way) not in self._warm:  # kernels compile and test themselves at their first call, which no graph may hold
             saved = self._state(rows)
-            runner.run(lambda: run_steps(self.body, self.slots, rows, 1, way))
+            runner.run(lambda: self.run(rows, 1, way))
             self._restore(saved)
             self._warm.add((rows, way))
         runner.record(f"decode {rows} x {steps}", call, [], set())
         return runner.replay
 
-    def _state(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """What a step changes besides the place it writes in the cache, which the next step at that position writes again."""
         tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position]
         tensors += [t for t in (getattr(self.body, "x", None), self.slots.seen) if t is not None]
         return [(t, t.clone()) for t in tensors]
 
     @staticmethod
-    def _restore(saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, before in saved:
             tensor.copy_(before)

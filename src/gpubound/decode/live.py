@@ -81,8 +81,8 @@ class Live:
         was, now = (self.shape, self.dtype, self.device), (found[0], embed.dtype, embed.device)
         if now != was:
             raise GenerateError(
-                f"decoder: the weights are now {now[1]} on {now[2]} with {now[0].vocab} words, the decoder was built for {was[1]} "
-                f"on {was[2]} with {was[0].vocab}; build a new one."
+                f"decoder: the weights are now {now[1]} on {now[2]} with {now[0].vocab} words, the decoder was built for "
+                f"{was[1]} on {was[2]} with {was[0].vocab}; build a new one."
             )
         _settle(self.model)
         self._read()
@@ -101,7 +101,7 @@ class Live:
         self.dtype, self.device = self.embed.dtype, self.embed.device
 
     def moved(self) -> str | None:
-        """The name of the first weight that is another tensor, or lies elsewhere, than when it was bound; None if all stayed."""
+        """The name of the first weight that is another tensor than when it was bound, or lies elsewhere; None if all stayed."""
         for (name, holder, key), kept in zip(self._places, self._kept):
             if holder.get(key) is not kept:
                 return name
@@ -134,11 +134,11 @@ def bind(model: nn.Module) -> Live | str:
 
 
 def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
-    if not isinstance(model, Decoder) and role_of(model) != "ForCausalLM":
-        return f"{type(model).__name__} is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM)"
-    own = isinstance(model, Decoder)
-    why = _unreadable(model) or (None if own else _unknown_option(model))
-    return why or (_own(model) if own else _hugging_face(model))
+    if isinstance(model, Decoder):
+        return _unreadable(model) or _own(model)
+    if role_of(model) == "ForCausalLM":
+        return _unreadable(model) or _unknown_option(model) or _hugging_face(model)
+    return f"{type(model).__name__} is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM)"
 
 
 def _settle(model: nn.Module) -> None:
@@ -210,8 +210,6 @@ def _unreadable(model: nn.Module) -> str | None:
         return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
     if next(iter(kinds))[0] not in DTYPES:
         return f"its weights are {next(iter(kinds))[0]}; the kernels take fp32, fp16 and bf16"
-    if next(iter(kinds))[1] == "meta":
-        return "its weights are on the meta device, which holds no values"
     loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
     return f"{loose[0]} is not a plain, contiguous parameter" if loose else None
 

@@ -1,4 +1,4 @@
-"""What a Llama-shaped model computes, said once more in plain fp32: the judge of the certificate, and the one who finds a NaN."""
+"""What a Llama-shaped model computes, said once more in plain fp32: the judge of the certificate, and who finds a NaN."""
 
 from collections.abc import Iterator
 

@@ -160,4 +160,4 @@ def pad(prompts: list[list[int]], width: int, device: torch.device) -> Tensor:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor through pinned memory, so that the host does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,13 +1,14 @@
 """The state of a running batch on the device, and the pinned ring through which its tokens leave.
 
-One block of int32 holds all that the host wants to know after a launch: the tokens of each step, their log-probabilities, who is
-alive, who went bad. So a launch is followed by one copy to pinned memory and one event; the host asks the event, it never waits
-on the device. A slot of the ring is written again only after its event was seen, at least one launch later.
+One block of int32 holds all that the host wants to know after a launch: the tokens of each step, their log-probabilities, who
+is alive, who went bad. So a launch is followed by one copy to pinned memory and one event; the host asks the event, it never
+waits on the device. A slot of the ring is written again only after its event was seen, at least one launch later.
 """
 
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Slots:
     def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
         self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
         self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
-        integer = {"device": device, "dtype": torch.int32}
+        integer: Any = {"device": device, "dtype": torch.int32}
         self.rows = Rows(
             token=torch.zeros(max_batch, **integer),
             position=torch.zeros(max_batch, **integer),
@@ -43,7 +44,7 @@ class Slots:
             bad=self.block[-1],
             stops=torch.full((STOPS,), -1, **integer),
         )
-        number = {"device": device, "dtype": torch.float32}
+        number: Any = {"device": device, "dtype": torch.float32}
         self.settings = Settings(
             temperature=torch.zeros(max_batch, **number),
             top_k=torch.zeros(max_batch, **integer),
@@ -51,7 +52,7 @@ class Slots:
             min_p=torch.zeros(max_batch, **number),
             penalty=torch.ones(max_batch, **number),
             seed=torch.zeros(max_batch, device=device, dtype=torch.int64),
-            row=torch.arange(max_batch, **integer),
+            row=torch.zeros(max_batch, **integer),
         )
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
@@ -65,8 +66,8 @@ class Slots:
         return Rows(*(t if name == "stops" else t[:rows] for name, t in zip(Rows._fields, self.rows)))
 
     def choice(self, rows: int, seen: bool) -> Settings:
-        values = [t[:rows] for t in self.settings[:-1] if t is not None]
-        return Settings(*values, seen=self.marks()[:rows] if seen else None)
+        values = {name: getattr(self.settings, name)[:rows] for name in Settings._fields[:-1]}
+        return Settings(**values, seen=self.marks()[:rows] if seen else None)
 
     def marks(self) -> Tensor:
         """uint8 (max_batch, V), made when a penalty is first asked for."""
@@ -74,11 +75,15 @@ class Slots:
             self.seen = torch.zeros(self.max_batch, self.vocab, device=self.device, dtype=torch.uint8)
         return self.seen
 
-    def emitted(self, step: int, rows: int) -> Tensor:
-        return self.block[step, :rows]
+    def emitted(self, lines: int | range, rows: int) -> Tensor:
+        """Of one step (rows,), or of several lines of the block (lines, rows)."""
+        return self._lines(0, lines)[..., :rows]
 
-    def logprob(self, step: int, rows: int) -> Tensor:
-        return self.block[self.longest + step, :rows].view(torch.float32)
+    def logprob(self, lines: int | range, rows: int) -> Tensor:
+        return self._lines(self.longest, lines)[..., :rows].view(torch.float32)
+
+    def _lines(self, start: int, lines: int | range) -> Tensor:
+        return self.block[start + lines] if isinstance(lines, int) else self.block[start + lines.start : start + lines.stop]
 
     def fill(self, request: Request, rows: int, max_length: int) -> None:
         """Write the request into the first rows, one small copy each; of `rows`, those beyond it are not alive."""

@@ -9,7 +9,7 @@ WINDOW = 16  # tokens decoded again behind the last piece, so that spaces betwee
 
 
 class Texts:
-    """The texts of several rows, without what stopped them: `stops` are strings, `ends` tokens. No tokenizer: no texts, None."""
+    """The texts of several rows, without what stopped them: `stops` are strings, `ends` tokens. No tokenizer, no texts."""
 
     def __init__(self, tokenizer: Any, rows: int, stops: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, stops, frozenset(ends)

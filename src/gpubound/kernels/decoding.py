@@ -50,8 +50,8 @@ def norm_product(
         raise ValueError("norm_product: best and arg must be given together and have one shape; pass both or neither.")
     if best is not None and -(-rows // (1 << (-(-rows // best.shape[1]) - 1).bit_length())) != best.shape[1]:
         raise ValueError(
-            f"norm_product: best has {best.shape[1]} columns, which {rows} rows cannot be cut into in stretches of a power of two; "
-            "give it ceil(rows / 16)."
+            f"norm_product: best has {best.shape[1]} columns, which {rows} rows cannot be cut into in stretches of a power of "
+            "two; give it ceil(rows / 16)."
         )
     implementation("decode_product.norm_product", weight)(
         x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent
@@ -109,8 +109,8 @@ def decode_attention(
     gets the same bits as if it had come alone.
 
     qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor turned yet
-    position  (B,) int32: where the token stands, and how many keys its row has already; or (B, T), places that follow each other
-              (what would stand beyond the cache may share its last place; what comes of it is nobody's)
+    position  (B,) int32: where the token stands, and how many keys its row has already; or (B, T), places in order without a
+              gap (tokens beyond the cache may share its last place; what comes of them is nobody's)
     caches    (B, K, L, D); places beyond `position` are never read
     cos, sin  (L, D/2) fp32 of every position
     q_norm    weights (D,) for models that norm their heads; None for others
@@ -124,8 +124,9 @@ def decode_attention(
     rows = B * tokens.numel()
     if k_cache.shape != v_cache.shape or heads % K or qkv.shape != (rows, (heads + 2 * K) * D) or len(out) != rows:
         raise ValueError(
-            f"decode_attention: qkv must be ({rows}, {(heads + 2 * K) * D}) for {heads} heads and caches {tuple(k_cache.shape)}, "
-            f"got {tuple(qkv.shape)} and a v cache {tuple(v_cache.shape)}; all three come from one model."
+            f"decode_attention: qkv must be ({rows}, {(heads + 2 * K) * D}) for {heads} heads and caches "
+            f"{tuple(k_cache.shape)}, got {tuple(qkv.shape)} and a v cache {tuple(v_cache.shape)}; all three come from one "
+            "model."
         )
     _check_out("decode_attention", "position", position, (B, *tokens), torch.int32, "it says where each row stands")
     for name, table in (("cos", cos), ("sin", sin)):

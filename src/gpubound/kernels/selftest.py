@@ -33,15 +33,17 @@ EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
     "group_norm": lambda g: (_draw(g, 2, 6, 5, 7), 3, _draw(g, 6), _draw(g, 6), 1e-5),
     "layer_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), _draw(g, 40), 1e-5),
     "linear_cross_entropy": lambda g: (_draw(g, 5, 40), _draw(g, 300, 40), _labels(g, 5, 300), _draw(g, 300), *_LOSS, 3),
-    "quantize": lambda g: (_draw(g, 20, 48), _scale(), torch.float8_e4m3fn, True),
-    "quantize.quantize_swiglu": lambda g: (_draw(g, 20, 96), _scale(), torch.float8_e4m3fn),
-    "quantize.quantize_swiglu_backward": lambda g: (_draw(g, 20, 48), _draw(g, 20, 96), _scale(), torch.float8_e5m2),
+    "quantize": lambda g: (_draw(g, 32, 48), _scale(), torch.float8_e4m3fn, True),
+    "quantize.quantize_swiglu": lambda g: (_draw(g, 32, 96), _scale(), torch.float8_e4m3fn),
+    "quantize.quantize_swiglu_backward": lambda g: (_draw(g, 32, 48), _draw(g, 32, 96), _scale(), torch.float8_e5m2),
     "rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rms_norm.add_rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rope": lambda g: (_draw(g, 2, 3, 4, 16), _draw(g, 2, 3, 2, 16), *_angles(g, 3, 8)),
     "rope.rope_qkv": lambda g: (_draw(g, 2, 3, 8 * 16), *_angles(g, 3, 8), 4, 2),
     "sampling.pick": lambda g: (_draw(g, 4, 50).detach(), _counted(4, 50), _rows(), *_outputs(g)),
     "sampling.sample": lambda g: (_draw(g, 4, 300).detach(), _rows(), _settings(), *_outputs(g)),
+    "speculation.accept": lambda g: (*_verified(), _rows(), _text(), _ints(*[0] * 12).view(3, 4)),
+    "speculation.propose": lambda g: (_rows(), _text(), *_chunks(), _draw(g, 9, 40).detach(), _draw(g, 12, 40).detach()),
     "swiglu": lambda g: (_draw(g, 3, 80), None),
     "swiglu_backward": lambda g: (_draw(g, 3, 40), _draw(g, 3, 80)),
 }
@@ -124,6 +126,21 @@ def _settings() -> Settings:
 def _outputs(generator: torch.Generator) -> tuple:
     """emitted, then neither logprob nor marks, then an embedding and where it goes."""
     return _ints(0, 0, 0, 0), None, _draw(generator, 300, 40).detach(), _draw(generator, 4, 40).detach()
+
+
+def _text() -> torch.Tensor:
+    """Four texts of ten places, with threes, twos and ones that come again."""
+    return _ints(1, 2, 3, 1, 2, 3, 1, 2, 3, 1).repeat(4, 1)
+
+
+def _chunks() -> list[torch.Tensor]:
+    return [_ints(*[0] * 12).view(4, 3) for _ in range(3)]
+
+
+def _verified() -> tuple[torch.Tensor, ...]:
+    """Chosen, going, and the chunk: all foreseen, none, a dead row, an end in the middle."""
+    chosen, going = _ints(5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7), _ints(1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0)
+    return chosen.view(4, 3), going.view(4, 3), _ints(1, 5, 6, 1, 6, 7, 1, 5, 6, 1, 5, 6).view(4, 3)
 
 
 def check(op: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -23,7 +23,6 @@ from .ema import Average
 from .loop import Loop, Record, Stop
 from .loss import CausalLM
 from .recipe import Recipe
-from .recompute import MODES as RECOMPUTE_MODES
 from .recompute import fit_blocks, recompute_blocks
 from .recompute import parse as parse_recompute
 from .step import TrainStep
@@ -56,9 +55,7 @@ class Stage:
 
 def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep:
     """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
-    way, blocks = parse_recompute(recipe.recompute)
-    if way == "count":
-        recompute_blocks(model, blocks)
+    budget = parse_recompute(recipe.recompute)[0] == "budget"
     return TrainStep(
         model,
         "next_token",
@@ -68,7 +65,8 @@ def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep
         precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
         graph=recipe.graph,
         schedule=recipe.rates,
-        recompute=way if way in RECOMPUTE_MODES else "none",
+        recompute="none" if budget else recipe.recompute,
+        overlap=recipe.overlap,
         seed=recipe.seed,
     )
 

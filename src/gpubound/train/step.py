@@ -32,7 +32,7 @@ from .muon import FlatMuon, Muon
 from .optimizer import AdamW, FlatAdamW, memory
 from .precision import Precision
 from .precision import precision as precision_named
-from .recompute import MODES as RECOMPUTE_MODES
+from .recompute import parse as parse_recompute
 from .recompute import recompute_blocks
 from .result import Mail, StepResult
 from .schedule import Schedule
@@ -52,7 +52,7 @@ class TrainStep:
                fp16 (fp32 masters, loss scale), tf32 or fp32
     graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
     schedule   a Schedule; None keeps the rate
-    recompute  none, or blocks: keep only each block's input and compute the rest again in backward
+    recompute  none, blocks: keep only each block's input and compute the rest again in backward; a number: of so many blocks
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
     reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is taken
     """
@@ -68,12 +68,13 @@ class TrainStep:
         precision: str = "bf16",
         graph: str = "auto",
         schedule: Schedule | None = None,
-        recompute: str = "none",
+        recompute: str | int = "none",
         reduce: Reduce | None = None,
         overlap: bool = False,
         seed: int = 0,
     ):
-        _check(accumulate, clip, graph, recompute)
+        _check(accumulate, clip, graph)
+        way, blocks = _recompute(recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
         layout = _lay_out(model, numbers, config)
         self.memory = memory(layout, numbers)
@@ -82,8 +83,8 @@ class TrainStep:
         self.model, self.accumulate, self.device = model, accumulate, layout.device
         self._undo: list[Callable[[], Any]] = []
         try:
-            if recompute == "blocks":
-                self._undo.append(recompute_blocks(model))
+            if way != "none":
+                self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))
             if numbers.dtype != torch.float32:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
             accumulators = Accumulators(layout=layout)
@@ -178,14 +179,23 @@ class TrainStep:
         self._undo = []
 
 
-def _check(accumulate: int, clip: float | None, graph: str, recompute: str) -> None:
+def _recompute(recompute: str) -> tuple[str, int]:
+    way, amount = parse_recompute(str(recompute))
+    if way == "budget":
+        raise ValueError(
+            f"recompute: got {recompute!r}, wanted none, blocks or a number of blocks; for a budget of bytes call "
+            "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes."
+        )
+    return way, amount
+
+
+def _check(accumulate: int, clip: float | None, graph: str) -> None:
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"TrainStep: accumulate must be a whole number of at least 1, got {accumulate!r}.")
     if clip is not None and not clip > 0:
         raise ValueError(f"TrainStep: clip must be above 0, got {clip}; None does not clip.")
-    for name, value, known in (("graph", graph, GRAPH_MODES), ("recompute", recompute, RECOMPUTE_MODES)):
-        if value not in known:
-            raise ValueError(f"TrainStep: {name} must be one of {', '.join(known)}, got {value!r}.")
+    if graph not in GRAPH_MODES:
+        raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
 
 def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon) -> Layout:

@@ -1,6 +1,6 @@
-"""One token's attention for every row: q and k normed and turned, k and v written to the cache, attention over what lives there.
+"""One token's attention for every row: q and k normed and turned, k and v cached, attention over what lives in the cache.
 
-Several tokens of a row are that token by token.
+Of several tokens a row, it is that of the first, then of the second, and so on.
 
 Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head.
 """

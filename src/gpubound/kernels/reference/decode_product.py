@@ -29,8 +29,8 @@ def norm_product(
 
 @torch.no_grad()
 def norm_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0,
+    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    out: Tensor, dependent: int = 0,
 ) -> Tensor:  # fmt: skip
     normed = _normed(x, norm, eps)
     g = F.linear(normed, gate.to(x.dtype), _wide(gate_bias, x))

@@ -30,8 +30,8 @@ class ProductPlan(NamedTuple):
         return rows % self.rows == 0 and columns % self.columns == 0
 
 
-# (kind, rows, columns) -> (rows a program, columns a tile, warps) for 16-bit weights: what a search of whole steps on an H200 found
-# better than the rule (LOG.md): 135m 358 us a step against 424, 350m 399 / 426, 1b 737 / 777, 8b 3,771 / 4,018.
+# (kind, rows, columns) -> (rows a program, columns a tile, warps) for 16-bit weights: what a search of whole steps on an H200
+# found better than the rule (LOG.md): 135m 358 us a step against 424, 350m 399 / 426, 1b 737 / 777, 8b 3,771 / 4,018.
 SEARCHED: dict[tuple[str, int, int], tuple[int, int, int]] = {
     ("qkv", 960, 576): (4, 1024, 4),
     ("add", 576, 576): (1, 1024, 4),

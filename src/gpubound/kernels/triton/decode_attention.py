@@ -1,11 +1,11 @@
 """Attention of one token a row, or a few, in one launch: q and k normed and turned, k and v cached, keys split over programs.
 
-The programs of a row and kv head share the live keys in equal parts; the last to finish combines all of them, in their order, so
-the bits do not depend on which that was. Only as many programs work as the live length feeds: the cost follows it, not the
+The programs of a row and kv head share the live keys in equal parts; the last to finish combines all of them, in their order,
+so the bits do not depend on which that was. Only as many programs work as the live length feeds: the cost follows it, not the
 cache. The program whose part ends with the new token takes its k and v from the product and writes them to the cache.
 
-Of several tokens a row, each has programs of its own, which do what they would do if it came alone, to the bit. They cannot wait
-for one another to write to the cache, so they compute the few keys between the row's first new token and their own again.
+Of several tokens a row, each has programs of its own, which do what they would do if it came alone, to the bit. They cannot
+wait for one another to write to the cache, so they compute the keys of the new tokens before their own once more.
 
 Heads are handled as halves, dimensions i and i + D/2, because that is how the rotation pairs them.
 """
@@ -134,14 +134,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, cos_ptr, sin_p
                 at = place[:, None] * D + i[None]
                 ka, kb, va, vb = _cached(k_ptr, v_ptr, at, (live & (place < first))[:, None] & inside[None], HALF)
                 for t in tl.static_range(TOKENS - 1):
-                    # the angle of a place behind the table is nobody's: no key there is live
+                    # a place beyond the table is nobody's: no key there is live
                     tc, ts = _angle(cos_ptr, sin_ptr, tl.minimum(first + t, length_max - 1), i, HALF)
                     new_row = qkv_ptr + (b // TOKENS * TOKENS + t) * (GROUP + 2) * KV * D
                     na, nb, ua, ub = _new(new_row, k_ptr, k_norm, tc, ts, eps, kv, i, KV, GROUP, HALF, NORM)
-                    here = (place == first + t)[:, None]
+                    here = (live & (place == first + t))[:, None]
                     ka, kb = tl.where(here, na, ka), tl.where(here, nb, kb)
                     va, vb = tl.where(here, ua, va), tl.where(here, ub, vb)
-                va, vb = tl.where(live[:, None], va, 0.0), tl.where(live[:, None], vb, 0.0)  # NaN of a later token
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, live, WIDE)
         if split == parts - 1:
             ka, kb, va, vb = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM)

@@ -5,8 +5,8 @@ whatever the number of rows, so that a sequence decodes to the same bits alone a
 squares is taken from the x that the product reads, and its factor applied to the sum.
 
 Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
-nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream in
-behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
+nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
+in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
 """
 
 import torch
@@ -18,7 +18,6 @@ from ...device import interpreted
 from ..decoding import EARLY, LATE
 from ._decode_plan import plan_product
 from ._launch import power_of_two
-
 
 AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
 
@@ -205,8 +204,8 @@ def norm_product(
 
 @torch.no_grad()
 def norm_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0,
+    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    out: Tensor, dependent: int = 0,
 ) -> Tensor:  # fmt: skip
     rows = gate.shape[0]
     plan = plan_product("gate_up", rows, x.shape[1], gate, (rows,))

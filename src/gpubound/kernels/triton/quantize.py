@@ -18,7 +18,7 @@ from ._gated import _activated, _halves, _matrix
 
 # (rows, columns, warps) of a tile: 128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64
 # elements of each tensor.
-PLANS = {"quantize": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (128, 32, 8)}
+PLANS = {"quantize": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
 _E4M3, _E5M2 = tl.constexpr(_ROUND.format("e4m3x2")), tl.constexpr(_ROUND.format("e5m2x2"))
