@@ -49,6 +49,7 @@ class Case:
 
 CASES = {
     "350m": Case("350m", 1024, 16, 1, {"liger": (1.15, 1.22), "liger-autocast": (1.30, 1.40), "hf": (None, None)}),
+    "350m-fp8": Case("350m", 1024, 16, 1, {"ours": (1.25, None)}, ours="ours-fp8"),
     "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
     "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}),
     "350m-x16": Case("350m", 1024, 16, 16, {}),
@@ -163,7 +164,7 @@ def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measur
             bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
         shape = SHAPES[case.shape]
         rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
-        tokens = case.ours == "ours"
+        tokens = case.ours.startswith("ours")
         for peer, (gate, moonshot) in case.peers.items():
             if peers and peer not in peers:
                 continue

@@ -67,14 +67,23 @@ def token_batches(job: Job) -> list[dict[str, Tensor]]:
     return [{"input_ids": i, "labels": i} for i in ids]
 
 
-def ours(job: Job) -> Contender:
+FEW_TOKENS = 4096  # a micro-batch so small that its launches bound it: weight gradients go on a second stream
+
+
+def ours(job: Job, precision: str = "bf16") -> Contender:
     model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job)
     steps: list[TrainStep] = []
 
     def start() -> Step:
         place(model, job.device)
         config = AdamW(lr=LR, decays=lambda name, parameter: True)  # as the peers' optimizers do
-        step = TrainStep(model, "causal_lm", config, accumulate=job.accumulate, clip=CLIP, precision="bf16")
+        options = {
+            "accumulate": job.accumulate,
+            "clip": CLIP,
+            "precision": precision,
+            "overlap": job.micro * job.seq < FEW_TOKENS,
+        }
+        step = TrainStep(model, "causal_lm", config, **options)
         steps.append(step)
         window = [batches[i % BATCHES] for i in range(job.accumulate)]
         return lambda: step(window).loss
@@ -174,6 +183,7 @@ def frames_usual(job: Job) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "ours": ours,
+    "ours-fp8": lambda job: ours(job, "fp8"),
     "hf": hugging_face,
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),

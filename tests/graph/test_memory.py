@@ -133,6 +133,28 @@ def test_the_second_round_goes_on_from_the_first(start, monkeypatch):
     assert "in round 2 of 2" in sentence and total.equal(start)
 
 
+def test_eager_and_replay_start_from_one_state_in_both_rounds(monkeypatch):
+    """Also where they end apart, within the tolerance."""
+    total, starts = torch.ones(3), []
+
+    class Noisy(TapeRunner):
+        def run(self, call):
+            starts.append(total.clone())
+            return super().run(call)
+
+        def replay(self):
+            starts.append(total.clone())
+            super().replay()
+            total.mul_(1.01)
+
+    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Noisy())
+    certificate = capture(lambda x: total.add_(x).sum() * 0, torch.ones(3), tolerance=0.1).certificate
+    assert certificate.worst.relative == pytest.approx(0.01, rel=1e-4)
+    first, first_replay, second, second_replay = starts[-4:]
+    assert first.equal(torch.ones(3)) and first_replay.equal(first)
+    assert not second.equal(first) and second_replay.equal(second)
+
+
 def test_a_state_of_zeros_that_the_graph_forgets_is_refused(monkeypatch):
     """Eager moves the counter, the replay does not: what was no copy at first is compared all the same."""
 
@@ -165,6 +187,7 @@ class TestOutOfMemory:
         total, calls = drawn(3), []
         captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
         assert captured.certificate.bitwise and total.equal(drawn(3))
+        assert len(calls) == 2 + 3 + 1 + 2, "all warm-ups again, the capture, two rounds"
         assert capsys.readouterr().err == (
             "gpubound: capture(fn): the device has no memory for fn beside copies of its state; they are moved to the host.\n"
         )

@@ -110,6 +110,20 @@ def test_one_update_is_adamws_with_the_moments_coded_behind_it(by, device):
 
 
 @MIRRORS
+def test_a_small_gradient_beside_a_giant_takes_a_small_step(by, device):
+    """Its second moment is below every step of the code: rounded to zero, the next update would divide by eps alone."""
+    n = 256
+    gradient = torch.full((n,), 1e-3, device=device)
+    gradient[7] = 1e3
+    codes = [torch.zeros(n, dtype=dtype, device=device) for dtype in DTYPES]
+    weight, scales = torch.zeros(n, device=device), [torch.zeros(1, device=device) for _ in range(2)]
+    plan = torch.tensor([1, 1, 1, 1e-2, 1, 1], device=device)
+    for _ in range(3):
+        by.adamw8(weight, gradient, *codes, *scales, None, plan, *BETAS, 1e-12, 0, None)
+    assert codes[1].min() == 1 and weight.abs().max() < 0.1
+
+
+@MIRRORS
 def test_a_skipped_step_changes_nothing(by, device):
     n = 300
     tensors = [draw(device, torch.bfloat16, n), torch.full((n,), float("nan"), device=device), *moments(n, device)]

@@ -75,11 +75,18 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 class Memory:
-    """One storage, and the bytes kept of it: at once, or with now=False from the first `keep` on."""
+    """One storage, and the bytes kept of it: at once, or with now=False from the first `keep` on.
+
+    A tensor of codes may carry `numbers`, a function of its storage's bytes that yields what they stand for, part by part: then
+    these are compared, and not the codes.
+    """
 
     def __init__(self, tensor: Tensor, name: str, room: Room, now: bool = True) -> None:
         self.name, self.room = name, room
         self.tensor = tensor.detach()
+        self.numbers = getattr(tensor, "numbers", None)
+        if self.numbers is not None:
+            self.tensor.numbers = self.numbers  # type: ignore[attr-defined]
         self.live = bytes_of(tensor)
         self.kept: Tensor | None = None  # None: nothing but zeros
         if now:
@@ -135,6 +142,9 @@ class Memory:
         """How far the live contents are from the kept ones, read as numbers of the tensor's dtype."""
         if not self.changed():
             return EQUAL
+        if self.numbers is not None:
+            kept = torch.zeros_like(self.live) if self.kept is None else self.kept
+            return _furthest((a, b.to(a.device)) for a, b in zip(self.numbers(self.live), self.numbers(kept)))
         dtype, size = self.tensor.dtype, self.tensor.element_size()
         pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in self._pairs(_PART))
         return _furthest((here, there) for here, there in pairs)

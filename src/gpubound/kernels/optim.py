@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .choose import implementation
+from .reference._code8 import BLOCK, dequantize
 
 
 def plan_update(
@@ -64,13 +65,60 @@ def adamw(
             raise ValueError(f"adamw: {name} must hold {weight.numel()} elements like weight, got {tensor.numel()}.")
         if tensor.dtype != gradient.dtype:
             raise ValueError(f"adamw: {name} must be {gradient.dtype} like gradient, got {tensor.dtype}.")
-    if seed is not None and (weight.dtype != torch.bfloat16 or master is not None):
-        raise ValueError(
-            f"adamw: seed rounds bfloat16 weights at random where there is no master, "
-            f"got {weight.dtype} {'with' if master is not None else 'without'} a master; leave seed out."
-        )
+    _check_seed("adamw", weight, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
     implementation("adamw.adamw", weight)(weight, gradient, m, v, master, plan, *betas, eps, decay_until, seed)
+
+
+def adamw8(
+    weight: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_scale: Tensor,
+    v_scale: Tensor,
+    plan: Tensor,
+    master: Tensor | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    decay_until: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """`adamw` with both moments in 8 bits: 18 bytes an element with bf16 weights and masters, where fp32 moments move 30.
+
+    `m` is int8, `v` uint8; `m_scale` and `v_scale` are fp32, one number for every 256 elements. Zeros are where they all begin.
+    """
+    wide = {"gradient": gradient} | ({"master": master} if master is not None else {})
+    _check_flat("adamw8", weight=weight, **wide, m_scale=m_scale, v_scale=v_scale)
+    _check_device("adamw8", weight, **wide, m=m, v=v, m_scale=m_scale, v_scale=v_scale, plan=plan)
+    n = weight.numel()
+    wanted = {name: (tensor, torch.float32, n) for name, tensor in wide.items()}
+    wanted |= {"m": (m, torch.int8, n), "v": (v, torch.uint8, n)}
+    wanted |= {name: (t, torch.float32, -(-n // BLOCK)) for name, t in (("m_scale", m_scale), ("v_scale", v_scale))}
+    for name, (tensor, dtype, count) in wanted.items():
+        if tensor.dtype != dtype or tensor.shape != (count,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"adamw8: {name} must be a contiguous {dtype} vector of {count}, for {n} weights, "
+                f"got {tuple(tensor.shape)} {tensor.dtype}; begin with torch.zeros({count}, dtype={dtype})."
+            )
+    _check_seed("adamw8", weight, master, seed)
+    decay_until = n if decay_until is None else decay_until
+    implementation("adamw8", weight)(
+        weight, gradient, m, v, m_scale, v_scale, master, plan, *betas, eps, decay_until, seed
+    )  # fmt: skip
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """A moment that `adamw8` keeps, in fp32."""
+    return dequantize(codes, scales)
+
+
+def _check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None) -> None:
+    if seed is not None and (weight.dtype != torch.bfloat16 or master is not None):
+        raise ValueError(
+            f"{op}: seed rounds bfloat16 weights at random where there is no master, "
+            f"got {weight.dtype} {'with' if master is not None else 'without'} a master; leave seed out."
+        )
 
 
 def _check_flat(op: str, **tensors: Tensor) -> None:

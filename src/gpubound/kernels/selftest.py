@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .choose import load
+from .packed import Packed, pack
 from .sampling import Rows, Settings
 
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
@@ -22,6 +23,7 @@ _LOSS = (-100, 0.1, 5.0, 1e-3, "mean")  # ignore_index, label_smoothing, softcap
 EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
     "adamw.adamw": lambda g: (_draw(g, 70), *_flat(g, 4), _plan(), 0.9, 0.99, 1e-8, 40, None),
     "adamw.plan_update": lambda g: (*_flat(g, 1), _wide(5, 7), _wide(3, 1, 2, 1), _wide(1, 2, 3, 4), 0.9, 0.99, 0.1, 1.0, 2),
+    "adamw8": lambda g: (*_coded(g, 300), _plan(), 0.9, 0.99, 1e-8, 40, None),
     "cross_entropy": lambda g: (_draw(g, 5, 300), _labels(g, 5, 300), *_LOSS),
     "decode_attention": lambda g: (*_decoding(g), None, None, 1e-6, 0.25, 0, *_scratch()),
     "decode_product.add_product": lambda g: (_draw(g, 2, 40), _draw(g, 48, 40), None, _draw(g, 2, 48).detach()),
@@ -36,6 +38,20 @@ EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
     "quantize": lambda g: (_draw(g, 32, 48), _scale(), torch.float8_e4m3fn, True),
     "quantize.quantize_swiglu": lambda g: (_draw(g, 32, 96), _scale(), torch.float8_e4m3fn),
     "quantize.quantize_swiglu_backward": lambda g: (_draw(g, 32, 48), _draw(g, 32, 96), _scale(), torch.float8_e5m2),
+    "quantized_product.dequantize": lambda g: (_packed(g, 40, 150, "int8"), _draw(g, 40, 150).detach(), 2),
+    "quantized_product.quantized_add_product": lambda g: (_draw(g, 2, 150), _packed(g, 40, 150, "fp8"), *_bias_and(g, 40, 40)),
+    "quantized_product.quantized_norm_gate_up": lambda g: (
+        *_stream(g, 150),
+        _packed(g, 40, 150, "int8"),
+        *_bias_and(g, 40, 20),
+    ),
+    "quantized_product.quantized_norm_product": lambda g: (
+        *_stream(g, 256),
+        _packed(g, 40, 256, "int4"),
+        *_bias_and(g, 40, 40),
+        torch.zeros(2, 3),
+        torch.zeros(2, 3, dtype=torch.int32),
+    ),
     "rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rms_norm.add_rms_norm": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), _draw(g, 40), 1e-6),
     "rope": lambda g: (_draw(g, 2, 3, 4, 16), _draw(g, 2, 3, 2, 16), *_angles(g, 3, 8)),
@@ -55,6 +71,15 @@ def _draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 def _flat(generator: torch.Generator, count: int) -> list[torch.Tensor]:
     return [_draw(generator, 70).detach().square() for _ in range(count)]
+
+
+def _coded(generator: torch.Generator, size: int) -> tuple[torch.Tensor, ...]:
+    """Weights, a gradient, both moments in 8 bits, their scales (one for 256 elements), masters."""
+    weight, gradient, master = (_draw(generator, size) for _ in range(3))
+    codes = torch.randint(-127, 128, (size,), generator=generator, device="cpu")
+    scales = torch.linspace(0.5, 2, -(-size // 256), device="cpu")
+    moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
+    return weight, gradient.detach(), *moments, master.detach()
 
 
 def _labels(generator: torch.Generator, rows: int, words: int) -> torch.Tensor:
@@ -96,6 +121,20 @@ def _q_k_v(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
 
 def _gate_up(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return *(_draw(generator, 40, 48) for _ in range(2)), *(_draw(generator, 40) for _ in range(2)), torch.zeros(2, 40)
+
+
+def _packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
+    return pack(_draw(generator, rows, columns).detach(), kind)
+
+
+def _stream(generator: torch.Generator, columns: int) -> tuple:
+    """x, norm, eps."""
+    return _draw(generator, 2, columns).detach(), _draw(generator, columns), 1e-6
+
+
+def _bias_and(generator: torch.Generator, rows: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bias, and what is written or added to."""
+    return _draw(generator, rows), torch.zeros(2, outputs)
 
 
 def _plan() -> torch.Tensor:

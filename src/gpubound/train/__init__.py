@@ -12,6 +12,7 @@ docs/training.md tells how they fit together.
 from .accumulate import Accumulators as Accumulators
 from .muon import Muon as Muon
 from .optimizer import AdamW as AdamW
+from .optimizer import AdamW8bit as AdamW8bit
 from .result import StepResult as StepResult
 from .result import StepValues as StepValues
 from .schedule import Schedule as Schedule

@@ -17,6 +17,8 @@ MOST = 8  # shapes of window: each takes seconds to capture, and some memory bes
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
 # to find, an input or a state that a graph has baked in, is off by the value's own size.
 NOISE = 5e-2
+# In 8 bits a value that flips moves by an eighth or a quarter of itself: two eager steps of 350m were 1.2e-1 apart.
+NOISE_FP8 = 3e-1
 
 
 class Graphs:
@@ -75,7 +77,8 @@ class Graphs:
             return 0.0
         optimizer = self.core.optimizer
         largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
-        return NOISE + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12)
+        noise = NOISE_FP8 if self.core.precision.fp8 else NOISE
+        return noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12)
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -1,19 +1,22 @@
 """AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/optim.py), not seen by the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
-from .flat import ADAMW, Layout, Weights, matrices
+from ..kernels.optim import BLOCK, adamw8, decoded
+from .flat import ADAMW, Group, Layout, Weights, matrices
 from .precision import Precision
 from .schedule import Schedule
 
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
+PART_BLOCKS = 1 << 14  # blocks of codes read as numbers at a time: 16 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,16 @@ class AdamW:
     def __post_init__(self):
         if self.lr < 0 or self.eps < 0 or self.weight_decay < 0:
             raise ValueError(
-                f"AdamW: lr, eps and weight_decay must not be negative, got {self.lr}, {self.eps} and {self.weight_decay}."
+                f"{type(self).__name__}: lr, eps and weight_decay must not be negative, "
+                f"got {self.lr}, {self.eps} and {self.weight_decay}."
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {self.betas}.")
+            raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW whose moments are kept in 8 bits from step to step: 2 bytes a parameter instead of 8. Gradient and masters stay."""
 
 
 class FlatAdamW:
@@ -46,13 +55,30 @@ class FlatAdamW:
     ):
         self.config, self.weights, self.clip, self.schedule = config, weights, clip, schedule
         layout = weights.layout
-        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
-        self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+        self._begin_moments(layout)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(layout.device)
         self.rates = schedule.table(config.lr, layout.device)
         self._seed = seed if precision.at_random else None
+
+    def _begin_moments(self, layout: Layout) -> None:
+        if isinstance(self.config, AdamW8bit):
+            raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
+        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """One tensor for each piece of memory that the moments lie in."""
+        return [self.m, self.v]
+
+    def named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Live views by parameter, for checkpoints."""
+        for slot in self.weights.layout.slots:
+            yield f"m.{slot.name}", slot.view(self.m)
+            if slot.start < len(self.v):
+                yield f"v.{slot.name}", slot.view(self.v)
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -69,16 +95,19 @@ class FlatAdamW:
         return report
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
-        config = self.config
         for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
-            if group.rule != ADAMW:
-                continue
-            here = slice(group.start, group.stop)
-            seed = self._seed if weight.dtype == torch.bfloat16 and master is None else None
-            adamw(
-                weight, gradient[here], self.m[here], self.v[here], plan, master,
-                config.betas, config.eps, group.decay_stop - group.start, seed,
-            )  # fmt: skip
+            if group.rule == ADAMW:
+                seed = self._seed if weight.dtype == torch.bfloat16 and master is None else None
+                self._advance(group, weight, gradient[group.start : group.stop], plan, master, seed)
+
+    def _advance(
+        self, group: Group, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None
+    ) -> None:
+        config, here = self.config, slice(group.start, group.stop)
+        decay_until = group.decay_stop - group.start
+        adamw(
+            weight, gradient, self.m[here], self.v[here], plan, master, config.betas, config.eps, decay_until, seed
+        )  # fmt: skip
 
     def set_lr(self, lr: float) -> None:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
@@ -86,12 +115,70 @@ class FlatAdamW:
         self.rates.copy_(self.schedule.table(lr))
 
 
-def memory(layout: Layout, precision: Precision) -> dict[str, int]:
+class Coded:
+    """A moment in 8 bits: the codes and, behind them in the same memory, the scale of every 256 of them."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
+        raw = torch.zeros(coded_bytes(size), dtype=torch.uint8, device=device)
+        self.codes, self.scales = _codes_and_scales(raw, size, dtype)
+        # Two codes say nothing of how far apart their numbers are: a certificate of the step is to compare those.
+        self.codes.numbers = partial(_numbers, size=size, dtype=dtype)  # type: ignore[attr-defined]
+
+
+def coded_bytes(size: int) -> int:
+    return size + 4 * -(-size // BLOCK)
+
+
+def _codes_and_scales(raw: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return raw[:size].view(dtype), raw[size:].view(torch.float32)
+
+
+def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """What these bytes stand for, part by part."""
+    codes, scales = _codes_and_scales(raw, size, dtype)
+    for part, scale in zip(codes.split(BLOCK * PART_BLOCKS), scales.split(PART_BLOCKS)):
+        yield decoded(part, scale)
+
+
+class FlatAdamW8bit(FlatAdamW):
+    """FlatAdamW with coded moments, a pair for each group: blocks of 256 begin where a group does."""
+
+    def _begin_moments(self, layout: Layout) -> None:
+        sizes = {group: group.stop - group.start for group in layout.groups}
+        self.m8 = {group: Coded(size, torch.int8, layout.device) for group, size in sizes.items()}
+        self.v8 = {group: Coded(size, torch.uint8, layout.device) for group, size in sizes.items()}
+
+    @property
+    def moments(self) -> list[Tensor]:
+        return [coded.codes for coded in (*self.m8.values(), *self.v8.values())]
+
+    def named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Codes by parameter, scales by group: a block may hold the end of one parameter and the beginning of the next."""
+        for kind, moments in (("m", self.m8), ("v", self.v8)):
+            for number, (group, coded) in enumerate(moments.items()):
+                yield f"scale.{kind}.{number}", coded.scales
+                for slot in self.weights.layout.slots_of(group):
+                    yield f"{kind}.{slot.name}", slot.view(coded.codes, group.start)
+
+    def _advance(
+        self, group: Group, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None
+    ) -> None:
+        config, m, v = self.config, self.m8[group], self.v8[group]
+        decay_until = group.decay_stop - group.start
+        adamw8(
+            weight, gradient, m.codes, v.codes, m.scales, v.scales, plan, master, config.betas, config.eps, decay_until, seed
+        )  # fmt: skip
+
+
+def memory(layout: Layout, precision: Precision, config: AdamW | None = None) -> dict[str, int]:
     """Bytes that training these parameters takes besides activations, before any of it is allocated."""
     counts = [(group.dtype, group.stop - group.start) for group in layout.groups]
+    moments = 4 * layout.size + 4 * layout.adamw_size
+    if isinstance(config, AdamW8bit):
+        moments = sum(2 * coded_bytes(n) for _, n in counts)
     return {
         "weights": sum(n * dtype.itemsize for dtype, n in counts),
         "masters": sum(4 * n for dtype, n in counts if precision.masters and dtype != torch.float32),
         "gradient": 4 * layout.size,
-        "moments": 4 * layout.size + 4 * layout.adamw_size,
+        "moments": moments,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..models import PRESETS, DecoderConfig
 from .muon import Muon
-from .optimizer import AdamW
+from .optimizer import AdamW, AdamW8bit
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .schedule import Schedule
@@ -64,7 +64,7 @@ class Recipe:
     steps: int = 1000
     """Optimizer steps."""
     optimizer: str = "adamw"
-    """adamw, or muon (for the matrices; adamw for the rest)."""
+    """adamw, adamw8bit (its moments in 8 bits), or muon (for the matrices; adamw for the rest)."""
     lr: float = 3e-3
     """The highest learning rate."""
     schedule: str = "cosine"
@@ -142,8 +142,10 @@ class Recipe:
     def numbers(self) -> AdamW | Muon:
         """The optimizer's. Betas as language models are trained: the second moment forgets within 20 steps."""
         adamw = AdamW(self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f"recipe: optimizer must be adamw or muon, got {self.optimizer!r}.")
+        if self.optimizer not in ("adamw", "adamw8bit", "muon"):
+            raise ValueError(f"recipe: optimizer must be adamw, adamw8bit or muon, got {self.optimizer!r}.")
+        if self.optimizer == "adamw8bit":
+            return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
     def stages(self) -> list[tuple[str, "Recipe"]]:

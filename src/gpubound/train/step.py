@@ -29,7 +29,7 @@ from .graphs import MODES as GRAPH_MODES
 from .graphs import Graphs
 from .loss import CausalLM
 from .muon import FlatMuon, Muon
-from .optimizer import AdamW, FlatAdamW, memory
+from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
 from .precision import Precision
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
@@ -38,7 +38,7 @@ from .result import Mail, StepResult
 from .schedule import Schedule
 
 LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
-OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
+OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
 class TrainStep:
@@ -46,7 +46,7 @@ class TrainStep:
 
     loss       "causal_lm" (labels as Hugging Face's, the tokens themselves), "next_token" (labels are the next tokens already,
                as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
-    optimizer  an AdamW(...) or Muon(...), or "adamw" or "muon" for their defaults
+    optimizer  an AdamW(...), AdamW8bit(...) or Muon(...), or "adamw", "adamw8bit" or "muon" for their defaults
     clip       the largest global gradient norm; None does not clip
     precision  bf16 (fp32 masters), fp8 (the same, the blocks' linear products in 8 bits), bf16-pure (rounded at random),
                fp16 (fp32 masters, loss scale), tf32 or fp32
@@ -77,7 +77,7 @@ class TrainStep:
         way, blocks = _recompute(recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
         layout = _lay_out(model, numbers, config)
-        self.memory = memory(layout, numbers)
+        self.memory = memory(layout, numbers, config if isinstance(config, AdamW) else None)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device = model, accumulate, layout.device
@@ -94,7 +94,7 @@ class TrainStep:
             if self._sites is not None:
                 self._undo.append(self._sites.release)
             rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
-            self._optimizer = FlatMuon(config, *rest) if isinstance(config, Muon) else FlatAdamW(config, *rest)
+            self._optimizer = _flat_optimizer(config, *rest)
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
@@ -133,10 +133,7 @@ class TrainStep:
 
         The tensors are the live ones, not copies.
         """
-        state = {"state": self._optimizer.state}
-        for kind, slot, view in self._named_state():
-            state[f"{kind}.{slot}"] = view
-        return state
+        return {"state": self._optimizer.state, **dict(self._named_state())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit once the model's own state is loaded too, before or after."""
@@ -157,16 +154,13 @@ class TrainStep:
 
     def _named_state(self):
         layout, optimizer = self._weights.layout, self._optimizer
-        for slot in layout.slots:
-            yield "m", slot.name, slot.view(optimizer.m)
-            if slot.start < len(optimizer.v):
-                yield "v", slot.name, slot.view(optimizer.v)
+        yield from optimizer.named_moments()
         for group, master in zip(layout.groups, self._weights.masters):
             if master is not None:
                 for slot in layout.slots_of(group):
-                    yield "master", slot.name, slot.view(master, group.start)
+                    yield f"master.{slot.name}", slot.view(master, group.start)
         for slot, states in zip(self._sites.slots, self._sites.states) if self._sites else ():
-            yield "fp8", slot.name, states[:, 0]
+            yield f"fp8.{slot.name}", states[:, 0]
 
     def close(self) -> None:
         """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""
@@ -221,6 +215,12 @@ def _optimizer(optimizer: str | AdamW | Muon) -> AdamW | Muon:
         f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))} or an AdamW(...) or Muon(...), "
         f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}."
     )
+
+
+def _flat_optimizer(config: AdamW | Muon, *rest: Any) -> FlatAdamW:
+    if isinstance(config, Muon):
+        return FlatMuon(config, *rest)
+    return FlatAdamW8bit(config, *rest) if isinstance(config, AdamW8bit) else FlatAdamW(config, *rest)
 
 
 def _loss(loss: str | Loss) -> Loss | CausalLM:

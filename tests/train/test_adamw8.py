@@ -1,0 +1,146 @@
+"""The trainer with 8-bit moments: a quarter of the bytes, AdamW's curve, skipped, certified, and resumed bit for bit."""
+
+import pytest
+import torch
+
+from gpubound.errors import GraphError
+from gpubound.graph.memory import Memory, Room
+from gpubound.graph.runner import EagerRunner
+from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
+from gpubound.train.optimizer import Coded
+
+from .conftest import cut, draw, named, small, summed
+from .runs import one_thread  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+BETAS = (0.9, 0.95)
+
+
+def wide():
+    """Groups of some thousand weights, so that scales and the filling of the last block are few."""
+    return small(words=13, width=64, tied=False)
+
+
+def test_the_moments_take_a_quarter():
+    state = {}
+    for optimizer in ("adamw", "adamw8bit"):
+        step = TrainStep(wide(), summed, optimizer, precision="bf16", graph="off")
+        moments = {n: t for n, t in step.state_dict().items() if n.startswith(("m.", "v.", "scale."))}
+        state[optimizer] = sum(t.nbytes for t in moments.values())
+        held = sum(t.untyped_storage().nbytes() for t in step._optimizer.moments)
+        assert step.memory["moments"] == held >= state[optimizer]
+    assert 0.25 < state["adamw8bit"] / state["adamw"] < 0.26
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
+def test_the_curve_is_adamws(precision):
+    losses = []
+    for config in (AdamW(lr=1e-2, betas=BETAS), AdamW8bit(lr=1e-2, betas=BETAS)):
+        step = TrainStep(wide(), summed, config, clip=1.0, precision=precision, graph="off")
+        losses.append(torch.tensor([step(draw(8)).read().loss for _ in range(30)]))
+    exact, coarse = losses
+    assert exact[-1] < 0.5 * exact[0]
+    assert ((coarse - exact).abs() < 2e-3 * exact[0]).all(), "3e-4 in bf16, 7e-5 in fp32"
+
+
+def spoiled(model, batch):
+    ids, labels, factor = batch
+    total, items = summed(model, (ids, labels))
+    return total * factor, items
+
+
+def run(step, start, stop):
+    factors = [torch.tensor(float("nan") if i == 2 else 1.0) for i in range(start, stop)]
+    return [repr(step((*draw(4, seed=i), factor)).read()) for i, factor in zip(range(start, stop), factors)]
+
+
+def fresh(precision, graph):
+    model = small()
+    schedule = Schedule("linear", steps=9, warmup=2)
+    config = AdamW8bit(lr=1e-2, betas=BETAS)
+    return model, TrainStep(model, spoiled, config, clip=0.5, precision=precision, graph=graph, schedule=schedule)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_captured_skipped_and_resumed(precision):
+    """The captured step is the eager one bit for bit, a step that is not finite among them; a resumed run is the whole one."""
+    (model, step), (twin, captured) = fresh(precision, "off"), fresh(precision, "require")
+    first = run(step, 0, 4)
+    assert run(captured, 0, 4) == first and "skipped=1" in first[-1]
+    assert all(p.equal(q) for p, q in zip(model.parameters(), twin.parameters()))
+    assert captured.captured[0].certificate.bitwise
+    saved = {k: v.clone() for k, v in step.state_dict().items()}, named(model)
+    want = run(step, 4, 7)
+    again, resumed = fresh(precision, "off")
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1], strict=False)
+    assert run(resumed, 4, 7) == want
+    here, there = step.state_dict(), resumed.state_dict()
+    assert here.keys() == there.keys() and all(here[name].equal(there[name]) for name in here)
+    assert saved[0]["m.mix.weight"].dtype == torch.int8 and saved[0]["v.mix.weight"].dtype == torch.uint8
+    assert saved[0]["m.mix.weight"].shape == model.mix.weight.shape
+
+
+def test_a_certificate_compares_numbers_not_codes():
+    """Just either side of zero, codes lie 2 of 127 apart and what they stand for 4e-6 of the block's largest."""
+    moment = Coded(300, torch.int8, torch.device("cpu"))
+    moment.codes[:2], moment.codes[2:], moment.scales[:] = torch.tensor([127, 1]), 9, torch.tensor([2.0, 0.5])
+    kept = Memory(moment.codes, "m", Room(torch.device("cpu")))
+    moment.codes[1] = -1
+    found = kept.difference()
+    assert not found.bitwise and found.relative == pytest.approx(2 * 8.0**-6)
+    moment.scales[0] = 1.0
+    assert kept.difference().relative == pytest.approx(0.5)
+    again = Memory(kept.tensor, "m", Room(torch.device("cpu")))
+    moment.codes[0] = 0
+    assert again.difference().relative == pytest.approx(1.0)
+
+
+def test_a_graph_that_forgets_the_moments_is_refused(monkeypatch):
+    """Its replay leaves the codes as they were."""
+    _, step = fresh("fp32", "require")
+    own = EagerRunner.replay
+
+    def forgetful(runner):
+        before = [t.clone() for t in step._optimizer.moments]
+        own(runner)
+        for tensor, old in zip(step._optimizer.moments, before):
+            tensor.copy_(old)
+
+    monkeypatch.setattr(EagerRunner, "replay", forgetful)
+    with pytest.raises(GraphError, match="of the replay is off by"):
+        run(step, 0, 1)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    coded, plain = (TrainStep(small(), summed, which, precision="fp32", graph="off") for which in ("adamw8bit", "adamw"))
+    for one, other in ((coded, plain), (plain, coded)):
+        with pytest.raises(ValueError, match=r"load_state_dict: scale\.[mv]\.0: got "):
+            one.load_state_dict(other.state_dict())
+
+
+def test_errors():
+    with pytest.raises(ValueError) as error:
+        AdamW8bit(lr=-1)
+    assert str(error.value) == "AdamW8bit: lr, eps and weight_decay must not be negative, got -1, 1e-08 and 0.01."
+    with pytest.raises(ValueError) as error:
+        TrainStep(small(), summed, Muon(rest=AdamW8bit()), precision="fp32")
+    assert str(error.value) == "AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...)."
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_captured_is_eager_bit_for_bit_on_the_gpu(precision):
+    torch.use_deterministic_algorithms(False)
+    models = [wide().cuda() for _ in range(2)]
+    steps = [
+        TrainStep(model, summed, AdamW8bit(lr=1e-2), accumulate=2, clip=0.5, precision=precision, graph=graph)
+        for model, graph in zip(models, ("require", "off"))
+    ]
+    for i in range(10):
+        got, want = (step([tuple(t.cuda() for t in part) for part in cut(draw(4, seed=i), 2)]).read() for step in steps)
+        assert got == want
+    assert all(a.equal(b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+    assert steps[0].state_dict()["m.mix.weight"].equal(steps[1].state_dict()["m.mix.weight"])
