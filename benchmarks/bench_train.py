@@ -49,7 +49,7 @@ class Case:
 
 CASES = {
     "350m": Case("350m", 1024, 16, 1, {"liger": (1.15, 1.22), "liger-autocast": (1.30, 1.40), "hf": (None, None)}),
-    "350m-fp8": Case("350m", 1024, 16, 1, {"ours": (1.25, None)}, ours="ours-fp8"),
+    "350m-fp8": Case("350m", 1024, 16, 1, {"ours-bf16": (1.25, None)}, ours="ours-fp8"),
     "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
     "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}),
     "350m-x16": Case("350m", 1024, 16, 16, {}),

@@ -183,6 +183,7 @@ def frames_usual(job: Job) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "ours": ours,
+    "ours-bf16": ours,
     "ours-fp8": lambda job: ours(job, "fp8"),
     "hf": hugging_face,
     "liger": liger,

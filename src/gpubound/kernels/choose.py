@@ -9,10 +9,9 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 """
 
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
-from threading import Thread
 
 import torch
 
@@ -65,16 +64,21 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
     return "reference"
 
 
-def hasten(device: torch.device) -> None:
-    """Begin beside other work what Triton does before its first kernel: a hash over its own files, 0.26 s."""
-    if device.type == "cuda" and has_triton():
-        Thread(target=_hash_triton, name="gpubound-triton", daemon=True).start()
+_early: dict[tuple[str, torch.device, torch.dtype], Future] = {}
 
 
-def _hash_triton() -> None:
-    cache = import_module("triton.runtime.cache")
-    if hasattr(cache, "triton_key"):  # remembered there; a version without it just does its own at the first kernel
-        cache.triton_key()
+def hasten(ops: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine."""
+    if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
+        return
+    from .selftest import check
+
+    pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
+    for op in dict.fromkeys(ops):
+        key = (op, device, dtype)
+        if key not in _verdicts and key not in _early:
+            _early[key] = pool.submit(check, op, device, dtype)
+    pool.shutdown(wait=False)  # whoever needs a verdict waits for that one
 
 
 _verdicts: dict[tuple[str, torch.device, torch.dtype], str | None] = {}
@@ -84,7 +88,8 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process."""
     key = (op, device, dtype)
     if key not in _verdicts:
-        _verdicts[key] = _judge(op, device, dtype)
+        begun = _early.pop(key, None)
+        _verdicts[key] = _judge(op, device, dtype) if begun is None else begun.result()
     return _verdicts[key]
 
 

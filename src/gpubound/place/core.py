@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import FallbackError, GpuboundError, PlaceError
-from ..kernels.choose import implementation
+from ..kernels.choose import hasten, implementation
 from ..layers import MLP, Attention
 from ..trace import fallback
 from . import exercise, families, guard
@@ -41,6 +41,8 @@ def place(
     if guard.devices(model) - {there}:
         guard.check_movable(model, there)
         model.to(there)
+    if fuse:
+        hasten(families.kernels_of(model), there, _dtype(model))
     run, before, trouble = _first_run(model, example)
     placer, verdict, verified = _Placer(strict), trouble, False
     try:

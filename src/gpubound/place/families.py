@@ -65,6 +65,12 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
                 yield make(name, module)
 
 
+def kernels_of(model: nn.Module) -> list[str]:
+    """The ops that swapping `model` will call, its backward's among them."""
+    ops = [op for candidate in (*leaves(model), *wholes(model)) for op in candidate.ops]
+    return [*ops, "swiglu_backward"] if "swiglu" in ops else ops
+
+
 def own(module: nn.Module) -> tuple[str, tuple[str, ...]] | None:
     """(kernels in words, ops) of a module that is gpubound's already; None for any other."""
     if isinstance(module, RMSNorm):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..feed.where import readable
 from ..graph import Captured
+from ..kernels.choose import hasten
 from ..trace import notice, span
 from .accumulate import Accumulators
 from .batches import gather, take_apart
@@ -82,6 +83,8 @@ class TrainStep:
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device = model, accumulate, layout.device
         self._undo: list[Callable[[], Any]] = []
+        hasten(("adamw.plan_update",), layout.device, torch.float32)
+        hasten(("adamw.adamw",), layout.device, numbers.dtype)
         try:
             if way != "none":
                 self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))

@@ -1,0 +1,155 @@
+"""Who generates in the decoding benchmark: ours, and what Hugging Face offers, all of them from the live weights of one model.
+
+A contender takes ids (B, T) and gives the NEW greedy tokens (B, NEW) on the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .shapes import SHAPES, llama_config
+
+if TYPE_CHECKING:  # importing the decoder is on the clock of its first token
+    from gpubound.decode import FastDecoder
+
+PROMPT, NEW = 32, 256
+LENGTH = 512  # places of every static cache, ours too
+SAMPLE_ROWS = 4  # whose tokens are judged: their logits are whole in memory
+
+# How far a token may lie below the greatest logit, in standard deviations of the logits at its place. Contenders round to bf16
+# at places of their own, and of 128,256 random logits the greatest two lie close: which one is taken is chance. What computes
+# something else takes tokens 4 below.
+GAP = 0.25
+
+Contender = Callable[[Tensor], Tensor]
+
+
+def build_model(shape: str, device: torch.device) -> Any:
+    """A Hugging Face Llama with random weights: bf16 on a GPU, fp32 on a CPU."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM._from_config(
+            llama_config(SHAPES[shape], 4096),
+            attn_implementation="sdpa",
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        ).eval()
+    model.config.use_cache = model.generation_config.use_cache = True
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def prompts(shape: str, rows: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(SHAPES[shape].vocab, (rows, PROMPT), generator=generator).to(device)
+
+
+def ours(decoder: "FastDecoder") -> Contender:
+    return lambda ids: torch.tensor(decoder.generate(ids.tolist(), max_new_tokens=NEW).tokens)
+
+
+def eager(model: Any) -> Contender:
+    """`model.generate` as everyone calls it: a dynamic cache, a host that launches every kernel."""
+    return lambda ids: _generate(model, ids)
+
+
+def compiled(model: Any) -> Contender:
+    """`model.generate` with a static cache, for which transformers compiles the forward of a step."""
+    return lambda ids: _generate(model, ids, cache_implementation="static")
+
+
+def _generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **options
+        )
+    return found[:, ids.shape[1] :].cpu()
+
+
+@dataclass
+class CapturedForward:
+    """The model's own forward over a StaticCache, a step captured by hand: what one writes without a library."""
+
+    model: Any
+    rows: int
+
+    def __post_init__(self) -> None:
+        from transformers import StaticCache
+
+        device = self.model.device
+        self.cache = StaticCache(config=self.model.config, max_cache_len=LENGTH)
+        self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.found = torch.zeros(self.rows, NEW, dtype=torch.long, device=device)
+        self.replay: Callable[[], object] = self._step
+        self._prefill(torch.zeros(self.rows, PROMPT, dtype=torch.long, device=device))
+        if device.type == "cuda":
+            side = torch.cuda.Stream()
+            with torch.no_grad(), torch.cuda.stream(side):
+                for _ in range(3):
+                    self._step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph):
+                self._step()
+            self.replay = graph.replay
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Tensor:
+        self._prefill(ids)
+        for _ in range(NEW - 1):
+            self.replay()
+        return self.found.cpu()
+
+    @torch.no_grad()
+    def _prefill(self, ids: Tensor) -> None:
+        self.cache.reset()
+        places = torch.arange(ids.shape[1], device=ids.device)
+        self.place.fill_(ids.shape[1])
+        self.column.zero_()
+        self._take(self._forward(ids, places))
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        logits = self._forward(self.token, self.place)
+        self.place.add_(1)
+        self._take(logits)
+
+    def _forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        return self.model(
+            input_ids=ids,
+            past_key_values=self.cache,
+            cache_position=places,
+            position_ids=places.expand(self.rows, -1),
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
+    def _take(self, logits: Tensor) -> None:
+        self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        self.found.index_copy_(1, self.column, self.token)
+        self.column.add_(1)
+
+
+CONTENDERS: dict[str, Callable[[Any, int], Contender]] = {
+    "eager": lambda model, rows: eager(model),
+    "graph": CapturedForward,
+    "compile": lambda model, rows: compiled(model),
+}
+
+
+@torch.no_grad()
+def gap(model: nn.Module, ids: Tensor, tokens: Tensor) -> float:
+    """How far below the greatest logit of the model's own forward a token lies, at most, in standard deviations there."""
+    ids, tokens = ids[:SAMPLE_ROWS], tokens[:SAMPLE_ROWS].to(ids.device)
+    worst = 0.0
+    for row, new in zip(ids, tokens):
+        logits = model(torch.cat([row, new])[None], use_cache=False).logits[0, len(row) - 1 : -1].float()
+        taken = logits.gather(-1, new[:, None])[:, 0]
+        worst = max(worst, ((logits.max(-1).values - taken) / logits.std(-1)).max().item())
+    return worst

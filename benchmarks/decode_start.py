@@ -1,0 +1,70 @@
+"""From a loaded model to the first token in a fresh process: importing the decoder, building and verifying it, one prompt.
+
+On the clock: importing gpubound.decode and triton, `gpubound.decoder(model)` with its certificate, the prefill, the first token
+on the host. Off it: torch and transformers, the CUDA context, the weights. One line on stdout says what was found.
+
+python -m benchmarks.decode_start 350m cuda
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from .decode_peers import NEW, build_model, prompts
+from .shapes import SHAPES
+
+MARK = "@@ "
+LENGTH = 4096  # the decoder's own default
+
+
+def main(shape: str, device: torch.device) -> dict[str, Any]:
+    model, ids = build_model(shape, device), prompts(shape, 1, device).tolist()
+    free_before = free_bytes(device)
+    begun = time.perf_counter()
+
+    import gpubound
+    from gpubound.trace import strict
+
+    with strict():
+        decoder = gpubound.decoder(model, max_length=LENGTH)
+        built_s = time.perf_counter() - begun
+        stream = decoder.stream(ids, max_new_tokens=NEW)
+        next(stream)
+        facts: dict[str, Any] = {"first_token_s": time.perf_counter() - begun, "built_s": built_s, "path": decoder.path}
+        for _ in stream:
+            pass
+        decoder.generate(ids, max_new_tokens=NEW)  # by now everything is captured
+        if device.type == "cuda":
+            facts["beyond_bytes"] = free_before - free_bytes(device) - cache_bytes(shape, model.dtype)
+            facts["syncs"] = syncs(lambda: decoder.generate(ids, max_new_tokens=NEW))
+    return facts
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the whole device: a graph's own memory and loaded kernels are in no allocator's figures."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def cache_bytes(shape: str, dtype: torch.dtype) -> int:
+    s = SHAPES[shape]
+    return 2 * s.layers * s.kv_heads * s.head_dim * LENGTH * dtype.itemsize
+
+
+def syncs(run: Any) -> int:
+    """By torch's own hook, which sees every thread; once on, it costs 4 µs an allocation, so it comes last."""
+    from gpubound.watch import watch
+
+    with watch(gputrace=True) as ledger:
+        run()
+    return int(ledger.totals["syncs"])
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(main(sys.argv[1], torch.device(sys.argv[2]))), flush=True)

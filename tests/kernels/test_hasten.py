@@ -1,0 +1,49 @@
+"""Self-tests that begin early: the verdict that a door asks for is theirs, and each runs once."""
+
+import threading
+
+import pytest
+import torch
+
+from gpubound.kernels import choose, selftest
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """Pretend that there is a GPU, and record which self-tests run, in which thread."""
+    runs: list[tuple[str, str]] = []
+
+    def check(op, device, dtype):
+        runs.append((op, threading.current_thread().name))
+        return f"{op} is wrong" if op == "swiglu" else None
+
+    monkeypatch.setattr(selftest, "check", check)
+    monkeypatch.setattr(choose, "_verdicts", {})
+    monkeypatch.setattr(choose, "_early", {})
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return runs
+
+
+def test_a_verdict_waits_for_the_test_that_was_begun(tested):
+    there = torch.device("cuda", 0)
+    choose.hasten(["rms_norm", "swiglu", "rms_norm"], there, torch.bfloat16)
+    assert choose.verdict("rms_norm", there, torch.bfloat16) is None
+    assert choose.verdict("swiglu", there, torch.bfloat16) == "swiglu is wrong"
+    assert choose.verdict("swiglu", there, torch.bfloat16) == "swiglu is wrong"
+    assert sorted(op for op, _ in tested) == ["rms_norm", "swiglu"]
+    assert all(thread.startswith("gpubound-selftest") for _, thread in tested)
+
+
+def test_what_was_not_begun_is_tested_when_asked_for(tested):
+    there = torch.device("cuda", 0)
+    choose.hasten(["rms_norm"], there, torch.bfloat16)
+    assert choose.verdict("rms_norm", there, torch.float32) is None  # another dtype is another kernel
+    choose.verdict("rms_norm", there, torch.bfloat16)
+    assert len(tested) == 2
+
+
+def test_nothing_begins_where_no_kernel_could_run(tested):
+    choose.hasten(["rms_norm"], torch.device("cpu"), torch.bfloat16)
+    choose.hasten(["rms_norm"], torch.device("cuda", 0), torch.float64)
+    assert not tested and not choose._early
