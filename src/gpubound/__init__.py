@@ -31,6 +31,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .decode import Draft as Draft
     from .decode import FastDecoder as FastDecoder
     from .decode import decoder as decoder
     from .feed import Corpus as Corpus
@@ -55,6 +56,7 @@ _HOMES = {
     "Corpus": "feed",
     "Feed": "feed",
     "feed": "feed",
+    "Draft": "decode",
     "FastDecoder": "decode",
     "decoder": "decode",
     "Captured": "graph",

@@ -3,3 +3,4 @@
 from .engine import FastDecoder as FastDecoder
 from .engine import decoder as decoder
 from .result import Generation as Generation
+from .speculate import Draft as Draft

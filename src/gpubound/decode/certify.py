@@ -3,12 +3,15 @@
 logits   of a short random sequence, token by token through the kernels and once by way of the prefill, against the model's
          own forward and plain fp32: no further from fp32 than the model itself is, within a margin. A sliding window of at
          most SHORT tokens is passed; the edge of a longer one is not seen here
-tokens   graphs against the same kernels launched one by one: equal, for every number of steps a launch that is used
+tokens   graphs against the same kernels launched one by one: equal, for every number of steps a launch up to STEPS.
+         Speculative ones against plain steps, where the same kernels compute both
 cache    filled with NaN before all of it: what lies beyond the live length is never read
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,9 +55,8 @@ class Certificate:
 def certify(decoder: "FastDecoder", quick: bool = False) -> Certificate:
     begun = time.perf_counter()
     body = decoder.body
-    window = (
-        getattr(getattr(decoder.model, "config", None), "sliding_window", None) or 0
-    )  # as the model says, not as it was bound
+    config = getattr(decoder.model, "config", None)
+    window = getattr(config, "sliding_window", None) or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     ids = torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     errors: tuple[float, float] | tuple[None, None] = (None, None)
@@ -121,8 +123,13 @@ def _poison(body: FusedBody) -> None:
 
 def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
     """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits."""
-    slots, body = decoder.slots, decoder.body
+    slots, body, speculator = decoder.slots, decoder.body, decoder.speculator
     rows = min(2, decoder.max_batch)
+    singly: Callable[[int, int, Way], None] = partial(run_steps, body, slots)
+    lines = 1  # of the block, that a step of it fills
+    if speculator:
+        rows = rows if speculator.exact(rows) else 1
+        singly, lines = (singly, 1) if speculator.exact(rows) else (speculator.run, decoder.width)
     prompts = [prompt, prompt[: max(1, len(prompt) // 2)]][:rows]
     steps = min(STEPS, decoder.max_length - len(prompt))
     request = Request(prompts, steps, Choice())
@@ -133,22 +140,24 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
         slots.fill(request, rows, decoder.max_length)
         body.prefill(ids, lengths)
         body.begin(slots.rows.token[:rows])
+        if speculator:
+            speculator.prefill(ids, lengths)
 
-    restart()
-    want = []
-    for _ in range(steps):
-        run_steps(body, slots, rows, 1, Way())
-        want.append(slots.emitted(0, rows).clone())
-    for k in (k for k in decoder.ladder if k <= steps):
+    def play(launch: Callable[[int, int, Way], None], k: int, lines: int) -> list[list[int]]:
+        """The tokens of each row."""
         restart()
-        got = []
+        found = []
         for _ in range(steps // k):
-            decoder.graphs.launch(rows, k, Way())
-            got += [slots.emitted(step, rows).clone() for step in range(k)]
-        if not torch.equal(torch.stack(got), torch.stack(want[: len(got)])):
+            launch(rows, k, Way())
+            found.append(slots.emitted(range(k * lines), rows).clone())
+        return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]
+
+    want = play(singly, 1, lines)
+    for k in (k for k in decoder.ladder if k <= steps):
+        got = play(decoder.graphs.launch, k, decoder.width)
+        if any(len(row) < steps // k * k or row != full[: len(row)] for row, full in zip(got, want)):
             raise GenerateError(
-                f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: "
-                f"{torch.stack(got).tolist()}, wanted {torch.stack(want[: len(got)]).tolist()}; please report it with the "
-                "model's config."
+                f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: {got}, wanted {want}; "
+                "please report it with the model's config."
             )
     return steps * rows

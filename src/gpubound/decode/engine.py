@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from .slots import RING, Slots
 from .speculate import Draft, speculator, tokens_a_step
 from .text import Texts
 
+# What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
+OPS = ("decode_attention", "decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
@@ -145,7 +148,7 @@ class FastDecoder:
             check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
         found = [prompt for prompt in read_prompts(prompts, self.tokenizer) for _ in range(n)]
         check_prompts(found, self.body.vocab, self.max_batch, self.max_length)
-        stops = [stop] if isinstance(stop, (str, int)) else list(stop or ())
+        stops = [stop] if isinstance(stop, (str, Integral)) else list(stop or ())
         strings = tuple(s for s in stops if isinstance(s, str))
         if strings and self.tokenizer is None:
             raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
@@ -231,25 +234,29 @@ class Run:
         decoder.body.begin(decoder.slots.rows.token[: self.rows])
 
     def _loop(self) -> Generator[tuple[int, Any], None, None]:
-        decoder, slots = self.decoder, self.decoder.slots
+        slots = self.decoder.slots
         alive = True
-        while alive and (left := self._left()) > 0:
-            steps = next(k for k in self._ladder() if k <= left)
-            if name := decoder.moved():
-                raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
-            with span("decode.launch"), decoder.plainly():
-                decoder.graphs.launch(self.rows, steps, self.way)
-            slots.send(steps * decoder.width)
-            self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
+        while alive and ((left := self._left()) > 0 or slots.ahead):
+            if left > 0:
+                self._launch(next(k for k in self._ladder() if k <= left))
             while alive and slots.ahead >= (RING if self._left() > 0 else 1):
                 alive = yield from self._take()
-        while alive and slots.ahead:
-            alive = yield from self._take()
+
+    def _launch(self, steps: int) -> None:
+        decoder = self.decoder
+        if name := decoder.moved():
+            raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
+        with span("decode.launch"), decoder.plainly():
+            decoder.graphs.launch(self.rows, steps, self.way)
+        decoder.slots.send(steps * decoder.width)
+        self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
 
     def _left(self) -> int:
-        """Steps that the longest row may still need when those on their way bring it no more than a token each."""
+        """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
         wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
-        return max(wanted, default=0) - self.flying
+        count = sum(len(s.tokens) for s in self.sequences)
+        a_step = count / self.row_steps if self.row_steps else 1.0
+        return math.ceil(max(wanted, default=0) / a_step) - self.flying
 
     def _ladder(self) -> Sequence[int]:
         """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
@@ -343,8 +350,6 @@ def decoder(
         raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")
     if k != "auto" and (not isinstance(k, int) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
-    width = tokens_a_step(speculate)
-    ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
@@ -355,7 +360,9 @@ def decoder(
         raise ValueError(
             f"decoder: dtype: got {dtype}, but the weights are {own} and are read as they are; cast the model with .to() first."
         )
-    hasten(first.device)
+    width = tokens_a_step(speculate, first.device)
+    ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
+    hasten(OPS if fused else (), first.device, first.dtype)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         body, path = _body(model, max_batch, max_length, fused, width)
         drafting = _body(speculate.model, max_batch, max_length, fused)[0] if isinstance(speculate, Draft) else None

@@ -71,6 +71,8 @@ class FusedBody(Body):
 
     def rebind(self) -> None:
         self.live.refresh()
+        for table, now in zip((self.cos, self.sin), self.live.rope(self.max_length)):
+            table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
 
     def bytes_a_step(self, live: list[int]) -> int:
         s = self.live.shape

@@ -21,7 +21,8 @@ class Generation:
     seconds: float  # from the call to the last token on the host
     first_token_s: float  # to the first
     launches: int
-    steps: int  # tokens a row at most, as launched
+    steps: int  # as launched
+    row_steps: int  # of them, those that brought a row something, over all rows
     bytes_read: int  # that all those steps cannot do without: the roofline's numerator
 
     @property
@@ -35,6 +36,11 @@ class Generation:
     @property
     def count(self) -> int:
         return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Of a row that was alive: 1 unless steps are speculative, then 1 + the drafted tokens that turned out right."""
+        return self.count / self.row_steps if self.row_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,5 +60,6 @@ class Generation:
             "tokens_per_s": self.tokens_per_s,
             "launches": self.launches,
             "steps": self.steps,
+            "tokens_a_step": self.tokens_a_step,
             "bytes_read": self.bytes_read,
         }

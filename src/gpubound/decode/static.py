@@ -57,15 +57,15 @@ class ListsAsSlices(TorchFunctionMode):
 
 
 class StaticBody(Body):
-    """`StaticBody(model, max_batch, max_length)`: the body of a decoder around the model's own forward.
+    """`StaticBody(model, max_batch, max_length, tokens)`: the body of a decoder around the model's own forward.
 
     The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int):
+    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int, tokens: int = 1):
         config, likes = examine(model, max_batch, max_length)
         self.model, self.config = model, config
-        self.max_batch, self.max_length = max_batch, max_length
+        self.max_batch, self.max_length, self.tokens = max_batch, max_length, tokens
         weight = cast(Tensor, model.get_input_embeddings().weight)
         self.device, self.dtype = weight.device, weight.dtype
         self.attention = config._attn_implementation
@@ -100,21 +100,23 @@ class StaticBody(Body):
             self._forward(ids_BT[:, start:end].long(), self.place_L[None, start:end].expand(rows, -1), end)
 
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
-        """One token for each of the first rows: logits (B, V), in the same buffer each time.
+        """One token for each of the first rows: logits (B, V), in the same buffer each time. Or T, both (B, T): (B T, V).
 
         A row that is full writes its last place again: what comes of that is nobody's.
         """
         rows = len(token_B)
-        if token_B.shape != position_B.shape or token_B.dim() != 1 or rows > self.max_batch:
+        several = token_B.dim() == 2 and token_B.shape[1] <= self.tokens
+        if token_B.shape != position_B.shape or not (several or token_B.dim() == 1) or rows > self.max_batch:
             raise ValueError(
                 f"StaticBody.step: got tokens {tuple(token_B.shape)} and positions {tuple(position_B.shape)}, wanted one of "
                 f"each for at most {self.max_batch} rows."
             )
-        place_B = position_B.long().clamp(max=self.max_length - 1)
-        self.cache.aim(Places(self.row_B[:rows], place_B))
+        token_BT, place_BT = token_B.long().view(rows, -1), position_B.long().clamp(max=self.max_length - 1).view(rows, -1)
+        self.cache.aim(Places(self.row_B[:rows, None], place_BT))
         with self._routed(), ListsAsSlices() if self.slices else nullcontext():
-            logits_B1V = self._forward(token_B.long()[:, None], place_B[:, None], self.max_length)
-        return self.logits[:rows].copy_(logits_B1V[:, -1])
+            logits_BTV = self._forward(token_BT, place_BT, self.max_length, every=several)
+        count = place_BT.numel()
+        return self.logits[:count].copy_(logits_BTV[:, -place_BT.shape[1] :].reshape(count, -1))
 
     def score(self, ids_T: Tensor) -> Tensor:
         """Log-probabilities (T - 1,) of ids[1:], each after what stands before it. Takes the place of the first row."""
@@ -190,18 +192,20 @@ class StaticBody(Body):
         """
         short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
         tokens = min(max([8, *short]), self.max_length)
-        ids_T = torch.randint(ids, (tokens,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        ids_T = torch.randint(ids, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(self.device)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             own_TV = self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
         self.vocab = own_TV.shape[-1]
-        self.logits = torch.zeros(self.max_batch, self.vocab, device=self.device)
+        self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device)
         place_B = (tokens - 1 - self.row_B % 2).clamp(min=0)
-        last_B = torch.full_like(place_B, tokens - 1)
+        last_BT = self.place_L[max(0, tokens - self.tokens) : tokens].expand(self.max_batch, -1)
+        last_BT = last_BT if self.tokens > 1 else last_BT[:, 0]
         with self._refusing():
             self.prefill(ids_T[:-1].expand(self.max_batch, -1))
             first = self.step(ids_T[place_B], place_B) - own_TV[place_B]
-            self._guarded(ids_T[last_B], last_B)
-        off = torch.stack([first, self.logits - own_TV[-1]]).nan_to_num().abs().max() / own_TV.nan_to_num().abs().max()
+            self._guarded(ids_T[last_BT], last_BT)
+        last = self.logits[: last_BT.numel()] - own_TV[last_BT].view(-1, self.vocab)
+        off = torch.cat([first, last]).nan_to_num().abs().max() / own_TV.nan_to_num().abs().max()
         error, bound = off.item(), TOLERANCE.get(self.dtype, 1e-1)
         if not error <= bound:
             raise ValueError(

@@ -27,17 +27,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a step writes: each row at its own place, told by a tensor on the device. It reads the whole buffer."""
+    """Where a step writes: each row at its own places, told by tensors on the device. It reads the whole buffer."""
 
-    row_B: Tensor
-    place_B: Tensor
+    row_B1: Tensor
+    place_BT: Tensor
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         # index_put_ itself reads the largest index back to the host under use_deterministic_algorithms; unsafe=True leaves
         # that check out. The places are clamped before, and no two rows share one.
-        index, new = (self.row_B, self.place_B), new[:, :, 0].to(buffer.dtype)
+        index, new = (self.row_B1, self.place_BT), new.transpose(1, 2).to(buffer.dtype)
         torch._index_put_impl_(buffer.transpose(1, 2), index, new, accumulate=False, unsafe=True)
-        return buffer[: len(self.row_B)]
+        return buffer[: len(self.row_B1)]
 
 
 class RowLayer(CacheLayerMixin):

@@ -13,9 +13,10 @@ def table(decoder: "FastDecoder") -> str:
     kind = "fused kernels over the live weights" if not decoder.path else f"the model's own forward: {decoder.path}"
     head = (
         f"decoder of {type(decoder.model).__name__} on {label(body.device)}: up to {decoder.max_batch} rows of "
-        f"{decoder.max_length} tokens, {' or '.join(str(k) for k in sorted(decoder.ladder))} tokens a launch"
+        f"{decoder.max_length} tokens, {' or '.join(str(k) for k in sorted(decoder.ladder))} "
+        f"{'tokens' if decoder.width == 1 else 'steps'} a launch"
     )
-    rows = body.report()
+    rows = body.report() + (decoder.speculator.report() if decoder.speculator else [])
     widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
     lines = [f"  {part:{widths[0]}}  {what:{widths[1]}}  {why}".rstrip() for part, what, why in rows]
     proof = f"  {decoder.certificate}" if decoder.certificate else "  not verified"

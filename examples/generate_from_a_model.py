@@ -1,0 +1,48 @@
+"""Sample from a model while it is trained: the decoder reads the live weights, so every step is in its next token.
+
+python examples/generate_from_a_model.py      (a small model of bytes: seconds on a CPU, or on a GPU where there is one)
+"""
+
+import torch
+
+import gpubound as gb
+
+TEXT = b"a decoder reads the weights where they lie, so what was learned a moment ago is what it says. " * 8
+
+
+class Bytes:
+    """All that a decoder wants of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = gb.Decoder(gb.DecoderConfig(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocabulary=256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    fast = gb.decoder(model, max_batch=4, max_length=256, tokenizer=Bytes())
+    print(fast)
+
+    ids = torch.tensor(list(TEXT), device=device)
+    for step in range(1, 161):
+        batch = ids[torch.randint(len(ids) - 48, (8, 1), device=device) + torch.arange(48, device=device)]
+        model.loss(batch, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 40 == 0:  # no second copy of the weights, nothing to tell the decoder
+            print(f"step {step}: {fast.generate('a decoder', max_new_tokens=60).texts[0]!r}")
+
+    for _, piece in fast.stream("so what", max_new_tokens=120, temperature=0.5, top_p=0.9, seed=1, stop="."):
+        print(piece, end="", flush=True)
+    found = fast.generate("a decoder", n=4, max_new_tokens=100, temperature=1.0, logprobs=True)
+    best = max(found.sequences, key=lambda sequence: sum(sequence.logprobs))
+    print(f"\nlikeliest of 4: {best.text[:40]!r}; {found.count} tokens by {found.launches} launches")
+
+
+if __name__ == "__main__":
+    main()

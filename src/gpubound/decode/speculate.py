@@ -1,0 +1,236 @@
+"""Speculative steps: several tokens of a row in one pass over the weights, and the same tokens come out.
+
+A step drafts what may follow a row's last token, runs token and draft through the model at once, and lets `pick` or `sample`
+choose after each of them as in plain decoding: a choice depends on the logits, the seed, the sequence and the position, and
+on nothing else. A row then gets those choices up to the first that its draft did not foresee, that one included. So what comes
+out is what plain steps bring, greedy or drawn, without rejection sampling; a good draft only makes it come sooner.
+
+All of it lies in the launch: the host knows neither what was drafted nor how much of it was right until the tokens arrive.
+What was wrong has left its keys and values beyond the row's position, where nothing reads them and the next step writes.
+
+A body may round otherwise when it computes more rows at once. The fused one does beyond NARROW rows, of which a row takes as
+many as it has tokens: from there on, two logits that lie within rounding may change places, as they may in a larger batch.
+
+Shapes: B rows, T tokens of a row in a step (the last, and T - 1 drafted), V words, L places.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import accept, pick, propose, sample
+from ..kernels.sampling import Rows, Settings
+from .body import Body
+from .graphs import Graphs, Way
+from .slots import Slots
+
+MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
+
+
+@dataclass(frozen=True)
+class Draft:
+    """For `decoder(..., speculate=Draft(model, tokens))`: a smaller model with the same tokenizer says what may follow.
+
+    It draws with the model's own settings, seeds and positions, so that the two agree as often as their distributions let them.
+    """
+
+    model: nn.Module
+    tokens: int = 4
+
+
+def tokens_a_step(speculate: Any, device: torch.device) -> int:
+    """T for what `decoder` was given for a model on `device`: 1 for None, which is plain decoding."""
+    if speculate is None:
+        return 1
+    drafted = speculate.tokens if isinstance(speculate, Draft) else speculate
+    if not isinstance(drafted, int) or isinstance(drafted, bool) or not 1 <= drafted <= MOST:
+        raise ValueError(
+            f"decoder: speculate: got {drafted!r}, wanted a number of tokens from 1 to {MOST} to look up in the text, or "
+            "gb.Draft(model, tokens)."
+        )
+    if isinstance(speculate, Draft) and (there := {p.device for p in speculate.model.parameters()}) != {device}:
+        lies = f"lies on {' and '.join(sorted(map(str, there)))}" if there else "has no weights"
+        raise ValueError(f"decoder: speculate: the draft model {lies}, the model is on {device}; move it there.")
+    return drafted + 1
+
+
+def speculator(body: Body, slots: Slots, tokens: int, drafting: Body | None) -> "Speculator | None":
+    """For steps of up to `tokens` tokens a row; None for plain steps of one."""
+    if tokens == 1:
+        return None
+    return Speculator(body, slots, tokens) if drafting is None else Drafting(body, slots, tokens, drafting)
+
+
+class Speculator:
+    """Speculative steps for the rows of `slots`, drafted from the rows' own texts. `run` takes the place of `run_steps`."""
+
+    def __init__(self, body: Any, slots: Slots, tokens: int) -> None:
+        self.body, self.slots, self.tokens = body, slots, tokens
+        size, device = slots.max_batch * tokens, slots.device
+        self.text = torch.zeros(slots.max_batch, body.max_length, device=device, dtype=torch.int32)
+        self.chunk, self.chosen, *state = torch.zeros(7, size, device=device, dtype=torch.int32)
+        self.logprob = torch.zeros(size, device=device)
+        self.rows = Rows._make([*state, slots.rows.stops])  # a row for each token
+        self.settings = [t.repeat_interleave(tokens) for t in slots.settings[:-1] if t is not None]
+        self.marks: Tensor | None = None
+        step = torch.arange(tokens, device=device)
+        self.step, self.before = step.int(), torch.minimum(step, step[:, None]).flatten()
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """The prompts (B, T), right-padded, without their last tokens."""
+        self.text[: len(ids), : ids.shape[1]] = ids
+
+    def run(self, rows: int, steps: int, way: Way) -> None:
+        """`steps` steps for each of the first `rows` rows: 1 to T tokens each, all on the device."""
+        body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
+        state, each, text = slots.first(rows), self._each(rows), self.text[:rows]
+        flat = self.chunk, self.chosen, each.position, each.alive
+        chunk, chosen, place, alive = (t[:n].view(rows, T) for t in flat)
+        chained, logprob = body.chained(n), self.logprob[:n] if way.logprobs else None
+        by_parts = way.greedy and not way.logprobs and body.finds_best(n)
+        settings = None if by_parts else self._spread(rows, way)
+        text.scatter_(1, state.position[:, None].long(), state.token[:, None])
+        for step in range(steps):
+            self.draft(state, chunk, place, alive, way)
+            logits = body.step(chunk, place)
+            if settings is None:
+                pick(body.best[:n], body.arg[:n], each, self.chosen[:n], dependent=chained)
+            else:
+                self._mark(settings, chunk)
+                sample(logits, each, settings, self.chosen[:n], logprob, dependent=chained)
+            seen = slots.marks()[:rows] if way.penalty else None
+            lines = range(step * T, (step + 1) * T)
+            given, kept = (None, None) if logprob is None else (logprob.view(rows, T), slots.logprob(lines, rows))
+            accept(chosen, alive, chunk, state, text, slots.emitted(lines, rows), seen, given, kept, chained)
+
+    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: Way) -> None:
+        """Fill chunk (B, T) with each row's last token and what may follow, place and alive with what `pick` shall know of
+        them, and the body's input."""
+        body = self.body
+        x = None if body.x is None else body.x[: chunk.numel()]
+        propose(state, self.text[: len(chunk)], chunk, place, alive, body.embed, x, body.chained(chunk.numel()))
+
+    def _each(self, rows: int) -> Rows:
+        """The state of the first rows' tokens, each as a row of its own."""
+        n = rows * self.tokens
+        each = _first(self.rows, n)
+        each.limit.view(rows, -1).copy_(self.slots.rows.limit[:rows, None])
+        return each
+
+    def _spread(self, rows: int, way: Way) -> Settings:
+        """The settings of the rows, for each of their tokens."""
+        n, given = rows * self.tokens, self.slots.choice(rows, way.penalty)
+        mine = [t[:n] for t in self.settings]
+        for to, value in zip(mine, given):
+            assert value is not None
+            to.view(rows, -1).copy_(value[:, None])
+        if not way.penalty:
+            return Settings._make([*mine, None])
+        if self.marks is None:
+            self.marks = self.slots.marks().repeat(self.tokens, 1)
+        return Settings._make([*mine, self.marks[:n]])
+
+    def _mark(self, settings: Settings, chunk: Tensor) -> None:
+        """What each token's row holds by then: all that the row holds, and the drafted ones up to it."""
+        if settings.seen is None:
+            return
+        rows, T = chunk.shape
+        marks = settings.seen.view(rows, T, -1)
+        marks.copy_(self.slots.marks()[:rows, None])
+        marks.scatter_(2, chunk.long().index_select(1, self.before).view(rows, T, T), 1)
+
+    def moved(self) -> str | None:
+        """The name of a weight that only the draft reads and that has moved."""
+        return None
+
+    def rebind(self) -> None:
+        """Take the draft's weights as they are now."""
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """What drafting reads besides what the body's pass does."""
+        return 0
+
+    def report(self) -> list[tuple[str, str, str]]:
+        return [("speculation", f"{self._drafted()} looked up in the text", self._proof())]
+
+    def _drafted(self) -> str:
+        return f"{self.tokens - 1} token{'s' if self.tokens > 2 else ''}"
+
+    def _proof(self) -> str:
+        most = max((n for n in range(1, self.slots.max_batch + 1) if self.exact(n)), default=0)
+        if most == self.slots.max_batch:
+            return "the tokens of plain steps"
+        rows = f"up to {most} row{'s' if most > 1 else ''}; of more, " if most else ""
+        return f"the tokens of plain steps {rows}where no two logits lie within rounding"
+
+    def exact(self, rows: int) -> bool:
+        """Whether so many rows get their logits from the same kernels in a speculative and in a plain step."""
+        return self.body.same_kernels(rows * self.tokens)
+
+
+def _first(rows: Rows, count: int) -> Rows:
+    return Rows._make(t if name == "stops" else t[:count] for name, t in zip(Rows._fields, rows))
+
+
+class Drafting(Speculator):
+    """Drafts by a smaller model, whose cache follows the rows as the body's does."""
+
+    def __init__(self, body: Any, slots: Slots, tokens: int, drafting: Any) -> None:
+        super().__init__(body, slots, tokens)
+        self.drafting, self.prompts = drafting, Graphs(drafting, slots)
+        zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
+        token, position, alive, limit, bad, self.drawn = zeros
+        limit.fill_(body.max_length + 1)  # at the cache's end a row stays in its last place
+        self.own = Rows(token, position, alive, limit, bad, stops=zeros[0, :1] - 1)  # -1: no token
+        self.own_marks: Tensor | None = None
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        super().prefill(ids, lengths)
+        self.prompts.prefill(ids.clamp(max=self.drafting.vocab - 1), lengths)
+
+    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: Way) -> None:
+        rows, T, other = len(chunk), chunk.shape[1], self.drafting
+        own = _first(self.own, rows)
+        x = None if other.x is None else other.x[:rows]
+        settings, by_parts = self._own_settings(rows, way), way.greedy and other.finds_best(rows)
+        own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently
+        own.position.copy_(state.position)
+        own.alive.fill_(1)
+        chunk[:, 0] = state.token
+        other.begin(own.token)
+        for t in range(1, T):
+            logits = other.step(own.token, own.position)
+            if by_parts:
+                pick(other.best[:rows], other.arg[:rows], own, self.drawn[:rows], None, other.embed, x, other.chained(rows))
+            else:
+                sample(logits, own, settings, self.drawn[:rows], None, other.embed, x, other.chained(rows))
+            chunk[:, t] = own.token.clamp(max=self.body.vocab - 1)
+        other.step(own.token, own.position)  # for its keys and values: if all were right, the next draft starts behind it
+        place.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))
+        alive.copy_(state.alive[:, None])
+        self.body.begin(chunk.view(-1))
+
+    def _own_settings(self, rows: int, way: Way) -> Settings:
+        """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""
+        settings = self.slots.choice(rows, False)
+        if not way.penalty or self.drafting.vocab != self.slots.vocab:
+            return settings
+        marks = self.slots.marks()
+        self.own_marks = torch.empty_like(marks) if self.own_marks is None else self.own_marks
+        return settings._replace(seen=self.own_marks[:rows].copy_(marks[:rows]))
+
+    def moved(self) -> str | None:
+        return self.drafting.moved()
+
+    def rebind(self) -> None:
+        self.drafting.rebind()
+        self.prompts.clear()
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        return self.tokens * self.drafting.bytes_a_step(live)
+
+    def report(self) -> list[tuple[str, str, str]]:
+        parts = [(f"draft: {part}", what, why) for part, what, why in self.drafting.report()]
+        return [("speculation", f"{self._drafted()} drafted by a model", self._proof()), *parts]

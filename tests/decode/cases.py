@@ -1,0 +1,101 @@
+"""Small models that the decoder runs through its fused kernels, their prompts, and what Hugging Face makes of them."""
+
+import functools
+
+import torch
+import transformers
+
+import gpubound as gb
+from gpubound.models import Decoder, DecoderConfig
+
+VOCABULARY = 89
+ROOM = 96
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": ROOM,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "Mistral": {"sliding_window": 24},  # shorter than the texts
+    "Qwen2": {},  # biases on q, k and v
+    "Qwen3": {"num_attention_heads": 6},  # normed heads, wider than hidden in all
+    "SmolLM3": {"num_hidden_layers": 4},  # its fourth layer has no positions
+}
+HUGGING_FACE = [*FAMILIES, "Llama placed"]
+ALL = [*HUGGING_FACE, "own"]
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options) -> torch.nn.Module:
+    """A model with weights large enough that attention decides the tokens; norms and biases are no ones and zeros."""
+    torch.manual_seed(0)
+    if kind == "own":
+        model: torch.nn.Module = Decoder(DecoderConfig(32, 40, 2, 4, 2, VOCABULARY, qkv_bias=True, qk_norm=True, **options))
+    else:
+        family = kind.partition(" ")[0]
+        config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | options)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.2)
+    model = model.to(device, dtype).eval()
+    if kind.endswith("placed"):
+        gb.place(model, device=device)
+    return model
+
+
+@functools.cache
+def shared(kind: str = "Llama", device: str = "cpu", max_batch: int = 4, **options) -> gb.FastDecoder:
+    """One decoder for all tests that leave its model alone."""
+    return gb.decoder(build(kind, device=device), max_batch, ROOM, **options)
+
+
+def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths or (1, 19, 6)]
+
+
+def hugging_face(model, prompt: list[int], new: int, **settings) -> list[int]:
+    """The greedy tokens of the model's own `generate`."""
+    ids = torch.tensor([prompt], device=model.device)
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0, **settings
+    )
+    return whole[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def logits(model, ids: list[int]) -> torch.Tensor:
+    """(T, V) of the model's own forward."""
+    output = model(torch.tensor([ids], device=next(model.parameters()).device))
+    return getattr(output, "logits", output)[0].float()
+
+
+def greedy_by_forwards(model, prompt: list[int], new: int) -> list[int]:
+    """What greedy decoding is: the whole text through the model for every token."""
+    ids = list(prompt)
+    for _ in range(new):
+        ids.append(int(logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, as far as the vocabulary goes: a letter beyond ASCII takes two."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")

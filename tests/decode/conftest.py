@@ -1,0 +1,17 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch):
+    """On a CPU the doors take the reference here: the kernels' own tests hold the interpreter to it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Products this small only lose by being shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

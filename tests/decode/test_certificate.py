@@ -1,0 +1,195 @@
+"""What the certificate finds: kernels, bindings, prefills and graphs that do not compute the model; and what it says."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode import fused, graphs
+from gpubound.decode.live import Live
+
+from . import cases
+
+OTHER = (
+    r"decoder: the model's own logits are (?:[\d.e+-]+|inf) from what a model of its shape computes in fp32 \(limit 1e-03\): "
+    r"it has an option the kernels do not know; pass fused=False\."
+)
+WRONG = (
+    r"decoder: the kernels' logits are (?:[\d.e+-]+|nan) from fp32, the model's own only \d\.\de-07: they do not compute this "
+    r"model; pass fused=False, and report it\."
+)
+
+
+def refusal(kind: str = "Mistral", max_batch: int = 2, **options) -> str:
+    with pytest.raises(gb.GenerateError) as error:
+        gb.decoder(cases.build(kind, **options), max_batch, cases.ROOM)
+    return str(error.value)
+
+
+def wrong(monkeypatch, door: str, change) -> None:
+    """`change(door's result)` in place of what the decoder's body gets from a door."""
+    own = getattr(fused, door)
+    monkeypatch.setattr(fused, door, lambda *given, **named: change(own(*given, **named)))
+
+
+def slightly(result: torch.Tensor) -> torch.Tensor:
+    return result.mul_(1.001)
+
+
+@pytest.mark.parametrize("door", ["norm_product", "norm_gate_up", "add_product"])
+def test_a_kernel_that_is_off_by_a_thousandth(door, monkeypatch):
+    wrong(monkeypatch, door, slightly)
+    assert re.fullmatch(WRONG, refusal())
+
+
+def test_a_kernel_of_wide_batches_alone(monkeypatch):
+    wrong(monkeypatch, "norm_rows", slightly)
+    assert re.fullmatch(WRONG, refusal(max_batch=9))
+    gb.decoder(cases.build("Mistral"), 8, cases.ROOM)  # which never calls it
+
+
+def test_a_prefill_of_its_own(monkeypatch):
+    """The keys that a prefill writes, one token late; single steps have written the right ones."""
+    own = fused.FusedBody.hidden
+    monkeypatch.setattr(fused.FusedBody, "hidden", lambda body, ids, start=0: own(body, ids.roll(1, 1), start))
+    assert re.fullmatch(WRONG, refusal())
+
+
+def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
+    """What lies there is NaN while the certificate is made."""
+    own = fused.decode_attention
+
+    def longer(qkv, position, k_cache, v_cache, *rest):
+        found = own(qkv, position, k_cache, v_cache, *rest)
+        out, place = rest[-2], position.long() + 1
+        return out.add_(v_cache[torch.arange(len(out)), :, place].repeat_interleave(2, 1).flatten(1) * 1e-9), *found[1:]
+
+    monkeypatch.setattr(fused, "decode_attention", longer)
+    assert re.fullmatch(WRONG, refusal())
+
+
+def bound(monkeypatch, layers=None, shape=None) -> None:
+    """Let a model be bound wrongly from its first reading on."""
+    own = Live._read
+
+    def read(live):
+        own(live)
+        live.layers = [replace(layer, **(layers or {})) for layer in live.layers]
+        live.shape = replace(live.shape, **(shape or {}))
+
+    monkeypatch.setattr(Live, "_read", read)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "shape"),
+    [
+        ("Mistral", {"window": 0}, {}),
+        ("Mistral", {"window": 23}, {}),
+        ("Mistral", {}, {"eps": 1e-3}),
+        ("Mistral", {}, {"scale": 0.36}),
+        ("Qwen2", {"v_bias": None}, {}),
+        ("Qwen3", {"q_norm": None, "k_norm": None}, {}),
+        ("Qwen3", {}, {"head_eps": 1e-2}),
+        ("SmolLM3", {"turned": True}, {}),
+    ],
+)
+def test_a_binding_that_leaves_something_out(kind, layers, shape, monkeypatch):
+    gb.decoder(cases.build(kind), 2, cases.ROOM)
+    bound(monkeypatch, layers, shape)
+    assert re.fullmatch(OTHER, refusal(kind))
+
+
+def test_a_model_with_something_of_its_own():
+    """A hook scales the output of a block: nothing in the model's shape says so."""
+    model = cases.build("Mistral")
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.1)
+    with pytest.raises(gb.GenerateError) as error:
+        gb.decoder(model, 1, cases.ROOM)
+    assert re.fullmatch(OTHER, str(error.value))
+    fast = gb.decoder(model, 1, cases.ROOM, fused=False)
+    assert fast.generate([5, 6], max_new_tokens=16).tokens[0] == cases.greedy_by_forwards(model, [5, 6], 16)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_graph_that_does_something_else(fused, monkeypatch):
+    """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
+    run = graphs.run_steps
+    monkeypatch.setattr(
+        graphs, "run_steps", lambda body, slots, rows, steps, way: run(body, slots, rows, steps - (steps == 8), way)
+    )
+    with pytest.raises(gb.GenerateError) as error:
+        gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=fused)
+    tokens = r"\[\[[\d, ]+\], \[[\d, ]+\]\]"  # of each row
+    assert re.fullmatch(
+        rf"decoder: greedy tokens of a graph of 8 steps are not those of single launches: {tokens}, wanted {tokens}; please "
+        r"report it with the model's config\.",
+        str(error.value),
+    )
+
+
+def test_weights_that_are_not_finite():
+    model = cases.build("Mistral")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[1, 1] = float("inf")
+    with pytest.raises(gb.GenerateError) as error:
+        gb.decoder(model, 1, cases.ROOM)
+    assert str(error.value) == (
+        "decoder: the model's logits are not finite; first seen in model.layers.0.self_attn. Check the weights (a diverged "
+        "training run?) and the dtype."
+    )
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "own"])
+def test_cache_rows_beyond_the_live_length_may_hold_anything(kind):
+    fast = gb.decoder(cases.build(kind), 3, cases.ROOM)
+    for settings in ({}, {"temperature": 1.0, "top_k": 20, "seed": 4}):
+        found = []
+        for value in (0.0, float("nan"), 1e30):
+            fast.body.k_cache.fill_(value)
+            fast.body.v_cache.fill_(value)
+            found.append(fast.generate(cases.prompts(), max_new_tokens=40, **settings).tokens)
+        assert found[0] == found[1] == found[2]
+
+
+def test_what_it_says():
+    fast = cases.shared("Mistral")
+    assert re.fullmatch(
+        r"verified in \d+\.\d\d s: 24 greedy tokens equal between graph and single launches; logits \d\.\de-07 from fp32 \(the "
+        r"model's own forward \d\.\de-07\); cache beyond the live length poisoned",
+        str(fast.certificate),
+    )
+    quick = gb.decoder(fast.model, 1, cases.ROOM, verify="quick").certificate
+    assert quick.logits_error is None
+    assert re.fullmatch(
+        r"verified in \d+\.\d\d s: 12 greedy tokens equal between graph and single launches; cache beyond the live length "
+        r"poisoned",
+        str(quick),
+    )
+
+
+def test_none_is_not_silent(capsys, monkeypatch):
+    monkeypatch.setattr("gpubound.trace._said", set())
+    fast = gb.decoder(cases.build("Mistral"), 1, cases.ROOM, verify=False)
+    assert fast.certificate is None and str(fast).endswith("\n  not verified")
+    assert capsys.readouterr().err == (
+        "gpubound: decoder: verify=False: nothing has shown that its tokens are those of the model.\n"
+    )
+
+
+def test_the_table():
+    head, path, *rows, _ = str(cases.shared("Mistral", max_batch=9)).splitlines()
+    assert head == "decoder of MistralForCausalLM on CPU (1 threads): up to 9 rows of 96 tokens, 1 or 8 or 32 tokens a launch"
+    assert path == "  path: fused kernels over the live weights"
+    assert rows == [
+        "  2 x norm, q k v                 reference: norm_product",
+        "  2 x rotation, cache, attention  reference: decode_attention",
+        "  2 x output, down                reference: add_product",
+        "  2 x norm, gate, up              reference: norm_gate_up",
+        "  norm, head                      reference: norm_product",
+        "  more than 8 rows                products by torch (cuBLAS)   they fill tensor cores",
+    ]
+    assert str(cases.shared("Qwen2", fused=False)).splitlines()[1] == (
+        "  path: the model's own forward: fused=False was asked for"
+    )

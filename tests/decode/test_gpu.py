@@ -1,0 +1,122 @@
+"""What only a GPU shows: graphs against single launches bit for bit, live weights under a graph, memory of a bucket."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.graphs import run_steps
+
+from . import cases
+
+pytestmark = pytest.mark.gpu
+
+SERVED = {  # sizes of a real model, few layers
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+DEVICE = "cuda:0"
+
+
+def served(kind: str = "Llama", max_batch: int = 16, **options) -> gb.FastDecoder:
+    model = cases.build(kind, torch.bfloat16, DEVICE, **SERVED)
+    with torch.no_grad():  # 0.2, as for 32 wide, would let one word win everywhere
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.2)
+    return gb.decoder(model, max_batch, 512, **options)
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict[int, gb.FastDecoder]:
+    model = served(verify="quick").model
+    return {k: gb.decoder(model, 16, 512, k=k) for k in (1, 8, 32)}
+
+
+def eagerly(fast: gb.FastDecoder, monkeypatch) -> None:
+    """The same kernels, launched one by one."""
+    monkeypatch.setattr(fast.graphs, "launch", lambda rows, steps, way: run_steps(fast.body, fast.slots, rows, steps, way))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_graphs_of_any_length_give_what_single_launches_give(rows, how, decoders, monkeypatch):
+    given = cases.prompts(*range(5, 5 + rows))
+    found = {k: fast.generate(given, max_new_tokens=75, **how).sequences for k, fast in decoders.items()}
+    eagerly(decoders[8], monkeypatch)
+    want = decoders[8].generate(given, max_new_tokens=75, **how).sequences
+    assert found[1] == found[8] == found[32] == want  # tokens, and log-probabilities bit for bit
+    assert len({token for sequence in want for token in sequence.tokens}) > 20
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+def test_a_graph_of_every_family(kind, monkeypatch):
+    fast = served(kind, max_batch=3)
+    want = fast.generate(cases.prompts(), max_new_tokens=60).tokens
+    eagerly(fast, monkeypatch)
+    assert fast.generate(cases.prompts(), max_new_tokens=60).tokens == want
+
+
+def test_the_own_forward_of_a_model_in_a_graph(monkeypatch):
+    fast = served(max_batch=3, fused=False)
+    want = fast.generate(cases.prompts(), max_new_tokens=60).tokens
+    eagerly(fast, monkeypatch)
+    assert fast.generate(cases.prompts(), max_new_tokens=60).tokens == want
+
+
+def test_a_graph_reads_the_live_weights():
+    """In fp32: a step of the optimizer is seen without a new capture; tensors that moved are captured anew."""
+    fast = gb.decoder(cases.build("Llama", device=DEVICE), 1, cases.ROOM)
+    prompt = cases.prompts(7)[0]
+    fast.generate(prompt, max_new_tokens=48)
+    optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05, fused=True)
+    captured = len(fast.graphs)
+    for _ in range(3):
+        ids = torch.tensor([cases.prompts(20)[0]], device=DEVICE)
+        fast.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert fast.generate(prompt, max_new_tokens=48).tokens[0] == cases.hugging_face(fast.model, prompt, 48)
+    assert len(fast.graphs) == captured
+    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
+    assert fast.generate(prompt, max_new_tokens=48).tokens[0] == cases.hugging_face(fast.model, prompt, 48)
+
+
+def test_requests_of_every_kind_one_after_the_other():
+    """Graphs share memory: what one leaves there is nothing that another reads."""
+    fast = gb.decoder(cases.build("Mistral", device=DEVICE), 16, cases.ROOM)
+    asked = [
+        (cases.prompts(*range(1, 1 + rows)), how)
+        for rows in (1, 16, 3)
+        for how in ({}, {"temperature": 1.0}, {"repetition_penalty": 1.2}, {"logprobs": True})
+    ]
+    first = [fast.generate(given, max_new_tokens=50, **how).sequences for given, how in asked]
+    for given, how in asked:
+        next(fast.stream(given, max_new_tokens=90, **how))  # and left
+    again = [fast.generate(given, max_new_tokens=50, **how).sequences for given, how in reversed(asked)]
+    assert first == again[::-1]
+
+
+def test_a_bucket_costs_little_memory():
+    fast = served(max_batch=16)
+    fast.generate(cases.prompts(5), max_new_tokens=64)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved(DEVICE)
+    fast.generate(cases.prompts(*[5] * 16), max_new_tokens=64)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved(DEVICE) - before < 100 << 20
+
+
+def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
+    from gpubound.decode import fused
+
+    own = fused.add_product
+    monkeypatch.setattr(fused, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
+    with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+        served(max_batch=1)

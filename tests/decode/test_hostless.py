@@ -1,0 +1,113 @@
+"""The host stays out of the loop: nothing waits for the device, a launch costs one copy, and nothing grows."""
+
+import gc
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.graphs import Way, run_steps
+from gpubound.watch import no_stall, watch
+from gpubound.watch.simgpu import simgpu
+
+from . import cases
+
+HOW = {"greedy": {}, "all settings": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}}
+
+
+@pytest.fixture
+def sim() -> torch.device:
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one; the gpu tests below have the real one's")
+    return simgpu()
+
+
+@pytest.mark.parametrize("kind", cases.FAMILIES)
+def test_steps_never_wait_for_the_device(kind, sim):
+    """The kernels' references, but the same calls around them; every op is seen by the pretend device."""
+    fast = gb.decoder(cases.build(kind, device=sim), 2, 32, verify=False)
+    fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
+    with no_stall(), torch.no_grad(), watch() as ledger:
+        for way in (Way(), Way(greedy=False, penalty=True, logprobs=True)):
+            run_steps(fast.body, fast.slots, 2, 3, way)
+    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_request_waits_for_nothing_and_copies_the_tokens_alone(how, sim):
+    fast = gb.decoder(cases.build("Qwen3", device=sim), 4, cases.ROOM, verify=False)
+    settings = {"max_new_tokens": 18, "stop": 3, "seed": 1, **HOW[how]}
+    with watch() as ledger:
+        found = fast.generate(cases.prompts(), **settings)
+    assert found.tokens == cases.shared("Qwen3").generate(cases.prompts(), **settings).tokens
+    block = 4 * (2 * 32 + 2) * 4  # int32: 32 steps of tokens and logprobs, alive and bad, for 4 rows
+    assert ledger.totals["d2h_bytes"] == found.launches * block and ledger.totals["d2h_copies"] == found.launches
+    assert ledger.totals["syncs"] == 0, str(ledger)
+
+
+def held() -> tuple[int, int]:
+    """(bytes of live tensors, how many objects the collector knows)."""
+    gc.collect()
+    objects = gc.get_objects()
+    return sum(o.nbytes for o in objects if issubclass(type(o), torch.Tensor)), len(objects)
+
+
+def test_2000_tokens_leave_nothing_behind():
+    """Requests of every kind, then the same ones again, many times."""
+    fast = gb.decoder(cases.build("Llama"), 4, cases.ROOM, tokenizer=cases.Bytes())
+
+    def round_of(requests: int) -> int:
+        count = 0
+        for number in range(requests):
+            how = ({}, {"temperature": 1.0, "seed": number}, {"repetition_penalty": 1.1, "logprobs": True})[number % 3]
+            count += fast.generate(cases.prompts(3, 9, 1, 7), max_new_tokens=80, stop=["\x05\x06"], **how).count
+            next(fast.stream([3, 4], max_new_tokens=10))  # and left
+        return count
+
+    round_of(6)
+    before, tokens = held(), 0
+    while tokens < 2000:
+        tokens += round_of(6)
+    assert held()[0] == before[0] and held()[1] <= before[1] + 20
+
+
+@pytest.mark.gpu
+def test_10000_tokens_leave_nothing_behind_on_the_device():
+    device = torch.device("cuda", 0)
+    fast = gb.decoder(cases.build("Llama", torch.bfloat16, device, max_position_embeddings=512), 8, 512)
+    for settings in ({}, {"temperature": 1.0}):
+        fast.generate(cases.prompts(*range(1, 9)), **settings)
+    torch.cuda.synchronize()
+    before, tokens = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), held()[1]), 0
+    while tokens < 10_000:
+        for settings in ({}, {"temperature": 1.0, "seed": tokens}):
+            tokens += fast.generate(cases.prompts(*range(1, 9)), **settings).count
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), held()[1]
+    assert after[:2] == before[:2] and after[2] <= before[2] + 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("rows", [1, 12])
+def test_a_request_waits_for_nothing_on_the_device(how, rows):
+    fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), rows, cases.ROOM)
+    given = cases.prompts(*range(3, 3 + rows))
+    fast.generate(given, max_new_tokens=64, seed=1, **HOW[how])  # captures what this request needs
+    torch.cuda.synchronize()
+    with watch(gputrace=True) as ledger:
+        found = fast.generate(given, max_new_tokens=64, seed=1, **HOW[how])
+    assert ledger.totals["syncs"] == 0, str(ledger)
+    assert found.launches == 12 and found.count == 64 * rows  # of 1, 8, 32, 8, 8 and seven of 1
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_is_only_a_launch():
+    """Under the guard, sampler, stop tokens, embedding and cache included."""
+    fast = gb.decoder(cases.build("Mistral", torch.bfloat16, torch.device("cuda", 0)), 4, cases.ROOM)
+    fast.generate(cases.prompts(5, 9, 4), max_new_tokens=41, temperature=1.0)
+    with no_stall():
+        for k in fast.ladder:
+            fast.graphs.launch(4, k, Way(greedy=False))
+            fast.slots.send(k)
+    fast.slots.drop()

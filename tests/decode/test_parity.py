@@ -1,0 +1,93 @@
+"""The decoder's tokens are the model's own: five families, our decoder, a placed model, any other by its own forward."""
+
+import pytest
+import torch
+import transformers
+
+import gpubound as gb
+from gpubound.decode import fused
+
+from . import cases
+from .test_static import ENDS
+
+
+@pytest.mark.parametrize("kind", cases.HUGGING_FACE)
+def test_a_ragged_batch_gives_hugging_faces_tokens(kind, device):
+    fast = cases.shared(kind, str(device))
+    assert fast.path == ""  # the fused kernels
+    together = fast.generate(cases.prompts(), max_new_tokens=64).tokens
+    alone = [fast.generate(prompt, max_new_tokens=64).tokens[0] for prompt in cases.prompts()]
+    assert together == alone == [cases.hugging_face(fast.model, prompt, 64) for prompt in cases.prompts()]
+    assert len({*together[0], *together[1], *together[2]}) > 8  # no model that says one word
+
+
+def test_our_own_decoder_gives_the_tokens_of_its_forward(device):
+    fast = cases.shared("own", str(device))
+    assert fast.path == ""
+    want = [cases.greedy_by_forwards(fast.model, prompt, 64) for prompt in cases.prompts()]
+    assert fast.generate(cases.prompts(), max_new_tokens=64).tokens == want
+
+
+def test_any_other_model_by_its_own_forward():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=89, n_embd=32, n_layer=2, n_head=4, n_positions=96, **ENDS)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.25)
+    fast = gb.decoder(model, 4, 96)
+    assert fast.path == ("GPT2LMHeadModel is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM)")
+    want = [cases.hugging_face(model, prompt, 32) for prompt in cases.prompts()]
+    assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
+
+
+def test_the_models_own_forward_can_be_asked_for(device):
+    fast = cases.shared("Qwen2", str(device), fused=False)
+    assert fast.path == "fused=False was asked for"
+    want = cases.shared("Qwen2", str(device)).generate(cases.prompts(), max_new_tokens=32).tokens
+    assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
+
+
+@pytest.mark.parametrize("kind", cases.ALL)
+@pytest.mark.parametrize("rows", [1, 12])
+def test_bf16_logits_are_as_near_to_fp32_as_the_models_own(kind, rows, device):
+    """Teacher-forced, so that one flipped token does not end the comparison; 12 rows take the products of wide batches."""
+    model = cases.build(kind, torch.bfloat16, device)
+    ids = cases.prompts(40)[0]
+    fast = gb.decoder(model, rows, cases.ROOM)
+    row = torch.tensor(ids, device=device)
+    ours = []
+    with torch.no_grad():
+        fast.body.prefill(row[:20].expand(rows, -1), torch.full((rows,), 20, device=device))
+        for place in range(20, 40):
+            token, position = (torch.full((rows,), value, dtype=torch.int32, device=device) for value in (ids[place], place))
+            fast.body.begin(token)
+            ours.append(fast.body.step(token, position)[-1].clone())
+    own = cases.logits(model, ids)[20:]
+    truth = cases.logits(model.float(), ids)[20:]
+    error, own_error = ((torch.stack(ours) - truth).norm() / truth.norm(), (own - truth).norm() / truth.norm())
+    assert error <= 1.2 * own_error and own_error < 0.05
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen3"])
+def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
+    want = cases.shared(kind, str(device)).generate(cases.prompts(45, 30), max_new_tokens=16).tokens
+    monkeypatch.setattr(fused, "CHUNK", 16)
+    fast = gb.decoder(cases.build(kind, device=device), 2, cases.ROOM)
+    assert fast.generate(cases.prompts(45, 30), max_new_tokens=16).tokens == want
+
+
+@pytest.mark.parametrize("max_batch", [2, 9])
+def test_interpreted_kernels_give_the_same_tokens(max_batch, monkeypatch):
+    """The Triton kernels under the interpreter, in both forms of a step: up to 8 rows and above."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+    wide = max_batch > 8  # without a prompt to prefill, which 9 rows of an interpreter take long over
+    given, model = (cases.prompts(1) * 9 if wide else cases.prompts(5)), cases.build("Qwen3", num_hidden_layers=1)
+    sampled = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 20, "seed": 3}
+    fast = gb.decoder(model, max_batch, 16, k=1)
+    want = [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2}, sampled)]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
+    assert fast.body.report()[0][1] == "triton: norm_product"
+    assert [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2}, sampled)] == want

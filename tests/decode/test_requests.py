@@ -1,0 +1,292 @@
+"""Every wrong request by its sentence, and what a request may look like."""
+
+import numpy as np
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.live import bind
+
+from . import cases
+
+PROMPT = cases.prompts(5)[0]
+
+
+def said(call, kind=ValueError) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+BOOL = "a tensor of prompts must hold token ids (T,) or (B, T), got torch.bool (3,)."
+WRONG_PROMPTS = [
+    ([], "got no prompts, wanted at least one."),
+    ([[]], "prompt 0 is empty; give it at least one token (the model's bos, say)."),
+    ([PROMPT, []], "prompt 1 is empty; give it at least one token (the model's bos, say)."),
+    (
+        [3] * 96,
+        "prompt 0 has 96 tokens, which leaves no room in max_length=96; shorten it, or build the decoder longer.",
+    ),
+    (
+        [PROMPT, [3, 89]],
+        "prompt 1 holds the token 89, outside the model's vocabulary of 89; is the tokenizer this model's own?",
+    ),
+    ([-1], "prompt 0 holds the token -1, outside the model's vocabulary of 89; is the tokenizer this model's own?"),
+    (
+        [PROMPT] * 5,
+        "5 sequences at once, but the decoder was built for max_batch=4; ask for fewer, or build it larger.",
+    ),
+    ("a text", "a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids."),
+    ([PROMPT, "a text"], "a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids."),
+    (
+        torch.zeros(2, 3),
+        "a tensor of prompts must hold token ids (T,) or (B, T), got torch.float32 (2, 3).",
+    ),
+    (torch.zeros(3, dtype=torch.bool), BOOL),
+    (torch.tensor(3), "a tensor of prompts must hold token ids (T,) or (B, T), got torch.int64 ()."),
+    ([1.5, 2.0], "prompt 0: got 1.5, wanted text or a list of token ids."),
+    ([[3, 4], [1.5]], "prompt 1: got [1.5], wanted text or a list of token ids."),
+    (
+        {"input_ids": [PROMPT]},
+        "prompts: got dict, wanted text, token ids, or a list of either; of a tokenizer's output pass the input_ids.",
+    ),
+    (
+        None,
+        "prompts: got NoneType, wanted text, token ids, or a list of either; of a tokenizer's output pass the input_ids.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), WRONG_PROMPTS, ids=[s.split(";")[0][:50] for _, s in WRONG_PROMPTS])
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_wrong_prompts(call, given, sentence):
+    """`stream` says so when it is called, not when the first token is wanted."""
+    assert said(lambda: getattr(cases.shared(), call)(given, max_new_tokens=2)) == f"generate: {sentence}"
+
+
+WRONG_SETTINGS = [
+    ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted a whole number, 1 or more; None takes as many as fit."),
+    ({"max_new_tokens": 2.5}, "max_new_tokens: got 2.5, wanted a whole number, 1 or more; None takes as many as fit."),
+    ({"n": 0}, "n: got 0, wanted a whole number, 1 or more."),
+    ({"n": "2"}, "n: got '2', wanted a whole number, 1 or more."),
+    ({"n": 5}, "5 sequences at once, but the decoder was built for max_batch=4; ask for fewer, or build it larger."),
+    ({"temperature": -0.1}, "temperature: got -0.1, wanted 0 (greedy) or more."),
+    ({"temperature": float("nan")}, "temperature: got nan, wanted 0 (greedy) or more."),
+    ({"temperature": float("inf")}, "temperature: got inf, wanted 0 (greedy) or more."),
+    ({"temperature": "hot"}, "temperature: got 'hot', wanted 0 (greedy) or more."),
+    ({"top_k": -1}, "top_k: got -1, wanted a whole number, 0 (off) or more."),
+    ({"top_k": 0.5}, "top_k: got 0.5, wanted a whole number, 0 (off) or more."),
+    ({"top_p": 0.0}, "top_p: got 0.0, wanted more than 0 and at most 1 (off)."),
+    ({"top_p": 1.1}, "top_p: got 1.1, wanted more than 0 and at most 1 (off)."),
+    ({"min_p": 1.0}, "min_p: got 1.0, wanted 0 (off) or more and less than 1."),
+    ({"repetition_penalty": 0.0}, "repetition_penalty: got 0.0, wanted more than 0; 1 is off."),
+    ({"seed": 0.5}, "seed: got 0.5, wanted a whole number of 64 bits."),
+    ({"seed": 2**63}, "seed: got 9223372036854775808, wanted a whole number of 64 bits."),
+    ({"stop": 89}, "the stop token 89 lies outside the vocabulary of 89, so it can never be seen."),
+    ({"stop": [3, -1]}, "the stop token -1 lies outside the vocabulary of 89, so it can never be seen."),
+    ({"stop": [1.5]}, "stop: got 1.5, wanted token ids and strings."),
+    ({"stop": range(33)}, "33 stop tokens, wanted at most 32; use stop strings for more."),
+    ({"stop": "end"}, "a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids."),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), WRONG_SETTINGS, ids=[str(s) for s, _ in WRONG_SETTINGS])
+def test_wrong_settings(settings, sentence):
+    assert said(lambda: cases.shared().generate(PROMPT, **settings)) == f"generate: {sentence}"
+
+
+def test_an_unknown_setting_is_no_setting():
+    assert "unexpected keyword argument 'top_q'" in said(lambda: cases.shared().generate(PROMPT, top_q=1), TypeError)
+
+
+def test_an_empty_stop_string():
+    fast = cases.shared(tokenizer=cases.Bytes())
+    assert said(lambda: fast.generate("AB", stop=["x", ""])) == (
+        "generate: a stop string is empty, which every text holds; leave it out."
+    )
+    assert said(lambda: fast.generate("")) == (
+        "generate: prompt 0 is empty; give it at least one token (the model's bos, say)."
+    )
+    assert said(lambda: fast.generate("z")) == (  # byte 122
+        "generate: prompt 0 holds the token 122, outside the model's vocabulary of 89; is the tokenizer this model's own?"
+    )
+
+
+def test_wrong_builds():
+    model = cases.shared().model
+    assert said(lambda: gb.decoder(model, max_batch=0)) == (
+        "decoder: max_batch and max_length: got 0 and 4096, wanted at least 1 and 2."
+    )
+    assert said(lambda: gb.decoder(model, max_length=1)) == (
+        "decoder: max_batch and max_length: got 1 and 1, wanted at least 1 and 2."
+    )
+    assert said(lambda: gb.decoder(model, k=0)) == "decoder: k: got 0, wanted 'auto' or a number of tokens a launch."
+    assert said(lambda: gb.decoder(model, k="many")) == "decoder: k: got 'many', wanted 'auto' or a number of tokens a launch."
+    assert said(lambda: gb.decoder(model, dtype=torch.bfloat16)) == (
+        "decoder: dtype: got torch.bfloat16, but the weights are torch.float32 and are read as they are; cast the model with "
+        ".to() first."
+    )
+    assert gb.decoder(model, max_length=16, dtype=torch.float32).max_length == 16
+
+
+def test_models_that_cannot_decode():
+    assert said(lambda: gb.decoder(cases.build("Llama", device="meta"))) == (
+        "decoder: model: got LlamaForCausalLM on meta, which holds no values; load its weights first."
+    )
+    assert said(lambda: gb.decoder(torch.nn.ReLU())) == (
+        "decoder: model: got ReLU without weights, wanted a causal language model."
+    )
+    assert said(lambda: gb.decoder(torch.nn.Linear(2, 2))) == (
+        "StaticBody: model: got Linear, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model pass "
+        "model.get_base_model()."
+    )
+
+
+def mixed(model):
+    model.model.norm.double()
+
+
+def elsewhere(model):
+    model.model.layers[1].to("meta")
+
+
+def with_a_head_bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(89))
+
+
+def with_an_adapter(model):
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+
+
+def with_a_hook(model):
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *rest: None)
+
+
+def with_norms_of_their_own(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 1e-3
+
+
+def strided(model):
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
+        (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
+        (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
+        (with_a_head_bias, "its head has a bias"),
+        (with_norms_of_their_own, "its norms have different eps"),
+        (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
+    ],
+)
+def test_why_the_fused_kernels_cannot_run_a_model(change, why):
+    model = cases.build("Llama")
+    change(model)
+    assert bind(model) == why
+
+
+@pytest.mark.parametrize("change", [with_an_adapter, with_a_hook])
+def test_what_stands_in_a_projections_place_is_named(change):
+    model = cases.build("Llama")
+    change(model)
+    place = "model.layers.1.mlp.up_proj" if change is with_an_adapter else "model.layers.0.self_attn.q_proj"
+    fast = gb.decoder(model, 1, 32)
+    assert fast.path.startswith(f"{place}: ")
+    assert fast.generate([5], max_new_tokens=8).tokens[0] == cases.hugging_face(model, [5], 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"hidden_act": "gelu"}, "its activation is 'gelu', the kernels' is silu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "its rotary angles ('dynamic') change with the length of what is read",
+        ),
+    ],
+)
+def test_options_that_the_kernels_do_not_know(options, why):
+    assert bind(cases.build("Llama", **options)) == why
+
+
+def test_prompts_in_every_form():
+    fast = cases.shared(tokenizer=cases.Bytes())
+    want = fast.generate([[5, 6, 7]], max_new_tokens=8).tokens
+    for form in (
+        [5, 6, 7],
+        (5, 6, 7),
+        range(5, 8),
+        [np.int64(5), np.int32(6), 7],
+        [np.array([5, 6, 7])],
+        [torch.tensor([5, 6, 7])],
+        torch.tensor([5, 6, 7]),
+        torch.tensor([[5, 6, 7]], dtype=torch.int32),
+        "\x05\x06\x07",
+        ["\x05\x06\x07"],
+    ):
+        assert fast.generate(form, max_new_tokens=8).tokens == want
+    assert fast.generate(["\x05\x06\x07", [5, 6, 7]], max_new_tokens=8).tokens == want * 2
+
+
+def test_stops_in_every_form():
+    """None too, which is what a generation config without an end token holds."""
+    fast = cases.shared("Mistral")
+    whole = fast.generate(PROMPT, max_new_tokens=20).tokens[0]
+    last = whole[6]
+    for form in (last, [last], (last, 88), {last}, np.int64(last), [np.int64(last)]):
+        assert fast.generate(PROMPT, max_new_tokens=20, stop=form).tokens[0] == whole[: whole.index(last) + 1]
+    for form in (None, (), []):
+        assert fast.generate(PROMPT, max_new_tokens=20, stop=form).tokens[0] == whole
+
+
+def test_an_encoding_of_the_tokenizers_package():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(89)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = cases.shared(tokenizer=words)
+    found = fast.generate("w5 w6 w7", max_new_tokens=8)
+    assert found.tokens == cases.shared().generate([5, 6, 7], max_new_tokens=8).tokens
+    assert found.texts == [" ".join(f"w{token}" for token in found.tokens[0])]
+    assert "".join(piece for _, piece in fast.stream("w5 w6 w7", max_new_tokens=8)) == found.texts[0]
+
+
+def test_one_request_at_a_time():
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM)
+    want = fast.generate(PROMPT, max_new_tokens=20).tokens[0]
+    stream = fast.stream(PROMPT, max_new_tokens=20)
+    later = fast.stream(PROMPT, max_new_tokens=20)  # not begun: takes nothing
+    first = next(stream)[1]
+    busy = "a decoder runs one request at a time: finish or close the stream that is open first."
+    assert said(lambda: fast.generate(PROMPT), gb.GenerateError) == busy
+    assert said(lambda: fast.score(PROMPT), gb.GenerateError) == busy
+    assert said(lambda: next(later), gb.GenerateError) == busy
+    rest = [token for _, new in stream for token in new]
+    assert first + rest == want  # the open stream was not disturbed
+    assert fast.generate(PROMPT, max_new_tokens=20).tokens[0] == want
+
+
+def test_the_callers_modes_do_not_matter():
+    fast = cases.shared("Qwen2")
+    long = cases.prompts(30)[0]
+    want, scores = fast.generate(long, max_new_tokens=12, repetition_penalty=1.2), fast.score(long)
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), torch.no_grad()):
+        with mode:
+            fresh = gb.decoder(fast.model, 1, cases.ROOM)
+            for one in (fresh, fast):
+                assert one.generate(long, max_new_tokens=12, repetition_penalty=1.2).tokens == want.tokens
+                assert one.score(long) == scores
+        assert fresh.generate(long, max_new_tokens=12, repetition_penalty=1.2).tokens == want.tokens
+
+
+def test_a_model_in_training_mode_is_decoded_as_it_stands():
+    fast = cases.shared("Llama")
+    fast.model.train()
+    try:
+        found = gb.decoder(fast.model, 1, cases.ROOM).generate(PROMPT, max_new_tokens=12).tokens
+    finally:
+        fast.model.eval()
+    assert found == fast.generate(PROMPT, max_new_tokens=12).tokens

@@ -1,0 +1,132 @@
+"""Texts that arrive token by token: nothing is shown that a later token may change, and all is shown in the end."""
+
+import random
+
+import pytest
+
+from gpubound.decode.text import Texts
+
+from .cases import Bytes
+
+
+class Marked:
+    """As SentencePiece decodes: a token begins with a mark for a space, and the first space of a text is left out."""
+
+    words = ("▁a", "▁rat", "s", "▁", "é", "▁an", "t", ".")
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.words[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+
+class Contextual(Bytes):
+    """A decode that is no concatenation: a space before a full stop is cleaned up."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return super().decode(tokens).replace(" .", ".")
+
+
+def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, Texts]:
+    texts, pieces, at = Texts(tokenizer, 1, stops, ends), [], 0
+    while at < len(tokens) and not texts.stopped(0):
+        size = next(sizes)
+        pieces.append(texts.add(0, tokens[at : at + size]))
+        at += size
+    if not texts.stopped(0):
+        pieces.append(texts.rest(0))
+    return pieces, texts.whole(0), texts
+
+
+def ones():
+    while True:
+        yield 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_of_any_size_are_the_whole(seed):
+    dice = random.Random(seed)
+    text = "".join(dice.choice(["añb", "漢字", "🙂", " x", "\n", "e\u0301"]) for _ in range(200))
+    for tokenizer, tokens in ((Bytes(), list(text.encode())), (Marked(), [dice.randrange(8) for _ in range(700)])):
+        pieces, whole, _ = arriving(tokenizer, tokens, iter(lambda: dice.randrange(1, 40), 0))
+        assert "".join(pieces) == whole == tokenizer.decode(tokens)
+
+
+def test_a_character_is_shown_when_its_last_byte_is_there():
+    pieces, _, _ = arriving(Bytes(), list("né🙂".encode()), ones())
+    assert pieces == ["n", "", "é", "", "", "", "🙂", ""]
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end():
+    pieces, whole, _ = arriving(Bytes(), [65, 0xF0, 0x9F], ones())
+    assert pieces == ["A", "", "", "\ufffd"] and whole == "A\ufffd"
+
+
+def test_a_long_text_is_decoded_in_stretches():
+    """As many characters again as there are tokens, a few times; not their square."""
+
+    class Counting(Bytes):
+        read = 0
+
+        def decode(self, tokens):
+            self.read += len(tokens)
+            return super().decode(tokens)
+
+    tokenizer = Counting()
+    pieces, whole, _ = arriving(tokenizer, list(b"abcdefgh" * 500), ones())
+    assert "".join(pieces) == whole == "abcdefgh" * 500
+    assert tokenizer.read < 100 * 4000
+
+
+def test_a_decode_that_depends_on_what_follows_is_still_the_whole():
+    tokens = list(b"one . two . three . " * 40)
+    _, whole, _ = arriving(Contextual(), tokens, ones())
+    assert whole == Contextual().decode(tokens)
+
+
+def test_the_beginning_of_a_stop_string_is_held_back():
+    pieces, whole, texts = arriving(Bytes(), list(b"an <e <en> <end> more"), ones(), stops=["<end>"])
+    assert whole == "an <e <en> " == "".join(pieces)
+    assert texts.stopped(0)
+    assert pieces[:12] == ["a", "n", " ", "", "", "<e ", "", "", "", "<en>", " ", ""]  # held while '<e' might go on
+
+
+def test_the_first_of_several_stop_strings_counts():
+    for stops in (["two", "one"], ["one", "two"]):
+        _, whole, _ = arriving(Bytes(), list(b"zero one two"), iter([12]), stops=stops)
+        assert whole == "zero "
+
+
+def test_a_stop_string_across_pieces_and_inside_characters():
+    pieces, whole, _ = arriving(Bytes(), list("añ漢b".encode()), ones(), stops=["漢b"])
+    assert whole == "añ" == "".join(pieces)
+
+
+def test_a_stop_string_at_the_very_beginning():
+    pieces, whole, texts = arriving(Bytes(), list(b"end"), ones(), stops=["end"])
+    assert (whole, "".join(pieces), texts.kept_tokens(0)) == ("", "", 0)
+
+
+@pytest.mark.parametrize(("text", "stop", "kept"), [("añ漢b", "漢", 3), ("añ漢b", "b", 6), ("abc", "bc", 1)])
+def test_the_tokens_that_write_the_text_before_a_stop_string(text, stop, kept):
+    _, whole, texts = arriving(Bytes(), list(text.encode()), iter([99]), stops=[stop])
+    assert texts.kept_tokens(0) == kept and Bytes().decode(list(text.encode())[:kept]) == whole
+
+
+def test_a_stop_string_that_never_comes():
+    pieces, whole, texts = arriving(Bytes(), list(b"abc<en"), ones(), stops=["<end>"])
+    assert whole == "abc<en" == "".join(pieces) and pieces[-1] == "<en" and not texts.stopped(0)
+
+
+def test_a_stop_token_is_no_text():
+    pieces, whole, _ = arriving(Bytes(), [65, 66, 3], ones(), ends=[3])
+    assert whole == "AB" == "".join(pieces)
+
+
+def test_rows_do_not_mix():
+    texts = Texts(Bytes(), 2, ["x"])
+    assert [texts.add(0, [65, 0xC3]), texts.add(1, [66, 120, 67]), texts.add(0, [0xA9])] == ["A", "B", "é"]
+    assert [texts.stopped(0), texts.stopped(1)] == [False, True]
+
+
+def test_without_a_tokenizer_there_are_no_texts():
+    texts = Texts(None, 1)
+    assert texts.add(0, [65]) is None and texts.whole(0) is None and texts.rest(0) == ""

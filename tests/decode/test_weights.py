@@ -1,0 +1,179 @@
+"""The weights are the model's own: changes in place are seen, tensors that moved are bound anew, anything else is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound import trace
+
+from . import cases
+
+PROMPT = cases.prompts(7)[0]
+
+
+@pytest.fixture(autouse=True)
+def every_notice(monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+
+
+@pytest.fixture(params=["Llama", "own"])
+def fast(request) -> gb.FastDecoder:
+    return gb.decoder(cases.build(request.param), 2, cases.ROOM)
+
+
+def of_model(fast) -> list[int]:
+    return cases.greedy_by_forwards(fast.model, PROMPT, 24)
+
+
+def of_decoder(fast) -> list[int]:
+    return fast.generate(PROMPT, max_new_tokens=24).tokens[0]
+
+
+def notice_of(name: str) -> str:
+    return f"gpubound: decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again\n"
+
+
+def test_a_training_step_is_seen_by_the_next_call(fast, capsys):
+    before = of_decoder(fast)
+    optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05)
+    for _ in range(3):
+        ids = torch.tensor([cases.prompts(20)[0]])
+        output = fast.model(ids)
+        nn.functional.cross_entropy(getattr(output, "logits", output)[0, :-1], ids[0, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert of_decoder(fast) == of_model(fast)
+    assert of_decoder(fast) != before
+    assert capsys.readouterr().err == ""
+
+
+def test_a_load_in_place_is_seen(fast):
+    before = of_decoder(fast)
+    fast.model.load_state_dict({name: tensor.flip(0) for name, tensor in fast.model.state_dict().items()})
+    assert of_decoder(fast) == of_model(fast) != before
+
+
+def test_a_weight_changed_between_two_tokens_of_a_stream_is_seen():
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, k=1)
+    tokens = []
+    for _, new in fast.stream(PROMPT, max_new_tokens=40):
+        tokens += new
+        if len(tokens) == 5:
+            with torch.no_grad():
+                fast.model.model.norm.weight.neg_()
+    with torch.no_grad():
+        fast.model.model.norm.weight.neg_()
+    want = cases.greedy_by_forwards(fast.model, PROMPT, 40)
+    assert tokens[:5] == want[:5] and tokens != want
+
+
+def test_assigned_tensors_are_bound_anew(fast, capsys):
+    of_decoder(fast)
+    fast.model.load_state_dict({name: tensor.flip(0).clone() for name, tensor in fast.model.state_dict().items()}, assign=True)
+    assert of_decoder(fast) == of_model(fast)
+    assert capsys.readouterr().err == notice_of("model.embed_tokens.weight")
+    assert of_decoder(fast) == of_model(fast) and capsys.readouterr().err == ""
+
+
+def test_data_replaced_is_bound_anew(fast, capsys):
+    weight = fast.model.model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data.neg()
+    assert of_decoder(fast) == of_model(fast)
+    assert capsys.readouterr().err == notice_of("model.layers.1.mlp.down_proj.weight")
+
+
+def test_a_head_tied_or_untied_is_bound_anew(fast, capsys):
+    fast.model.lm_head.weight = nn.Parameter(torch.randn_like(fast.model.lm_head.weight))
+    untied = of_decoder(fast)
+    assert untied == of_model(fast)
+    fast.model.lm_head.weight = fast.model.model.embed_tokens.weight
+    assert of_decoder(fast) == of_model(fast) != untied
+    assert capsys.readouterr().err == notice_of("lm_head.weight")  # both times; a notice is printed once
+
+
+def test_a_module_replaced_is_bound_anew(fast, capsys):
+    layer = nn.Linear(40, 32, bias=False)
+    fast.model.model.layers[0].mlp.down_proj = layer
+    assert of_decoder(fast) == of_model(fast)
+    assert capsys.readouterr().err == notice_of("model.layers.0.mlp.down_proj")
+
+
+def refusal(fast) -> str:
+    with pytest.raises(gb.GenerateError) as error:
+        of_decoder(fast)
+    return str(error.value)
+
+
+def test_an_adapter_added_later_is_refused_until_it_is_gone(fast):
+    """An adapter replaces modules: the kernels would go on with the weights below it."""
+    want = of_decoder(fast)
+    held = fast.model.model.layers[0].mlp.down_proj
+    fast.model.model.layers[0].mlp.down_proj = nn.Sequential(held, nn.Dropout(0.0))
+    for _ in range(2):
+        assert refusal(fast).startswith(
+            "decoder: the model has changed since its decoder was built: model.layers.0.mlp.down_proj: "
+        )
+    fast.model.model.layers[0].mlp.down_proj = held
+    assert of_decoder(fast) == want
+
+
+def test_a_cast_is_refused_until_it_is_undone(fast):
+    fast.model.to(torch.bfloat16)
+    for _ in range(2):
+        assert refusal(fast) == (
+            "decoder: the weights are now torch.bfloat16 on cpu with 89 words, the decoder was built for torch.float32 on cpu "
+            "with 89; build a new one."
+        )
+    fast.model.float()
+    assert of_decoder(fast) == of_model(fast)
+
+
+def test_a_move_while_a_stream_runs_is_refused():
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, k=1)
+    stream = fast.stream(PROMPT, max_new_tokens=40)
+    next(stream)
+    weight = fast.model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(gb.GenerateError) as error:
+        list(stream)
+    assert str(error.value) == (
+        "model.layers.1.self_attn.q_proj.weight was moved or replaced while tokens were generated from it; start again."
+    )
+    assert of_decoder(fast) == of_model(fast)  # not left busy
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_nan_is_traced_to_its_layer(fused):
+    fast = gb.decoder(cases.build("Llama"), 2, cases.ROOM, fused=fused)
+    with torch.no_grad():
+        fast.model.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    where = "model.layers.1.mlp" + ("" if fused else ".down_proj")
+    rest = f"are not finite; first seen in {where}. Check the weights (a diverged training run?) and the dtype."
+    with pytest.raises(gb.GenerateError) as error:
+        fast.generate([PROMPT, PROMPT[:3]], max_new_tokens=8)
+    assert str(error.value) == f"sequence 0: the logits at position 6 {rest}"
+    with pytest.raises(gb.GenerateError) as error:
+        fast.score(PROMPT)
+    assert str(error.value) == f"score: the logits of prompt 0 {rest}"
+    with torch.no_grad():
+        fast.model.model.layers[1].mlp.down_proj.weight[3, 4] = 0.0
+    assert of_decoder(fast) == of_model(fast)  # and no NaN is left in the cache
+
+
+def test_a_nan_that_comes_with_a_token_ends_where_it_comes():
+    """Only the embedding of one word is bad: what was generated before it stands."""
+    fast = cases.shared("Mistral")
+    want = fast.generate(PROMPT, max_new_tokens=24).tokens[0]
+    place = next(i for i, token in enumerate(want) if i > 3 and token not in PROMPT + want[:i])
+    model = cases.build("Mistral")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[want[place]] = float("inf")
+    seen = []
+    with pytest.raises(gb.GenerateError) as error:
+        for _, new in gb.decoder(model, 1, cases.ROOM, verify="quick").stream(PROMPT, max_new_tokens=24):
+            seen += new
+    assert str(error.value).startswith(
+        f"sequence 0: the logits at position {len(PROMPT) + place} are not finite; first seen in model.embed_tokens."
+    )
+    assert seen == want[: len(seen)]
