@@ -1,7 +1,7 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
 #   make test     the whole suite on the CPU            make check    lint, format, types
-#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train
+#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | decode | checkpoint
 #   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
 PYTHON ?= python3
 VENV   := .venv

@@ -240,7 +240,7 @@ def measure_host(bench: Bench, name: str, model: Any) -> None:
     case = f"{name} host time a token, {HOST_K} a launch"
     bench.figure(case, "us", spent, {"budget": HOST_US}, {"budget": 1.0})
     rounds, new = (
-        (3, 3) if bench.dry else (9, NEW)
+        (3, 3) if bench.dry else (5, NEW)
     )  # on a CPU every op of a token is launched by the host, and waits for the GIL
     whole: dict[str, list[float]] = {"ours": [], "undisturbed": []}
     later: dict[str, list[float]] = {"ours": [], "undisturbed": []}

@@ -90,6 +90,7 @@ class CapturedForward:
         self._prefill(torch.zeros(self.rows, PROMPT, dtype=torch.long, device=device))
         if device.type == "cuda":
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.no_grad(), torch.cuda.stream(side):
                 for _ in range(3):
                     self._step()

@@ -1,5 +1,10 @@
 """Drafts from the text and their acceptance: both mirrors, cases worked out by hand, and plain steps as the definition."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +141,35 @@ def test_the_doors(device):
     kernels.accept(ints(device, [6, 8, 9]), out["alive"], out["chunk"], rows, text, emitted)
     assert emitted.tolist() == [[6], [8], [-1]] and text.tolist() == [[5, 6, 7, 5, 6, 8, 0, 0]]
     assert (rows.token.item(), rows.position.item(), rows.alive.item()) == (8, 5, 1)
+
+
+def compile_all() -> None:
+    """Both kernels with everything and with nothing, and attention of several tokens a row, for compute capability 9.0."""
+    import triton
+
+    from . import aot
+    from .test_decode_attention import Case, several
+
+    triton.runtime.jit.JITFunction.run = aot.compile_instead
+    for whole in (True, False):
+        rows, text, out = rows_of(2, "cpu"), torch.zeros(2, 4096, dtype=INT), outputs(2, 5, "cpu")
+        given = {"embed": torch.zeros(9, 1024, dtype=torch.bfloat16), "x": torch.zeros(10, 1024)} if whole else {}
+        fast.propose(rows, text, **out, **given, dependent=whole)
+        given = {"seen": torch.zeros(2, 9, dtype=torch.uint8), "logprob": torch.zeros(5, 2)} if whole else {}
+        given |= {"chosen_logprob": torch.zeros(2, 5)} if whole else {}
+        fast.accept(out["chunk"], out["alive"], out["chunk"], rows, text, torch.zeros(5, 4, dtype=INT)[:, :2],
+                    dependent=whole, **given)  # fmt: skip
+    several(Case("cpu", torch.bfloat16, [3, 9], width=64, normed=True), 5, "triton")
+    print(*aot.compiled)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
+def test_they_compile():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    call = [sys.executable, "-c", "from tests.kernels.test_speculation import compile_all; compile_all()"]
+    done = subprocess.run(call, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"_propose_kernel", "_accept_kernel", "_decode_attention_kernel"}
 
 
 def test_errors():

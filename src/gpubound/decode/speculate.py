@@ -33,7 +33,7 @@ MOST = 15  # tokens that may be drafted: with the last token, as many as a tile 
 class Draft:
     """For `decoder(..., speculate=Draft(model, tokens))`: a smaller model with the same tokenizer says what may follow.
 
-    It draws with the model's own settings, seeds and positions, so that the two agree as often as their distributions let them.
+    It draws with the model's own settings, seeds and positions: the same noise decides for both, and mostly alike.
     """
 
     model: nn.Module

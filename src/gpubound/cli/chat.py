@@ -1,0 +1,138 @@
+"""The conversation of `gpubound generate --chat`: by the model's chat template, a reply as it arrives, errors kept inside.
+
+Ctrl-C ends a reply, Ctrl-D the conversation. From a pipe, every line is a turn.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from rich.console import Console
+
+from ..decode import FastDecoder
+from ..decode.engine import Run
+from ..device import label
+from ..errors import GpuboundError
+from ..feed.tokenizer import Tokenizer
+from .saved import Saved
+from .speed import Speed
+
+if TYPE_CHECKING:
+    from .generate import Generate
+
+Message = dict[str, str]
+HELP = "/clear forgets what was said, /help says this; Ctrl-C ends a reply, Ctrl-D the conversation."
+
+
+def converse(options: "Generate", saved: Saved, device: torch.device, begun: float) -> int:
+    """Exit code 0, or 2 when a turn from a pipe failed."""
+    from .generate import HARMLESS, LENGTH, build, settings_of
+
+    if saved.tokenizer.chat_template is None:
+        raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
+    length = options.max_length or min(LENGTH, saved.positions)
+    settings = settings_of(options, saved)
+    if not options.ignore_eos:
+        settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
+    made = build(options, saved, [[0] * 8], length, device, begun)
+    chat = Chat(made, saved.tokenizer, settings, options.system, Speed(device))
+    chat.quiet = options.json
+    if sys.stdout.isatty():
+        chat.safe = HARMLESS
+    live = sys.stdin.isatty()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if live:
+        console.print(HELP, style="dim", markup=False)
+    for text in typed(console) if live else (line.rstrip("\n") for line in sys.stdin):
+        chat.take(text, console, live)
+    if options.json:
+        about = {"model": str(saved.folder), "device": label(device), "messages": chat.messages}
+        print(json.dumps(about | chat.speed.as_dict(), indent=1))
+    print(chat.speed.line(), file=sys.stderr, flush=True)
+    return 2 if chat.failed and not live else 0
+
+
+def typed(console: Console) -> Iterator[str]:
+    """What the user types, until Ctrl-D."""
+    import readline  # noqa: F401 (arrow keys and history for input())
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print("\nCtrl-D ends the conversation.", style="dim")
+
+
+class Chat:
+    """What was said, and how the next reply comes about."""
+
+    def __init__(self, decoder: FastDecoder, tokenizer: Tokenizer, settings: dict[str, Any], system: str | None, speed: Speed):
+        self.decoder, self.tokenizer, self.settings, self.speed = decoder, tokenizer, settings, speed
+        self.start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.start)
+        self.quiet = self.failed = False
+        self.safe: dict[int, str] = {}
+
+    def take(self, text: str, console: Console, live: bool) -> None:
+        """One turn. Whatever goes wrong in it is said, and the turn is forgotten."""
+        if live and text.strip() in ("/clear", "/help"):
+            if text.strip() == "/clear":
+                self.messages = list(self.start)
+            console.print("forgotten" if text.strip() == "/clear" else HELP, style="dim", markup=False)
+            return
+        if not text.strip():
+            return
+        before = list(self.messages)
+        try:
+            speed = self.reply(text)
+        except (GpuboundError, ValueError, TemplateError, torch.OutOfMemoryError) as error:
+            self.messages, self.failed = before, True
+            said = " ".join(str(error).removeprefix("generate: ").split())
+            console.print(f"gpubound generate: {said}", style="red", markup=False)
+            if len(before) > len(self.start):
+                console.print("/clear forgets what was said before.", style="dim", markup=False)
+            return
+        if live:
+            console.print(speed.line(), style="dim", markup=False)
+
+    def reply(self, text: str) -> Speed:
+        """Say `text`, print the answer while it is written, and remember both. Ctrl-C keeps what is there."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self.tokenizer.render(self.messages, prompt=True)
+        ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template writes them
+        run = Run(self.decoder, self.decoder._request(ids, **self.settings))
+        mine, written = Speed(self.speed.device), ""
+        with mine.counting(), closing(run.play()) as pieces:
+            try:
+                for _, piece in pieces:
+                    written += piece
+                    if not self.quiet:
+                        print(piece.translate(self.safe), end="", flush=True)
+            except KeyboardInterrupt:
+                print(" ...", end="", file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(flush=True)
+        self.messages.append({"role": "assistant", "content": written})
+        mine.add(run.result())
+        self.speed.merge(mine)
+        return mine
+
+
+def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """The special token that the template writes behind an answer: often another one than the end of a text."""
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        prompt = tokenizer.render(asked, prompt=True)
+        whole = tokenizer.render([*asked, {"role": "assistant", "content": "b"}])
+    except TemplateError as error:
+        raise ValueError(f"the chat template cannot write a question and its answer: {error}.") from error
+    tail = whole[len(prompt) :].partition("b")[2] if whole.startswith(prompt) else whole.rpartition("b")[2]
+    special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in special][:1]

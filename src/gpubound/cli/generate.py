@@ -1,0 +1,304 @@
+"""Write on from a text, or chat: the tokens of a checkpoint at the speed of its decoder, and what that speed is.
+
+gpubound generate path/to/checkpoint --prompt "Once"     a Hugging Face folder, or a run of gpubound train or demo
+gpubound generate runs/first --chat                      Ctrl-C ends a reply, Ctrl-D the conversation
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from ..decode import FastDecoder, decoder
+from ..decode.engine import Run
+from ..decode.request import Choice
+from ..device import label, resolve
+from ..feed.tokenizer import Tokenizer
+from ..monitor.live import quantity
+from . import arguments
+from .saved import Saved, open_saved
+from .speed import Speed
+
+NEW = 256  # tokens that a text goes on for, unless asked otherwise
+LENGTH = 4096  # tokens that a conversation may have, unless asked otherwise
+VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
+# What a model writes may hold control characters, and a terminal obeys them.
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Write on from a text, or chat with a model.
+
+    CKPT is a Hugging Face folder, or the folder of a run of gpubound train or demo. The prompt comes from --prompt, --file or
+    stdin. What the model writes goes to stdout as it arrives; the speed and how it came about follow on stderr.
+
+    Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
+              gpubound generate demo-run --file prompts.txt --json
+              gpubound generate path/to/checkpoint --chat
+    """
+
+    ckpt: tyro.conf.Positional[str]
+    """A Hugging Face folder, a run's folder, or one of its checkpoints."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text to go on from; give it several times for several."""
+    file: str | None = None
+    """A file of prompts, one a line; - is stdin."""
+    whole: bool = False
+    """The file is a single prompt."""
+    chat: bool = False
+    """A conversation: by the model's chat template, with all that was said before."""
+    system: str | None = None
+    """What a conversation begins with."""
+    json: bool = False
+    """Print one JSON document at the end instead of text as it arrives."""
+    echo: bool = False
+    """Print each prompt before what follows it."""
+    special: bool = False
+    """Print special tokens, too."""
+    max_new_tokens: int | None = None
+    """Tokens to write; by default 256, in a conversation as many as fit."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time; above, tokens are drawn."""
+    top_k: int = 0
+    """Draw among so many likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float = 0.0
+    """Draw among tokens at least this likely, relative to the likeliest; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that are there already become less likely."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text, or a special token's name, that ends what is written; several times for several."""
+    stop_id: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
+    """A token's number that does."""
+    ignore_eos: bool = False
+    """Go on past the model's own end of text."""
+    seed: int = 0
+    """Of the draw: the same seed gives the same tokens."""
+    n: int = 1
+    """Sequences for each prompt."""
+    logprobs: bool = False
+    """Each token's log-probability, in the JSON."""
+    batch: int = 32
+    """Sequences written at once; more are written one batch after the other."""
+    max_length: int | None = None
+    """Tokens of prompt and answer together; by default what is needed, within what the model is made for."""
+    k: str = "auto"
+    """Steps a launch: auto, or a number."""
+    speculate: int | None = None
+    """Tokens to look up in what is there already and to check in one step: the same result, sooner where texts repeat."""
+    device: str = "auto"
+    """auto, require, cpu, cuda or cuda:<index>."""
+    dtype: str = "auto"
+    """auto (as saved), float32, bfloat16 or float16."""
+    tokenizer: str | None = None
+    """A folder with another tokenizer.json than the model's."""
+    fused: bool = True
+    """--no-fused: the model's own forward instead of the fused kernels."""
+    verify: str = "full"
+    """What the decoder proves about itself before it writes: full, quick or none."""
+    table: bool = False
+    """Print on stderr which kernels run, and what was verified."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Generate, argv, "generate")
+    with plainly():
+        check(options)
+        prompts = [] if options.chat else read_prompts(options)
+        device = resolve(options.device)
+        begun = time.perf_counter()
+        saved = open_saved(options.ckpt, device, options.dtype, options.tokenizer)
+        if options.chat:
+            from .chat import converse
+
+            return converse(options, saved, device, begun)
+        return write(options, saved, prompts, device, begun)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """The decoder's sentences begin with 'generate:', as the command line's own do: once is enough."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("generate: "):
+            raise
+        raise ValueError(str(error).removeprefix("generate: ")) from error
+
+
+def check(options: Generate) -> None:
+    """What can be refused before a checkpoint is read."""
+    Choice(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
+    for name, value in (("max_new_tokens", options.max_new_tokens), ("n", options.n), ("batch", options.batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1.")
+    if options.verify not in VERIFY:
+        raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
+    if options.k != "auto" and not (options.k.isdecimal() and int(options.k) > 0):
+        raise ValueError(f"k: got {options.k!r}, wanted auto or a number of steps a launch.")
+    if options.chat and options.n > 1:
+        raise ValueError(f"n: got {options.n}, but a conversation has one reply a turn; leave --n out.")
+    if options.system is not None and not options.chat:
+        raise ValueError("system: it begins a conversation; give --chat with it.")
+    if options.whole and options.file is None:
+        raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
+    if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
+        raise ValueError("prompt: give one of --prompt, --file and --chat.")
+
+
+def read_prompts(options: Generate) -> list[str]:
+    """The prompts, none of them empty."""
+    if options.prompt:
+        prompts, where = list(options.prompt), "prompt"
+    elif options.file is not None:
+        where = "stdin" if options.file == "-" else options.file
+        text = sys.stdin.read() if options.file == "-" else _text(options.file)
+        prompts = [text.removesuffix("\n")] if options.whole else [line for line in text.splitlines() if line.strip()]
+    elif not sys.stdin.isatty():
+        prompts, where = [sys.stdin.read().removesuffix("\n")], "stdin"
+    else:
+        raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
+    if not prompts or not all(prompts):
+        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from.")
+    return prompts
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
+
+
+class Spoken:
+    """The tokenizer for the decoder's texts: special tokens are left out of them, unless asked for."""
+
+    def __init__(self, inner: Tokenizer, special: bool):
+        self.inner, self.special = inner, special
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(ids, skip_special=not self.special)
+
+
+def build(
+    options: Generate, saved: Saved, probe: list[list[int]], length: int, device: torch.device, begun: float
+) -> FastDecoder:
+    """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
+    k = options.k if options.k == "auto" else int(options.k)
+    tokenizer = Spoken(saved.tokenizer, options.special)
+    way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify], "speculate": options.speculate}
+    made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
+    for _ in range(2 if device.type == "cuda" else 0):  # what such a request compiles, then what it captures: not on its clock
+        made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})
+    first = next(saved.model.parameters())
+    parts = [
+        f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
+        f"{str(first.dtype).removeprefix('torch.')} on {label(device)}",
+        f"its own forward ({made.path})" if made.path else "fused kernels",
+        f"ready in {time.perf_counter() - begun:.2f} s",
+    ]
+    print(", ".join(parts), file=sys.stderr, flush=True)
+    if options.table:
+        print(made, file=sys.stderr, flush=True)
+    return made
+
+
+def settings_of(options: Generate, saved: Saved) -> dict[str, Any]:
+    """What the decoder's generate() takes. A special token's name among the stops is its number: texts leave it out."""
+    special = {token.content: i for i, token in saved.tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    ends = [] if options.ignore_eos else [i for i in saved.ends if i < vocabulary(saved)]
+    stops = [*ends, *options.stop_id, *(special.get(text, text) for text in options.stop)]
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n", "logprobs", "max_new_tokens")
+    return {name: getattr(options, name) for name in names} | {"stop": tuple(dict.fromkeys(stops))}
+
+
+def vocabulary(saved: Saved) -> int:
+    model: Any = saved.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
+    return head.weight.shape[0]
+
+
+def write(options: Generate, saved: Saved, prompts: list[str], device: torch.device, begun: float) -> int:
+    """Every prompt's sequences, a batch after the other."""
+    ids = [saved.tokenizer.encode(prompt) for prompt in prompts]
+    settings = settings_of(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW}
+    longest = max(map(len, ids))
+    # a multiple of 64, so that runs like each other have caches alike
+    needed = min(-(-(longest + settings["max_new_tokens"]) // 64) * 64, saved.positions)
+    together = max(1, options.batch // options.n)  # prompts
+    made = build(options, saved, ids[:together], options.max_length or needed, device, begun)
+    speed, found = Speed(device), []
+    for start in range(0, len(ids), together):
+        batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
+        run = Run(made, made._request(ids[start : start + together], **batch))
+        numbers = range(start, min(start + together, len(ids)))
+        rows_of = [(number, prompts[number], copy) for number in numbers for copy in range(options.n)]
+        shown = InOrder(rows_of, len(ids) * options.n > 1, options)
+        with speed.counting():
+            play(run, shown)
+        speed.add(run.result())
+        found += [
+            vars(made_of) | {"prompt": prompt, "prompt_tokens": made_of.prompt}
+            for (_, prompt, _), made_of in zip(shown.rows, run.sequences)
+        ]
+    if options.json:
+        print(json.dumps({"model": str(saved.folder), "device": label(device), "sequences": found} | speed.as_dict(), indent=1))
+    print(speed.line(), file=sys.stderr, flush=True)
+    return 0
+
+
+class InOrder:
+    """Sequences on stdout one after the other: the first as it arrives, the next once it has ended."""
+
+    def __init__(self, rows: list[tuple[int, str, int]], many: bool, options: Generate):
+        self.rows, self.many, self.options = rows, many, options
+        self.safe = HARMLESS if sys.stdout.isatty() else {}
+        self.waiting = [""] * len(rows)
+        self.at = -1
+        if not options.json:
+            self.next()
+
+    def next(self) -> None:
+        """End this sequence's text and begin the next one's."""
+        if self.at >= 0:
+            print(flush=True)
+        self.at += 1
+        if self.at < len(self.rows):
+            number, prompt, copy = self.rows[self.at]
+            if self.many:
+                which = f"{number + 1}.{copy + 1}" if self.options.n > 1 else str(number + 1)
+                print(f"--- {which}: {prompt[:60]!r}{'...' if len(prompt) > 60 else ''}")
+            if self.options.echo:
+                print(prompt.translate(self.safe), end="")
+            self.show()
+
+    def show(self) -> None:
+        print(self.waiting[self.at].translate(self.safe), end="", flush=True)
+        self.waiting[self.at] = ""
+
+
+def play(run: Run, shown: InOrder) -> None:
+    """All of a request, on stdout as it comes unless JSON was asked for."""
+    with closing(run.play()) as pieces:
+        for row, piece in pieces:
+            if shown.options.json:
+                continue
+            shown.waiting[row] += piece
+            if row == shown.at:
+                shown.show()
+            while shown.at < len(shown.rows) - 1 and run.sequences[shown.at].finish:
+                shown.next()
+    while not shown.options.json and shown.at < len(shown.rows):
+        shown.next()

@@ -1,0 +1,109 @@
+"""How fast a generation was: tokens a second beside what reading the weights and the cache allows on this very machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import measure
+from ..decode.result import Generation
+from ..errors import MeasureError
+from ..monitor.live import quantity
+from ..trace import notice
+from ..watch import watch
+from ..watch.sensors import NAMES
+
+# The only sensor that does not slow a loop of a few small launches: it costs 4 µs an allocation, a dispatch mode 20 µs an op.
+WITHOUT = tuple(name for name in NAMES if name != "gputrace")
+
+
+class Speed:
+    """Sums over one or several generations."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.tokens = self.steps = self.bytes_read = 0
+        self.seconds = 0.0
+        self.first_token_s: float | None = None  # of the first generation
+        self.syncs: int | None = None
+        self.uncounted = "no GPU" if device.type == "cpu" else "nothing was generated"
+        self._rate: float | None = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the host syncs inside, where there is a GPU to wait for."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with watch(gputrace=True, without=WITHOUT) as ledger:
+            yield
+        if "syncs" in ledger.totals:
+            self.syncs = (self.syncs or 0) + int(ledger.totals["syncs"])
+        else:
+            self.uncounted = ledger.absent.get("gputrace", "no sensor ran")
+
+    def add(self, found: Generation) -> None:
+        self.tokens += found.count
+        # Launches reach beyond the last token; what they read there has no use.
+        longest = max((len(sequence.tokens) for sequence in found.sequences), default=0)
+        needed = min(round(longest / max(found.tokens_a_step, 1)), found.steps)
+        self.steps += needed
+        self.seconds += found.seconds
+        self.bytes_read += found.bytes_read * needed // max(found.steps, 1)
+        if self.first_token_s is None and found.first_token_s:
+            self.first_token_s = found.first_token_s
+
+    def merge(self, other: "Speed") -> None:
+        """Add what another one summed up."""
+        for name in ("tokens", "steps", "seconds", "bytes_read"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if self.first_token_s is None:
+            self.first_token_s = other.first_token_s
+        if other.syncs is not None:
+            self.syncs = (self.syncs or 0) + other.syncs
+        self.uncounted = other.uncounted
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """This machine's, measured once and kept. None where it cannot be measured, which is said."""
+        if self._rate is None:
+            try:
+                self._rate = measure.ceilings(self.device, quick=True).read_bytes_per_s
+            except MeasureError as error:
+                notice(f"the share of the roofline is left out: {error}")
+        return self._rate
+
+    @property
+    def roofline(self) -> float | None:
+        """The time that reading the weights and the live cache once a token takes at best, over the time it took."""
+        rate = self.read_bytes_per_s
+        return self.bytes_read / rate / self.seconds if rate and self.seconds else None
+
+    def line(self) -> str:
+        """All of it in one line."""
+        parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
+        if (share := self.roofline) is not None and self.steps:
+            bytes_a_step, rate = quantity(self.bytes_read / self.steps, "B"), quantity(self.read_bytes_per_s or 0, "B/s")
+            parts.append(f"{share:.1%} of the roofline ({bytes_a_step} a step / {rate} read here)")
+        if self.first_token_s is not None:
+            parts.append(f"first token after {measure.in_words(self.first_token_s)}")
+        parts.append(f"host syncs: {f'not counted ({self.uncounted})' if self.syncs is None else self.syncs}")
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "first_token_s": self.first_token_s,
+            "steps": self.steps,
+            "bytes_a_step": self.bytes_read / self.steps if self.steps else None,
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "roofline": self.roofline,
+            "syncs": self.syncs,
+        }

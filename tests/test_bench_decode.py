@@ -1,0 +1,149 @@
+"""The decoding benchmark: who is judged wrong, what stands beside what, and that all of it runs."""
+
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+from benchmarks import bench_decode, decode_peers, decode_start
+from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
+from benchmarks.harness import Bench
+from gpubound import decoder
+from gpubound import device as facts
+from gpubound.cli import guarded
+from gpubound.errors import MeasureError
+
+from .train.runs import one_thread  # noqa: F401 (a fixture)
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """The reference kernels, and 12 new tokens instead of 256."""
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+    for module in (bench_decode, decode_peers, decode_start):
+        monkeypatch.setattr(module, "NEW", 12)
+
+
+@pytest.fixture
+def model():
+    return decode_peers.build_model("tiny", CPU)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("decode", CPU, "gpubound bench decode", folder=tmp_path)
+
+
+def test_ours_and_the_peers_give_the_same_tokens(model):
+    ids = decode_peers.prompts("tiny", 3, CPU)
+    mine = decode_peers.ours(decoder(model, 3, decode_peers.LENGTH))(ids)
+    assert mine.shape == (3, 12)
+    for peer in ("eager", "graph"):
+        contender = decode_peers.CONTENDERS[peer](model, 3)
+        assert torch.equal(contender(ids), mine), peer
+        assert torch.equal(contender(ids.flip(0)), mine.flip(0)), f"{peer}, again and with other prompts"
+
+
+def test_the_gap_tells_chance_from_another_model(model):
+    ids = decode_peers.prompts("tiny", 2, CPU)
+    tokens = decode_peers.CONTENDERS["eager"](model, 2)(ids)
+    assert decode_peers.gap(model, ids, tokens) == 0.0
+    assert decode_peers.gap(model, ids, (tokens + 1) % 256) > 2
+
+
+def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys):
+    monkeypatch.setitem(GOALS, "tiny", bench_decode.Goal({2: (1e-3, 2e-3)}))
+    measure_speed(bench, "tiny", model, 2, ["eager", "graph"], rounds=3, read_bytes_per_s=1e12)
+    lines = {line.peer_name: line for line in bench.lines}
+    assert lines.keys() == {"eager", "graph", "budget", "roofline"} and not bench.wrong
+    assert (lines["budget"].gate, lines["budget"].moonshot, lines["budget"].peer) == (1.0, 2.0, 1e-3)
+    assert lines["eager"].gate is None and lines["eager"].unit == "tok/s"
+    # fp32: 90,432 weights, the head being the embedding; 2 rows of 32 + 6 places, 2 layers of 2 heads of 16 keys and values
+    least = 4 * 90_432 + 2 * 38 * 2 * 2 * 16 * 2 * 4
+    assert lines["roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
+    assert "401kB a step / 1TB/s read here" in capsys.readouterr().out
+
+
+def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
+    def broken(model, rows):
+        raise RuntimeError("no kernel image\nmore")
+
+    right = decode_peers.CONTENDERS["eager"]
+    monkeypatch.setitem(decode_peers.CONTENDERS, "graph", broken)
+    monkeypatch.setitem(decode_peers.CONTENDERS, "eager", lambda m, rows: lambda ids: (right(m, rows)(ids) + 1) % 256)
+    measure_speed(bench, "tiny", model, 1, ["eager", "graph"], rounds=3, read_bytes_per_s=1e12)
+    (wrong,) = bench.wrong
+    assert wrong.startswith("tiny batch 1: eager's tokens (1, 12) lie up to ") and wrong.endswith("(limit 0.25); not timed")
+    assert bench.unmeasured == [
+        "tiny batch 1: graph raised RuntimeError: no kernel image",
+        "tiny batch 1: no peer and no budget to stand beside",
+    ]
+    assert not bench.lines and bench.finish() == 1
+
+
+def test_the_hosts_time_leaves_the_waiting_out(model):
+    """A launch that takes 20 ms is waiting; what stands between two launches is not."""
+    made = decoder(model, 1, decode_peers.LENGTH)
+    launch, receive = made.graphs.launch, made.slots.receive
+    made.graphs.launch = lambda *what: (time.sleep(0.02), launch(*what))
+    made.slots.receive = lambda *what: (time.sleep(0.01), receive(*what))[1]
+    cycle_us = host_us(made, [[1, 2, 3]], 1) * bench_decode.HOST_K
+    assert cycle_us >= 10_000
+    made.slots.receive = receive
+    assert host_us(made, [[1, 2, 3]], 1) * bench_decode.HOST_K < cycle_us
+
+
+def test_busy_threads_end():
+    before = threading.active_count()
+    with busy(2):
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_a_fresh_process_tells_what_it_found(monkeypatch):
+    """Its main here, where 12 tokens are enough; the process that fails by its sentence."""
+    found = decode_start.main("tiny", CPU)
+    assert found["path"] == "" and 0 < found["built_s"] < found["first_token_s"] and "syncs" not in found
+    ended = subprocess.CompletedProcess([], 7, stdout="killed\n")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: ended)
+    with pytest.raises(MeasureError) as error:
+        bench_decode.started("tiny", CPU, "cache")
+    assert str(error.value) == "its fresh process ended with 7 and no figures; its own message is above."
+
+
+def test_what_start_found_becomes_lines(bench, monkeypatch):
+    told = {"first_token_s": 0.5, "built_s": 0.4, "path": "", "beyond_bytes": 50e6, "syncs": 1}
+    monkeypatch.setattr(bench_decode, "started", lambda *what: told)
+    bench_decode.measure_start(bench, "350m")
+    found = {(line.case.removeprefix("350m "), line.unit): (line.ratio, line.gate) for line in bench.lines}
+    assert found == {
+        ("first token, fresh process, empty Triton cache", "s"): (2.0, None),
+        ("first token, fresh process, filled Triton cache", "s"): (2.0, 1.0),
+        ("host syncs in a generation", "syncs"): (0.5, 1.0),
+        ("memory beyond weights and cache", "GiB"): (2.0, 1.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--only", "2b"], "--only: got '2b', wanted some of 350m, 1b, 8b, tiny."),
+        (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, host."),
+        (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
+        (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
+    ],
+)
+def test_what_is_refused(capsys, options, sentence):
+    assert guarded("bench", bench_decode.main, ["--dry", *options] if "--only" not in options else options) == 2
+    assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"
+
+
+def test_a_dry_run(capsys):
+    assert guarded("bench", bench_decode.main, ["--dry", "--parts", "speed", "--batch", "1", "--peers", "graph"]) == 0
+    assert capsys.readouterr().out.endswith("decode: 2 lines, nothing kept (dry); 0 of 0 gates hold\n")
