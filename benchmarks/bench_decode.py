@@ -37,7 +37,8 @@ from .decode_peers import CONTENDERS, GAP, LENGTH, NEW, PROMPT, Contender, build
 from .decode_start import MARK
 from .harness import Bench, chosen, importable, release
 
-PARTS = ("start", "speed", "host")
+PARTS = ("start", "speed", "packed", "host")
+PACKED = {"int4": 1.8, "int8": None, "fp8": None}  # copies of the weights -> gate at 8b, over the live ones
 HOST_US = 5.0  # of the host's time, a token
 HOST_K = 32  # tokens a launch there
 BUSY = 0.97  # of the speed stays beside two busy threads
@@ -66,7 +67,7 @@ class Decode:
     """Measure greedy decoding beside Hugging Face, beside budgets and beside the roofline.
 
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
-    host syncs. speed: tokens a second. host: the host's time a token, and the speed beside two busy Python threads.
+    host syncs. speed: tokens a second; packed: over int4, int8 and fp8 copies of the weights. host: the host's time a token, and the speed beside two busy Python threads.
 
     Example: gpubound bench decode --only 1b --batch 1 --peers graph
     """
@@ -78,7 +79,7 @@ class Decode:
     peers: str = "eager,graph"
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, host."""
+    """What to measure, by comma: start, speed, packed, host."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -103,13 +104,15 @@ def main(argv: Sequence[str]) -> int:
     if "start" in parts:  # while nothing of ours is on the device
         for name in names:
             measure_start(bench, name)
-    if "speed" in parts or "host" in parts:
+    if {"speed", "host", "packed"} & set(parts):
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:
             model = build_model(name, device)
             for rows in batches if "speed" in parts else ():
                 measure_speed(bench, name, model, rows, peers, options.rounds, rate)
                 release(device)
+            if "packed" in parts:
+                measure_packed(bench, name, model, options.rounds, rate)
             if "host" in parts:
                 measure_host(bench, name, model)
             del model
@@ -193,6 +196,25 @@ def measure_speed(
         gates={"budget": 1.0} if goal else None, moonshots={"budget": goal[1] / goal[0]} if goal else None,
     )  # fmt: skip
     print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(read_bytes_per_s, 'B/s')} read here", flush=True)
+
+
+def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_per_s: float) -> None:
+    """One row over rounded copies of the weights, beside the live ones; each kind beside its own roofline."""
+    ids = prompts(name, 1, bench.device)
+    for kind, gate in PACKED.items():
+        decoders = {"ours": gpubound.decoder(model, 1, LENGTH, weights=kind), "bf16": gpubound.decoder(model, 1, LENGTH)}
+        contenders = {who: ours(decoder) for who, decoder in decoders.items()}
+        for work in contenders.values():
+            work(ids)
+            work(ids)
+        least = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2])
+        found = measure.compare_samples(take_turns(contenders, ids, rounds), clock="perf_counter, prompt to last token")
+        bench.keep(
+            f"{name} batch 1 {kind}", found, unit="tok/s", amount=NEW, ceiling=("roofline", read_bytes_per_s / least),
+            gates={"bf16": gate} if gate and name == "8b" else None,
+        )  # fmt: skip
+        del decoders, contenders
+        release(bench.device)
 
 
 def judged(bench: Bench, case: str, who: str, make: Callable[[], Contender], model: Any, ids: Tensor) -> Contender | None:

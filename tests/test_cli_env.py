@@ -283,7 +283,11 @@ def test_env_on_this_very_machine(run, monkeypatch, tmp_path):
 
 def test_bench_lists_what_there_is(run):
     code, out, _ = run("bench")
-    assert code == 0 and "benchmarks: checkpoint, decode, feed, graph, kernels, place, train" in out and "example: gpubound bench kernels" in out
+    assert (
+        code == 0
+        and "benchmarks: checkpoint, decode, feed, graph, kernels, place, train" in out
+        and "example: gpubound bench kernels" in out
+    )
 
 
 def test_bench_with_an_unknown_name(run):

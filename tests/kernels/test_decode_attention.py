@@ -1,4 +1,4 @@
-"""One token's attention over the cache: parity, the live length alone, windows, normed heads, splits, the same bits anywhere."""
+"""One token's attention over the cache: parity, the live length alone, windows, normed heads, splits, the same bits."""
 
 import pytest
 import torch

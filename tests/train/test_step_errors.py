@@ -33,7 +33,10 @@ def message(call) -> str:
         ),
         ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
-        ({"optimizer": "sgd"}, "TrainStep: optimizer must be 'adamw' or 'adamw8bit' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'."),
+        (
+            {"optimizer": "sgd"},
+            "TrainStep: optimizer must be 'adamw' or 'adamw8bit' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'.",
+        ),
     ],
 )
 def test_wrong_options(options, sentence):

@@ -18,11 +18,13 @@ from torch import nn
 from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..trace import notice, span
+from .accuracy import Accuracy, accuracy
 from .body import Body
 from .certify import Certificate, certify
 from .fused import FusedBody
 from .graphs import Graphs, Way
 from .live import bind
+from .quantized import QuantizedBody
 from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts, to_device
 from .result import Generation
 from .result import Sequence as Generated
@@ -112,6 +114,14 @@ class FastDecoder:
                 "Check the weights (a diverged training run?) and the dtype."
             )
         return scores
+
+    def accuracy(self, text: Any) -> Accuracy:
+        """What rounding the weights costs on `text` (text or ids): KL a token and both perplexities. Printed in the table."""
+        if not isinstance(self.body, QuantizedBody):
+            raise ValueError(
+                "accuracy: the decoder reads the live weights, which are not rounded; build it with weights='int4'."
+            )
+        return accuracy(self.body, read_prompts(text, self.tokenizer)[0])
 
     def __repr__(self) -> str:
         from .table import table
@@ -333,6 +343,7 @@ def decoder(
     fused: bool = True,
     verify: bool | str = True,
     speculate: int | Draft | None = None,
+    weights: str | None = None,
 ) -> FastDecoder:
     """A decoder on `model`'s live weights.
 
@@ -343,6 +354,8 @@ def decoder(
     tokenizer   for text in and out; anything with encode and decode
     fused       False: not the fused kernels but the model's own forward over a static cache
     verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
+    weights     None: the live ones; 'int8', 'int4' or 'fp8': copies rounded to so much, made now and again when a weight has
+                changed; `accuracy(text)` says what the rounding costs
     speculate   tokens to look up in the row's own text and check in one step, or gb.Draft(model, tokens): the same result,
                 sooner
     """
@@ -364,16 +377,22 @@ def decoder(
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     hasten(OPS if fused else (), first.device, first.dtype)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body, path = _body(model, max_batch, max_length, fused, width)
+        body, path = _body(model, max_batch, max_length, fused, width, weights)
         drafting = _body(speculate.model, max_batch, max_length, fused)[0] if isinstance(speculate, Draft) else None
         return FastDecoder(model, body, path, ladder, tokenizer, verify, width, drafting)
 
 
-def _body(model: Any, max_batch: int, max_length: int, fused: bool, tokens: int = 1) -> tuple[Body, str]:
+def _body(
+    model: Any, max_batch: int, max_length: int, fused: bool, tokens: int = 1, weights: str | None = None
+) -> tuple[Body, str]:
     """What runs the model, and why it is not the fused kernels."""
     live = bind(model) if fused else "fused=False was asked for"
+    if isinstance(live, str) and weights is not None:
+        raise ValueError(f"decoder: weights: got {weights!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
         from .static import StaticBody
 
         return StaticBody(model, max_batch, max_length, tokens), live
+    if weights is not None:
+        return QuantizedBody(live, max_batch, max_length, weights, tokens), ""
     return FusedBody(live, max_batch, max_length, tokens), ""

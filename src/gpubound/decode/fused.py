@@ -40,6 +40,7 @@ class FusedBody(Body):
     arg: Tensor
 
     def __init__(self, live: Live, max_batch: int, max_length: int, tokens: int = 1) -> None:
+        self.original = live  # the model's own weights
         self.live, self.max_batch, self.max_length = live, max_batch, max_length
         self.device, self.vocab = live.device, live.shape.vocab
         s, B = live.shape, max_batch * tokens
@@ -65,6 +66,10 @@ class FusedBody(Body):
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
         return self.live.embed
+
+    def exact(self) -> Live:
+        """The weights that the kernels read, for plain.py."""
+        return self.live
 
     def moved(self) -> str | None:
         return self.live.moved()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..device import label
+from .quantized import QuantizedBody
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
 
 def table(decoder: "FastDecoder") -> str:
     body = decoder.body
-    kind = "fused kernels over the live weights" if not decoder.path else f"the model's own forward: {decoder.path}"
+    weights = f"{body.kind} copies of the weights" if isinstance(body, QuantizedBody) else "the live weights"
+    kind = f"fused kernels over {weights}" if not decoder.path else f"the model's own forward: {decoder.path}"
     head = (
         f"decoder of {type(decoder.model).__name__} on {label(body.device)}: up to {decoder.max_batch} rows of "
         f"{decoder.max_length} tokens, {' or '.join(str(k) for k in sorted(decoder.ladder))} "

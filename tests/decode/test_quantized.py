@@ -1,0 +1,242 @@
+"""Decoding from packed weights: the tokens of what they stand for, their bytes, what rounding costs, when they are made."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gpubound.decode import plain
+from gpubound.decode.accuracy import accuracy
+from gpubound.decode.certify import MARGIN
+from gpubound.decode.engine import LADDER, FastDecoder
+from gpubound.decode.live import bind
+from gpubound.decode.quantized import QuantizedBody
+from gpubound.kernels.packed import KINDS, pack, unpack
+from gpubound.models import Decoder, DecoderConfig
+
+from .cases import ALL, ROOM, VOCABULARY, build, prompts
+
+
+def make(model, kind: str, max_batch: int = 4) -> QuantizedBody:
+    live = bind(model)
+    assert not isinstance(live, str), live
+    return QuantizedBody(live, max_batch, ROOM, kind)
+
+
+def over(model, body: QuantizedBody) -> FastDecoder:
+    return FastDecoder(model, body, "", LADDER, None, "quick")
+
+
+@torch.no_grad()
+def rounded(model, kind: str):
+    """A copy of the model whose matrices are what the packed ones stand for; the head's is its own, tied or not."""
+    twin = copy.deepcopy(model)
+    twin.lm_head.weight = torch.nn.Parameter(unpack(pack(model.lm_head.weight, kind)).to(model.lm_head.weight.dtype))
+    for weight in twin.model.layers.parameters():
+        if weight.dim() == 2:
+            weight.copy_(unpack(pack(weight, kind)))
+    return twin
+
+
+def greedy(body: QuantizedBody, prompt: list[int], new: int) -> list[int]:
+    """By plain fp32 over the numbers that the packed weights stand for."""
+    ids, exact = list(prompt), body.exact()
+    for _ in range(new):
+        ids.append(int(plain.logits(exact, torch.tensor(ids, device=body.device))[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ALL)
+def test_tokens_are_those_of_the_rounded_model(device, family, kind):
+    """Every family, ragged prompts: prefill unpacks, steps do not, and both agree with plain fp32 over the same numbers."""
+    model = build(family, device=device)
+    body = make(model, kind)
+    texts = prompts(1, 19, 6)
+    assert over(model, body).generate(texts, max_new_tokens=12).tokens == [greedy(body, text, 12) for text in texts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, family, kind):
+    """Packed together or alone, a weight's numbers are the same; a tied head is rounded, the embedding is not."""
+    model = build(family, device=device)
+    ids = torch.tensor(prompts(20)[0], device=device)
+    want = rounded(model, kind)(ids[None]).logits[0]
+    torch.testing.assert_close(plain.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_rows_than_kernels_take_are_multiplied_unpacked(device, kind):
+    model = build("Qwen3", device=device)
+    body = make(model, kind, max_batch=10)
+    texts = prompts(*range(2, 12))
+    before = body.live.unpacked
+    assert over(model, body).generate(texts, max_new_tokens=6).tokens == [greedy(body, text, 6) for text in texts]
+    assert body.live.unpacked > before
+    assert any("more than 8 rows" in part for part, _, _ in body.report())
+
+
+def test_logits_in_bf16_are_near_the_rounded_model(device):
+    """No further from fp32 over the same numbers than the model that holds them, rounded to bf16, is."""
+    model = build("Llama", torch.bfloat16, device)
+    ids = torch.tensor(prompts(12)[0], device=device)
+    for kind in KINDS:
+        body = make(model, kind, 1)
+        truth = plain.logits(body.exact(), ids)[-1]
+        own = rounded(model, kind)(ids[None]).logits[0, -1].float()
+        body.prefill(ids[None, :-1], torch.tensor([11], device=device))
+        body.begin(ids[-1:])
+        ours = body.step(ids[-1:].int(), torch.tensor([11], device=device, dtype=torch.int32))[0]
+        assert (ours - truth).norm() <= MARGIN * (own - truth).norm()
+
+
+def test_a_step_reads_the_packed_bytes(device):
+    model = build("Llama", torch.bfloat16, device)  # 32 wide: a group of 128 for every row
+    hidden, inner, kv, layers = 32, 40, 16, 2
+    weights = {"qkv": hidden + 2 * kv, "o": hidden, "gate_up": 2 * inner, "down": hidden}
+    bits, scale = {"int8": 8, "int4": 4, "fp8": 8}, {"int8": 2, "int4": 2, "fp8": 4}
+    small = 2 * (2 * layers + 1) * hidden
+    for kind in KINDS:
+        body = make(model, kind)
+        rows = layers * sum(weights.values()) + VOCABULARY
+        want = rows * (128 * bits[kind] // 8 + scale[kind]) + small
+        assert body.bytes_a_step([0]) == want
+        assert body.bytes_a_step([5, 2]) == want + 7 * 2 * layers * 2 * 8 * 2
+
+
+def test_int4_is_a_quarter_of_bf16_where_groups_are_full():
+    model = Decoder(DecoderConfig(256, 512, 2, 4, 2, 384), dtype=torch.bfloat16).eval()
+    live = bind(model)
+    sizes = {kind: QuantizedBody(live, 1, 32, kind).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
+    assert sizes["int4"] == pytest.approx(0.258, abs=0.003)  # (4 bits + 16 / 128) / 16
+    assert sizes["int8"] == pytest.approx(0.508, abs=0.003)
+    assert sizes["fp8"] == pytest.approx(0.504, abs=0.005)
+
+
+def train():
+    """A model that has learned to count: a few dozen steps on sequences that go up by their second token."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(64, 128, 2, 4, 2, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        ids = counting(torch.randint(64, (16,)), torch.randint(1, 4, (16,)))
+        output = model(ids[:, :-1])
+        logits = getattr(output, "logits", output)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def counting(first: torch.Tensor, step: torch.Tensor, length: int = 24) -> torch.Tensor:
+    return (first[:, None] + step[:, None] * torch.arange(length)) % 64
+
+
+def test_a_trained_model_loses_little():
+    """The fewer bits, the more; little in all. The table shows it."""
+    trained = train()
+    text = torch.cat(list(counting(torch.tensor([3, 40, 9]), torch.tensor([1, 2, 3]))))
+    found = {}
+    for kind in KINDS:
+        body = make(trained, kind)
+        assert ("accuracy", "not measured", "") in body.report()
+        found[kind] = accuracy(body, text)
+        assert ("accuracy", "measured", str(found[kind])) in body.report()
+    assert 0 < found["int8"].kl_mean < found["fp8"].kl_mean < found["int4"].kl_mean < 0.2
+    for result in found.values():
+        assert result.tokens == len(text) - 1
+        assert result.kl_mean <= result.kl_max < float("inf")
+        assert abs(result.perplexity / result.original_perplexity - 1) < 0.3
+    assert found["int8"].same_best > 0.95
+
+
+def test_accuracy_is_what_two_models_say(device):
+    """Against both models' own forwards and torch's own divergence; a long text is read in pieces."""
+    model = build("Llama", device=device)
+    body = make(model, "int4")
+    ids = torch.tensor(prompts(40)[0], device=device)
+    with torch.no_grad():
+        theirs, ours = (m(ids[None, :-1]).logits[0].log_softmax(-1) for m in (model, rounded(model, "int4")))
+    divergence = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+    found = accuracy(body, ids)
+    assert found.kl_mean == pytest.approx(divergence.mean().item(), rel=1e-3)
+    assert found.kl_max == pytest.approx(divergence.max().item(), rel=1e-3)
+    assert found.perplexity == pytest.approx(F.nll_loss(ours, ids[1:]).exp().item(), rel=1e-3)
+    assert found.original_perplexity == pytest.approx(F.nll_loss(theirs, ids[1:]).exp().item(), rel=1e-3)
+
+
+def test_pieces_of_a_long_text_cover_it(device, monkeypatch):
+    module = sys.modules[accuracy.__module__]
+    body = make(build("Llama", device=device), "int8")
+    monkeypatch.setattr(module, "PIECE", 10)
+    assert accuracy(body, prompts(34)[0]).tokens == 33
+
+
+def test_weights_that_change_are_packed_again(device, capsys):
+    """In place, at the next request; the tokens are then those of the new weights."""
+    model = build("Llama", device=device)
+    body = make(model, "int8")
+    decoder = over(model, body)
+    text = prompts(8)
+    decoder.generate(text, max_new_tokens=4)
+    assert body.moved() is None
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+    assert body.moved() == "model.layers.1.mlp.up_proj.weight"
+    assert decoder.generate(text, max_new_tokens=8).tokens == [greedy(body, text[0], 8)]
+    assert body.moved() is None
+    said = "decoder: the weights have changed since they were rounded to int8: rounded again"
+    assert said in "".join(capsys.readouterr())
+    change = torch.nn.Parameter(torch.randn_like(model.model.layers[0].self_attn.q_proj.weight))
+    model.model.layers[0].self_attn.q_proj.weight = change
+    assert decoder.generate(text, max_new_tokens=8).tokens == [greedy(body, text[0], 8)]
+
+
+def test_what_writes_past_the_version_counter_is_told(device):
+    """A graph's replay or `.data` count as no version: until torch is told, the copies are of the weights as they were."""
+    model = build("Llama", device=device)
+    body = make(model, "int8")
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data.mul_(2)
+    assert body.moved() is None
+    torch.autograd.graph.increment_version([weight])
+    assert body.moved() == "model.layers.0.mlp.down_proj.weight"
+
+
+def test_wrong_arguments_are_named():
+    model = build("Llama")
+    live = bind(model)
+    body = QuantizedBody(live, 1, ROOM, "int8")
+    for call, sentence in (
+        (
+            lambda: QuantizedBody(live, 1, ROOM, "int2"),
+            "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",
+        ),
+        (
+            lambda: accuracy(body, [3]),
+            "accuracy: ids: got (1,), wanted the ids of one text of at least two tokens.",
+        ),
+        (
+            lambda: accuracy(body, [3, VOCABULARY]),
+            f"accuracy: ids: got 3 to {VOCABULARY}, wanted them in the vocabulary of {VOCABULARY}.",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == sentence
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_replay_the_packed_step(kind):
+    """On a GPU: graph against single launches by the quick certificate, then the tokens of plain fp32; a wide batch too."""
+    model = build("Llama", device="cuda")
+    for rows in (1, 4, 10):
+        body = make(model, kind, rows)
+        texts = prompts(*range(3, 3 + rows))
+        tokens = over(model, body).generate(texts, max_new_tokens=40).tokens
+        assert tokens == [greedy(body, text, 40) for text in texts]

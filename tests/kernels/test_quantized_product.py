@@ -1,0 +1,279 @@
+"""Packed weights and the products over them: what rounding costs, parity, the same bits in any batch, bands, sentences."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels import packed as packing
+from gpubound.kernels.choose import load
+from gpubound.kernels.packed import KINDS, Packed, pack, unpack
+from gpubound.kernels.quantized import pack_gate_up, pack_stacked
+from gpubound.kernels.triton import _quantized_plan as plans
+
+from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .test_compiles import compile_apart
+
+# Kernel and reference sum the same numbers in fp32, the kernel with 2^e beside each (packed.py): 256 beside int4's levels of
+# spread 4.6 costs six bits of fp32's 24, int8's of spread 40 three.
+PARITY = {"int8": 5e-6, "int4": 3e-5, "fp8": 2e-6}
+
+
+def run(source: str, op: str, *arguments):
+    return load(source, f"quantized_product.{op}")(*arguments)
+
+
+def weight(device, kind: str, rows: int, columns: int, seed: int = 1) -> Packed:
+    return pack(draw(device, torch.float32, rows, columns, seed=seed), kind)
+
+
+@pytest.mark.parametrize("kind, error, bytes_a_weight", [("int8", 0.0075, 1.016), ("int4", 0.11, 0.516), ("fp8", 0.03, 1.0)])
+def test_rounding_costs_what_its_bits_allow(device, kind, error, bytes_a_weight):
+    """Of normal weights; each within half a step of its group."""
+    exact = draw(device, torch.float32, 40, 1024)
+    rounded = pack(exact, kind)
+    difference = (unpack(rounded) - exact).abs()
+    assert error / 2 < (difference.norm() / exact.norm()).item() < error
+    assert rounded.nbytes / exact.numel() == pytest.approx(bytes_a_weight, abs=0.004)
+    if kind == "int8":
+        groups = exact.view(40, 8, 128).abs().amax(2, keepdim=True)
+        assert (difference.view(40, 8, 128) <= groups / 127 * 0.51).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_keeps_levels_columns_and_rows(device, kind):
+    """Numbers that are levels of their group come back as they were; columns beyond a group's end are not made up."""
+    generator = torch.Generator().manual_seed(0)
+    for columns in (1, 127, 128, 300):
+        if kind == "fp8":
+            exact = torch.randn(6, columns, generator=generator).clamp(-400, 400).to(torch.float8_e4m3fn).float()
+            exact[:, 0] = 448.0  # so that the scale is one
+        else:
+            zero = packing.ZERO[kind]
+            exact = torch.randint(1 - zero, zero, (6, columns), generator=generator).float() * 0.25
+            exact[:, ::128] = -packing.SPAN[kind] * 0.25
+        assert torch.equal(unpack(pack(exact.to(device), kind)).cpu(), exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_nan_stay(device, kind):
+    values = draw(device, torch.float32, 3, 256)
+    values[0] = 0
+    values[1, 5] = float("nan")
+    found = unpack(pack(values, kind))
+    assert (found[0] == 0).all() and found[1].isnan().any() and found[2].isfinite().all()
+
+
+def test_many_rows_are_rounded_a_part_at_a_time(device, monkeypatch):
+    values = draw(device, torch.float32, 37, 200)
+    whole = pack(values, "int4")
+    monkeypatch.setattr(packing, "CHUNK", 1000)
+    assert torch.equal(whole.words, pack(values, "int4").words)
+
+
+# (rows of x, columns, rows of the weight): one group, groups cut short, a weight no program divides
+SHAPES = [(1, 128, 32), (2, 200, 38), (3, 72, 16), (8, 256, 18)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch, columns, rows", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_agrees_with_the_reference(device, kind, batch, columns, rows, biased):
+    x, norm = draw(device, torch.float32, batch, columns), draw(device, torch.bfloat16, columns, seed=2)
+    bias = draw(device, torch.float16, rows, seed=3) if biased else None
+    parts = -(-rows // 16)
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((batch, rows), device)
+        best, arg = torch.zeros(batch, parts, device=device), torch.zeros(batch, parts, device=device, dtype=torch.int32)
+        run(source, "quantized_norm_product", x, norm, 1e-5, weight(device, kind, rows, columns), bias, out, best, arg)
+        assert_inside(whole, out)
+        results.append((out, best, arg))
+    (out, best, arg), (want, want_best, want_arg) = results
+    same("product", out, want, PARITY[kind])
+    same("best", best, want_best, PARITY[kind])
+    assert torch.equal(arg, want_arg)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch, columns, rows", SHAPES[1:3])
+def test_gate_and_up_agree_with_the_reference(device, kind, dtype, batch, columns, rows):
+    x, norm, bias = (
+        draw(device, torch.float32, *shape, seed=i) for i, shape in enumerate(((batch, columns), (columns,), (rows,)))
+    )
+    gate_up = pack(draw(device, torch.float32, rows, columns, seed=4) * columns**-0.5, kind)
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((batch, rows // 2), device, dtype)
+        run(source, "quantized_norm_gate_up", x, norm, 1e-5, gate_up, bias, out)
+        assert_inside(whole, out)
+        results.append(out)
+    same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch, columns, rows", SHAPES[:2])
+def test_the_residual_product_agrees_with_the_reference(device, kind, dtype, batch, columns, rows):
+    h, bias = draw(device, dtype, batch, columns), draw(device, dtype, rows, seed=2)
+    results = []
+    for source in ("triton", "reference"):
+        whole, x = banded((batch, rows), device)
+        x.copy_(draw(device, torch.float32, batch, rows, seed=3))
+        run(source, "quantized_add_product", h, weight(device, kind, rows, columns), bias, x)
+        assert_inside(whole, x)
+        results.append(x)
+    same("stream", *results, PARITY[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_unpacking_agrees_with_the_reference(device, kind, turns, dtype):
+    """Exactly: a level times its scale is one product, rounded once."""
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((18, 200), device, dtype)
+        run(source, "dequantize", weight(device, kind, 18, 200), out, turns)
+        assert_inside(whole, out)
+        results.append(out)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypatch):
+    columns = 520  # five groups: 80 words of int4, 160 of the others
+    for use, rows in (("qkv", 20), ("gate_up", 20), ("add", 20)):
+        monkeypatch.setitem(plans.SEARCHED, (kind, use, rows, columns), (8, 32, 1))
+    x, norm = draw(device, torch.float32, 2, columns), draw(device, torch.float32, columns, seed=2)
+    results = []
+    for source in ("triton", "reference"):
+        out, added, gated = (torch.zeros(2, n, device=device) for n in (20, 20, 10))
+        packed = weight(device, kind, 20, columns)
+        run(source, "quantized_norm_product", x, norm, 1e-5, packed, None, out, None, None)
+        run(source, "quantized_add_product", x, packed, None, added)
+        run(source, "quantized_norm_gate_up", x * 0.1, norm, 1e-5, packed, None, gated)
+        results.append(torch.cat([out, added, gated], 1))
+    same("products", *results, 2 * PARITY[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gives_the_same_bits_in_any_batch(device, kind):
+    """Alone, in a pair, in an odd batch and an even one; there and in the head."""
+    columns = 512
+    x, norm = draw(device, torch.float32, 4, columns), draw(device, torch.float32, columns, seed=2)
+    packed, h = weight(device, kind, 16, columns), draw(device, torch.bfloat16, 4, columns, seed=5)
+
+    def results(rows):
+        count = len(rows)
+        out, logits, added = (torch.zeros(count, 16, device=device) for _ in range(3))
+        best, arg = torch.zeros(count, 1, device=device), torch.zeros(count, 1, device=device, dtype=torch.int32)
+        gated = torch.zeros(count, 8, device=device)
+        run("triton", "quantized_norm_product", x[rows], norm, 1e-5, packed, None, out, None, None)
+        run("triton", "quantized_norm_product", x[rows], norm, 1e-5, packed, None, logits, best, arg)
+        run("triton", "quantized_norm_gate_up", x[rows], norm, 1e-5, packed, None, gated)
+        run("triton", "quantized_add_product", h[rows], packed, None, added)
+        return out, logits, best, gated, added
+
+    together = results([0, 1, 2, 3])
+    for rows in ([2], [3, 1], [1, 2, 0]):
+        for whole, part in zip(together, results(rows)):
+            assert torch.equal(whole[rows], part)
+
+
+def test_a_nan_reaches_the_partial_maximum(device):
+    x, norm = draw(device, torch.float32, 1, 128), torch.ones(128, device=device)
+    values = draw(device, torch.float32, 48, 128, seed=2)
+    values[20, 3] = float("nan")
+    best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
+    out = torch.zeros(1, 48, device=device)
+    run("triton", "quantized_norm_product", x, norm, 1e-5, pack(values, "int4"), None, out, best, arg)
+    assert best.isnan().tolist() == [[False, True, False]]
+
+
+def test_weights_that_share_an_x_are_one(device):
+    q, k, v = (draw(device, torch.float32, rows, 128, seed=rows) for rows in (8, 4, 2))
+    assert torch.equal(unpack(pack_stacked([q, k, v], "int8")), unpack(pack(torch.cat([q, k, v]), "int8")))
+    gate, up = draw(device, torch.float32, 4, 128), draw(device, torch.float32, 4, 128, seed=1)
+    both = pack_gate_up(gate, up, "int8")
+    apart = kernels.dequantize(both, torch.empty(8, 128, device=device), turns=2)
+    assert torch.equal(apart, torch.cat([unpack(pack(gate, "int8")), unpack(pack(up, "int8"))]))
+
+
+OTHERS = """
+from gpubound.kernels import selftest as s
+kind = {kind!r}
+s.EXAMPLES["quantized_product.quantized_norm_product"] = lambda g: (
+    *s._stream(g, 256), s._packed(g, 40, 256, kind), None, s.torch.zeros(2, 40), None, None)
+s.EXAMPLES["quantized_product.quantized_norm_gate_up"] = lambda g: (
+    s._draw(g, 3, 256).detach(), s._draw(g, 256), 1e-6, s._packed(g, 40, 256, kind), None, s.torch.zeros(3, 20))
+s.EXAMPLES["quantized_product.quantized_add_product"] = lambda g: (
+    s._draw(g, 1, 9000), s._packed(g, 40, 9000, kind), None, s.torch.zeros(1, 40))
+s.EXAMPLES["quantized_product.dequantize"] = lambda g: (s._packed(g, 40, 256, kind), s.torch.zeros(40, 256), 1)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_compiles(kind):
+    ops = [
+        f"quantized_product.{name}" for name in ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product")
+    ]
+    outcomes = compile_apart(*ops, "quantized_product.dequantize", before=OTHERS.format(kind=kind))
+    assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
+
+
+def test_wrong_arguments_are_named(device):
+    x, norm, packed = draw(device, torch.float32, 2, 128), draw(device, torch.float32, 128), weight(device, "int4", 33, 128)
+    for call, sentence in (
+        (lambda: pack(x, "int3"), "pack: kind: got 'int3', wanted one of int8, int4, fp8."),
+        (
+            lambda: pack(x[0], "int4"),
+            "pack: weight: got torch.float32 (128,), wanted a floating-point matrix.",
+        ),
+        (
+            lambda: kernels.quantized_norm_product(x.half(), norm, 1e-5, packed),
+            "quantized_norm_product: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 128).",
+        ),
+        (
+            lambda: kernels.quantized_norm_product(x, norm[:32], 1e-5, packed),
+            "quantized_norm_product: norm must have shape (128,) to match x, got (32,).",
+        ),
+        (
+            lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm[:64], 1e-5, packed),
+            "quantized_norm_product: the weight must have 64 columns to match x, got 128.",
+        ),
+        (
+            lambda: kernels.quantized_norm_product(x, norm, 1e-5, packed, best=x),
+            "quantized_norm_product: best and arg must be given together and have one shape; pass both or neither.",
+        ),
+        (
+            lambda: kernels.quantized_norm_product(x, norm, 1e-5, packed, best=x[:, :4], arg=x[:, :4].int()),
+            "quantized_norm_product: best has 4 columns, which 33 rows cannot be cut into in stretches of a power of two; "
+            "give it ceil(rows / 16).",
+        ),
+        (
+            lambda: kernels.quantized_norm_gate_up(x, norm, 1e-5, packed),
+            "quantized_norm_gate_up: gate_up has 33 rows, wanted gate and up by turns; use pack_gate_up.",
+        ),
+        (
+            lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),
+            "quantized_add_product: h must be contiguous (rows, 128) to match weight, got (2, 64).",
+        ),
+        (
+            lambda: kernels.quantized_add_product(x, packed, None, x),
+            "quantized_add_product: x must be a contiguous torch.float32 (2, 33), got torch.float32 (2, 128); "
+            "it is written in place.",
+        ),
+        (
+            lambda: kernels.dequantize(packed, torch.zeros(33, 128, device=device), turns=2),
+            "dequantize: turns: got 2, wanted a number that divides the 33 rows.",
+        ),
+        (
+            lambda: kernels.dequantize(packed, x),
+            "dequantize: out must be a contiguous torch.float32 (33, 128), got torch.float32 (2, 128); it is written in place.",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == sentence
