@@ -141,7 +141,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             {"position": case.position.long()},
-            "decode_attention: position must be a contiguous torch.int32 (1,), got torch.int64 (1,); it says where each row stands.",
+            "decode_attention: position must be a contiguous torch.int32 (1,), got torch.int64 (1,); it says where each row "
+            "stands.",
         ),
         (
             {"cos": case.cos[:9]},

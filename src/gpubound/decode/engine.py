@@ -168,7 +168,7 @@ class FastDecoder:
             found,
             self.max_length if max_new_tokens is None else max_new_tokens,
             Choice(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            check_stops([s for s in stops if not isinstance(s, str)], self.body.vocab),
+            check_stops([int(s) if isinstance(s, Integral) else s for s in stops if not isinstance(s, str)], self.body.vocab),
             strings,
             logprobs,
         )

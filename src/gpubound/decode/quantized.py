@@ -61,7 +61,7 @@ class QuantizedBody(FusedBody):
         self.live = Unpacked(self.original, self.layers, self.packed_head, self.original.dtype)
         self.measured = None
 
-    def exact(self) -> "Unpacked":
+    def exact(self) -> "Unpacked":  # type: ignore[override]  # it reads as a Live
         """The packed model unrounded, for decode/plain.py: layers are fp32, each unpacked when it is read."""
         return Unpacked(self.original, self.layers, self.packed_head, torch.float32)
 

@@ -41,7 +41,7 @@ class MLP(nn.Module):
         children: dict[str, Any] = self._modules
         layers, down = (children["gate_proj"], children["up_proj"]), children["down_proj"]
         stack = self.stacked.parts(layers)
-        own = down._parameters if plain(down) else {}
+        own: dict[str, Any] = down._parameters if plain(down) else {}
         weight, bias = own.get("weight"), own.get("bias")
         if stack is None:
             y = self._gated(*(layer(x) for layer in layers))

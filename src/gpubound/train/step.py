@@ -179,7 +179,7 @@ class TrainStep:
         self._undo = []
 
 
-def _recompute(recompute: str) -> tuple[str, int]:
+def _recompute(recompute: str | int) -> tuple[str, int]:
     way, amount = parse_recompute(str(recompute))
     if way == "budget":
         raise ValueError(

@@ -25,8 +25,8 @@ def quantized_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> Tensor:
     gate, up = unpack(gate_up).unflatten(0, (-1, 2)).unbind(1)
-    biases = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
-    return decode_product.norm_gate_up(x, norm, eps, gate, up, *biases, out)
+    gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
+    return decode_product.norm_gate_up(x, norm, eps, gate, up, gate_bias, up_bias, out)
 
 
 @torch.no_grad()
