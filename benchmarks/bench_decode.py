@@ -67,7 +67,8 @@ class Decode:
     """Measure greedy decoding beside Hugging Face, beside budgets and beside the roofline.
 
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
-    host syncs. speed: tokens a second; packed: over int4, int8 and fp8 copies of the weights. host: the host's time a token, and the speed beside two busy Python threads.
+    host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. host: the host's time a token,
+    and the speed beside two busy Python threads.
 
     Example: gpubound bench decode --only 1b --batch 1 --peers graph
     """
@@ -257,7 +258,7 @@ def measure_host(bench: Bench, name: str, model: Any) -> None:
     with strict():
         decoder = gpubound.decoder(model, 1, LENGTH)
         for _ in range(2):
-            decoder.generate(ids, max_new_tokens=NEW)
+            decoder.generate(ids, max_new_tokens=NEW, stop=())
     spent = host_us(decoder, ids, 1 if bench.dry else 5)
     case = f"{name} host time a token, {HOST_K} a launch"
     bench.figure(case, "us", spent, {"budget": HOST_US}, {"budget": 1.0})
@@ -269,7 +270,7 @@ def measure_host(bench: Bench, name: str, model: Any) -> None:
     for _ in range(rounds):
         for who, threads in (("undisturbed", 0), ("ours", 2)):
             with busy(threads):
-                found = decoder.generate(ids, max_new_tokens=new)
+                found = decoder.generate(ids, max_new_tokens=new, stop=())
             whole[who].append(found.seconds)
             later[who].append(found.seconds - found.first_token_s)
     for what, seconds, tokens, gates in (
@@ -294,7 +295,7 @@ def host_us(decoder: Any, ids: list[list[int]], rounds: int) -> float:
     try:
         for _ in range(rounds):
             marks.clear()
-            decoder.generate(ids, max_new_tokens=LENGTH - PROMPT)
+            decoder.generate(ids, max_new_tokens=LENGTH - PROMPT, stop=())
             cycles += [(then[0] - now[0]) - (then[1] - now[1]) for now, then in pairwise(marks)]
     finally:
         del decoder.graphs.launch

@@ -49,7 +49,7 @@ def prompts(shape: str, rows: int, device: torch.device) -> Tensor:
 
 
 def ours(decoder: "FastDecoder") -> Contender:
-    return lambda ids: torch.tensor(decoder.generate(ids.tolist(), max_new_tokens=NEW).tokens)
+    return lambda ids: torch.tensor(decoder.generate(ids.tolist(), max_new_tokens=NEW, stop=()).tokens)
 
 
 def eager(model: Any) -> Contender:

@@ -134,7 +134,7 @@ def test_what_start_found_becomes_lines(bench, monkeypatch):
     [
         (["--only", "2b"], "--only: got '2b', wanted some of 350m, 1b, 8b, tiny."),
         (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, host."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, host."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],

@@ -290,3 +290,13 @@ def test_a_model_in_training_mode_is_decoded_as_it_stands():
     finally:
         fast.model.eval()
     assert found == fast.generate(PROMPT, max_new_tokens=12).tokens
+
+
+def test_the_models_own_end_of_text_ends_a_sequence_unless_told_otherwise():
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 1, cases.ROOM)
+    whole = fast.generate([3, 4], max_new_tokens=20, stop=()).tokens[0]
+    model.generation_config.eos_token_id = [whole[5], 10**6]  # and one that the model has no word for
+    found = fast.generate([3, 4], max_new_tokens=20)
+    assert found.tokens[0] == whole[: whole.index(whole[5]) + 1] and found.sequences[0].finish == "stop token"
+    assert fast.generate([3, 4], max_new_tokens=20, stop=()).tokens[0] == whole

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 
 from ..decode import FastDecoder
-from ..decode.engine import Run
+from ..decode.run import Run
 from ..device import label
 from ..errors import GpuboundError
 from ..feed.tokenizer import Tokenizer

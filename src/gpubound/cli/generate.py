@@ -17,8 +17,8 @@ import torch
 import tyro
 
 from ..decode import FastDecoder, decoder
-from ..decode.engine import Run
 from ..decode.request import Choice
+from ..decode.run import Run
 from ..device import label, resolve
 from ..feed.tokenizer import Tokenizer
 from ..monitor.live import quantity

@@ -1,13 +1,7 @@
-"""gpubound.decoder: generation from the live weights, with no host in the loop.
-
-A request is checked, its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays
-at most RING launches ahead of what it has read and never waits on the device. All rows take every step together; one that has
-ended is frozen by its own flag.
-"""
+"""gpubound.decoder: generation from the live weights, with no host in the loop. run.py follows a request on its way."""
 
 import math
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -17,20 +11,19 @@ from torch import nn
 
 from ..errors import GenerateError
 from ..kernels.choose import hasten
-from ..trace import notice, span
+from ..trace import notice
 from .accuracy import Accuracy, accuracy
 from .body import Body
 from .certify import Certificate, certify
 from .fused import FusedBody
-from .graphs import Graphs, Way
+from .graphs import Graphs
 from .live import bind
 from .quantized import QuantizedBody
-from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts, to_device
+from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts
 from .result import Generation
-from .result import Sequence as Generated
-from .slots import RING, Slots
+from .run import Run
+from .slots import Slots
 from .speculate import Draft, speculator, tokens_a_step
-from .text import Texts
 
 # What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
 OPS = ("decode_attention", "decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
@@ -66,6 +59,13 @@ class FastDecoder:
             notice("decoder: verify=False: nothing has shown that its tokens are those of the model.")
 
     @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text, as the model's generation config says; none where it says nothing."""
+        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        several = [] if told is None else [told] if isinstance(told, Integral) else told
+        return [token for token in several if 0 <= token < self.body.vocab]
+
+    @property
     def max_batch(self) -> int:
         return self.body.max_batch
 
@@ -78,7 +78,8 @@ class FastDecoder:
 
         max_new_tokens      None: as far as max_length allows
         temperature         0 is greedy; then top_k, top_p, min_p, repetition_penalty as usual, each off by default
-        stop                tokens or strings that end a sequence; a token stays among the tokens; no text holds what stopped it
+        stop                tokens or strings that end a sequence; None: the model's own end of text, (): nothing. A token stays
+                            among the tokens; no text holds what stopped it
         seed, n             n sequences a prompt; a seed gives a prompt the same tokens in any batch
         logprobs            True: the log-probability of each token under the model
         """
@@ -148,7 +149,7 @@ class FastDecoder:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop: Any = (),
+        stop: Any = None,
         seed: int = 0,
         n: int = 1,
         logprobs: bool = False,
@@ -158,7 +159,8 @@ class FastDecoder:
             check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
         found = [prompt for prompt in read_prompts(prompts, self.tokenizer) for _ in range(n)]
         check_prompts(found, self.body.vocab, self.max_batch, self.max_length)
-        stops = [stop] if isinstance(stop, (str, Integral)) else list(stop or ())
+        stop = self.ends if stop is None else stop
+        stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
         strings = tuple(s for s in stops if isinstance(s, str))
         if strings and self.tokenizer is None:
             raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
@@ -199,138 +201,6 @@ class FastDecoder:
         while size < rows:
             size *= 2
         return min(size, self.max_batch)
-
-
-class Run:
-    """One request on its way through a decoder."""
-
-    def __init__(self, decoder: FastDecoder, request: Request) -> None:
-        self.decoder, self.request = decoder, request
-        self.begun = time.perf_counter()
-        self.first_token_s = 0.0
-        self.seconds = 0.0
-        self.launches = self.steps = self.row_steps = 0
-        self.flying = 0  # steps launched and not read yet
-        self.ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
-        self.rows = decoder.bucket(len(request.prompts))
-        self.way = Way(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
-        self.sequences = [Generated(prompt) for prompt in request.prompts]
-        self.texts = Texts(decoder.tokenizer, len(self.sequences), request.stop_strings, request.stops)
-
-    def play(self) -> Generator[tuple[int, Any], None, None]:
-        decoder = self.decoder
-        decoder._check_free()
-        decoder._busy = True
-        try:
-            with span("decode.prefill"), decoder.plainly():
-                self._prefill()
-            yield from self._loop()
-        finally:
-            decoder.slots.drop()
-            decoder._busy = False
-            self.seconds = time.perf_counter() - self.begun
-        self._finish()
-
-    def _prefill(self) -> None:
-        decoder, request = self.decoder, self.request
-        decoder._follow_weights()
-        decoder.slots.fill(request, self.rows, decoder.max_length)
-        most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
-        width = min(max(16, 1 << (most - 1).bit_length()), decoder.max_length) if most else 0
-        device, spare = decoder.body.device, [[0]] * (self.rows - len(request.prompts))
-        ids = pad([prompt[:-1] for prompt in request.prompts] + spare, width, device)
-        lengths = to_device(torch.tensor(request.lengths + [1] * len(spare), device="cpu") - 1, device)
-        decoder.prefill(ids, lengths)
-        decoder.body.begin(decoder.slots.rows.token[: self.rows])
-
-    def _loop(self) -> Generator[tuple[int, Any], None, None]:
-        slots = self.decoder.slots
-        alive = True
-        while alive and ((left := self._left()) > 0 or slots.ahead):
-            if left > 0:
-                self._launch(next(k for k in self._ladder() if k <= left))
-            while alive and slots.ahead >= (RING if self._left() > 0 else 1):
-                alive = yield from self._take()
-
-    def _launch(self, steps: int) -> None:
-        decoder = self.decoder
-        if name := decoder.moved():
-            raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
-        with span("decode.launch"), decoder.plainly():
-            decoder.graphs.launch(self.rows, steps, self.way)
-        decoder.slots.send(steps * decoder.width)
-        self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
-
-    def _left(self) -> int:
-        """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
-        wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
-        count = sum(len(s.tokens) for s in self.sequences)
-        a_step = count / self.row_steps if self.row_steps else 1.0
-        return math.ceil(max(wanted, default=0) / a_step) - self.flying
-
-    def _ladder(self) -> Sequence[int]:
-        """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
-        ladder = self.decoder.ladder
-        return ladder[max(0, len(ladder) - 1 - self.launches) :]
-
-    def _take(self) -> Generator[tuple[int, Any], None, bool]:
-        """Read the oldest launch; False when every sequence has ended."""
-        tokens = self.decoder.slots.receive()
-        self.first_token_s = self.first_token_s or time.perf_counter() - self.begun
-        emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
-        self.flying -= len(emitted) // self.decoder.width
-        ended = []
-        for row, sequence in enumerate(self.sequences):
-            if sequence.finish:
-                continue
-            new = [step[row] for step in emitted if step[row] >= 0]
-            if logprobs is not None:
-                sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
-            sequence.tokens += new
-            self.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.width])
-            piece = self.texts.add(row, new)
-            if self.texts.stopped(row):
-                sequence.finish = "stop string"
-                ended.append(row)
-            elif not tokens.alive[row]:
-                self._check(row, int(tokens.bad[row]))
-                stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
-                sequence.finish = "stop token" if stopped else "length"
-                piece = piece + self.texts.rest(row) if piece is not None else None
-            if shown := new if piece is None else piece:
-                yield row, shown
-        if all(sequence.finish for sequence in self.sequences):
-            return False
-        if ended:
-            self.decoder.slots.end(ended)
-        return True
-
-    def _check(self, row: int, bad: int) -> None:
-        if bad:
-            sequence = self.sequences[row]
-            ids = pad([sequence.prompt + sequence.tokens], bad, self.decoder.body.device)[0]
-            with self.decoder.plainly():
-                where = self.decoder.body.locate(ids)
-            raise GenerateError(
-                f"sequence {row}: the logits at position {bad - 1} are not finite; first seen in {where}. Check the weights "
-                "(a diverged training run?) and the dtype."
-            )
-
-    def _finish(self) -> None:
-        for row, sequence in enumerate(self.sequences):
-            sequence.finish = sequence.finish or "length"
-            sequence.text = self.texts.whole(row)
-            if sequence.finish == "stop string":
-                kept = self.texts.kept_tokens(row)
-                sequence.tokens, sequence.logprobs = sequence.tokens[:kept], sequence.logprobs[:kept]
-
-    def result(self) -> Generation:
-        lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
-        speculator = self.decoder.speculator
-        read = self.decoder.body.bytes_a_step(lengths) + (speculator.bytes_a_step(lengths) if speculator else 0)
-        return Generation(
-            self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, self.row_steps, read * self.steps
-        )
 
 
 def decoder(

@@ -46,13 +46,13 @@ class MLP(nn.Module):
         if stack is None:
             y = self._gated(*(layer(x) for layer in layers))
         else:
-            trains = weight is not None and weight.requires_grad and torch.is_grad_enabled()
-            usual = trains and bias is None and self.activation == "silu"
-            if usual and (result := fp8.gated(x, stack, weight)) is not None:
+            usual = bias is None and self.activation == "silu" and torch.is_grad_enabled()
+            trained = weight if usual and weight is not None and weight.requires_grad else None
+            if trained is not None and (result := fp8.gated(x, stack, trained)) is not None:
                 return result
             packed = stacked_product(x, stack)
-            if usual and lean.HIDDEN and not hasattr(weight, "fp8"):
-                return lean.gated_down(packed, weight)
+            if trained is not None and lean.HIDDEN and not hasattr(trained, "fp8"):
+                return lean.gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)
 
