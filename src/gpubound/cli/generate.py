@@ -93,6 +93,8 @@ class Generate:
     """Tokens of prompt and answer together; by default what is needed, within what the model is made for."""
     k: str = "auto"
     """Steps a launch: auto, or a number."""
+    weights: str | None = None
+    """int8, int4 or fp8: rounded copies of the weights, less to read for each token."""
     speculate: int | None = None
     """Tokens to look up in what is there already and to check in one step: the same result, sooner where texts repeat."""
     device: str = "auto"
@@ -198,7 +200,8 @@ def build(
     """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
     k = options.k if options.k == "auto" else int(options.k)
     tokenizer = Spoken(saved.tokenizer, options.special)
-    way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify], "speculate": options.speculate}
+    way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
+    way |= {"speculate": options.speculate, "weights": options.weights}
     made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
     for _ in range(2 if device.type == "cuda" else 0):  # what such a request compiles, then what it captures: not on its clock
         made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})

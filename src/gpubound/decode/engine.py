@@ -62,7 +62,7 @@ class FastDecoder:
     def ends(self) -> list[int]:
         """The tokens that end a text, as the model's generation config says; none where it says nothing."""
         told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        several = [] if told is None else [told] if isinstance(told, Integral) else told
+        several = [] if told is None else list(told) if isinstance(told, (list, tuple)) else [told]
         return [token for token in several if 0 <= token < self.body.vocab]
 
     @property
