@@ -19,6 +19,15 @@ def poisoned_empty():
 
 
 @pytest.fixture
+def one_thread():
+    """Two threads on products this small wait for each other longer than they work, the more so beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -15,8 +15,6 @@ from gpubound import device as facts
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
 
-from .train.runs import one_thread  # noqa: F401 (a fixture)
-
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,6 @@ from gpubound.cli import main
 from gpubound.cli.demo import PROMPT, Demo, recipe_for
 from gpubound.train.checkpoint import Checkpoints
 
-from .train.runs import one_thread  # noqa: F401 (a fixture)
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

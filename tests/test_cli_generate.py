@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import device as facts
+from gpubound import trace
 from gpubound.cli import generate as command
 from gpubound.cli import main
 from gpubound.cli.chat import ends_of_turn
@@ -26,8 +27,6 @@ from gpubound.feed.tokenizer import Tokenizer, train_tokenizer
 from gpubound.measure import ceilings
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from gpubound.train.checkpoint import Checkpoints
-
-from .train.runs import one_thread  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 HELLO = "<|user|>hello<|end|><|assistant|>hi, how are you?<|end|>"
@@ -52,6 +51,7 @@ def reference(monkeypatch):
     """The reference kernels: what is tested here is the command, not the interpreter."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
     monkeypatch.delenv("GPUBOUND_TRACEBACK", raising=False)
+    monkeypatch.setattr(trace, "_said", set())  # what is said once a process may have been said by another test
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from gpubound.train import run
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.recipe import OFFERED
 
-from .train.runs import build_corpus, one_thread, texts  # noqa: F401 (a fixture)
+from .train.runs import build_corpus, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -82,15 +82,6 @@ def body_of(family: str, device: str | torch.device = "cpu") -> StaticBody:
     return StaticBody(build(family).to(device), 4, 80)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small only lose by being shared out: on two busy cores this file takes 6 s, and 95 s with two threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def prompts(lengths=(1, 19, 6, 12)) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(89, (length,), generator=generator) for length in lengths]

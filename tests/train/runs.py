@@ -3,7 +3,6 @@
 from itertools import islice
 from pathlib import Path
 
-import pytest
 import torch
 
 from gpubound.feed.corpus import Corpus
@@ -12,15 +11,6 @@ from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
 SMALL = {"model": "tiny", "seq": 32, "micro_batch": 4, "accumulate": 2, "steps": 12, "validation": 0.1, "device": "cpu"}
-
-
-@pytest.fixture
-def one_thread():
-    """Two threads on products this small wait for each other longer than they work, the more so beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def texts(count: int = 12) -> list[str]:

@@ -9,8 +9,7 @@ from gpubound.graph.runner import EagerRunner
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
 from gpubound.train.optimizer import Coded
 
-from .conftest import cut, draw, named, small, summed
-from .runs import one_thread  # noqa: F401 (a fixture)
+from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 
@@ -45,17 +44,6 @@ def test_the_curve_is_adamws(precision):
     assert ((coarse - exact).abs() < 2e-3 * exact[0]).all(), "3e-4 in bf16, 7e-5 in fp32"
 
 
-def spoiled(model, batch):
-    ids, labels, factor = batch
-    total, items = summed(model, (ids, labels))
-    return total * factor, items
-
-
-def run(step, start, stop):
-    factors = [torch.tensor(float("nan") if i == 2 else 1.0) for i in range(start, stop)]
-    return [repr(step((*draw(4, seed=i), factor)).read()) for i, factor in zip(range(start, stop), factors)]
-
-
 def fresh(precision, graph):
     model = small()
     schedule = Schedule("linear", steps=9, warmup=2)
@@ -67,16 +55,16 @@ def fresh(precision, graph):
 def test_captured_skipped_and_resumed(precision):
     """The captured step is the eager one bit for bit, a step that is not finite among them; a resumed run is the whole one."""
     (model, step), (twin, captured) = fresh(precision, "off"), fresh(precision, "require")
-    first = run(step, 0, 4)
-    assert run(captured, 0, 4) == first and "skipped=1" in first[-1]
+    first = run_spoiled(step, 0, 4)
+    assert run_spoiled(captured, 0, 4) == first and "skipped=1" in first[-1]
     assert all(p.equal(q) for p, q in zip(model.parameters(), twin.parameters()))
     assert captured.captured[0].certificate.bitwise
     saved = {k: v.clone() for k, v in step.state_dict().items()}, named(model)
-    want = run(step, 4, 7)
+    want = run_spoiled(step, 4, 7)
     again, resumed = fresh(precision, "off")
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1], strict=False)
-    assert run(resumed, 4, 7) == want
+    assert run_spoiled(resumed, 4, 7) == want
     here, there = step.state_dict(), resumed.state_dict()
     assert here.keys() == there.keys() and all(here[name].equal(there[name]) for name in here)
     assert saved[0]["m.mix.weight"].dtype == torch.int8 and saved[0]["v.mix.weight"].dtype == torch.uint8
@@ -111,7 +99,7 @@ def test_a_graph_that_forgets_the_moments_is_refused(monkeypatch):
 
     monkeypatch.setattr(EagerRunner, "replay", forgetful)
     with pytest.raises(GraphError, match="of the replay is off by"):
-        run(step, 0, 1)
+        run_spoiled(step, 0, 1)
 
 
 def test_the_state_of_another_optimizer_is_refused():

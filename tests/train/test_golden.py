@@ -18,7 +18,7 @@ from gpubound.models import save_hf
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
-from .runs import one_thread, train  # noqa: F401 (a fixture)
+from .runs import train
 
 STEPS = 60
 SHAPE = {

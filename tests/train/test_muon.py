@@ -9,7 +9,7 @@ from torch import nn
 from gpubound.train import AdamW, Muon, Schedule, TrainStep
 from gpubound.train.muon import orthogonal
 
-from .conftest import Small, cut, draw, named, small, summed
+from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
 from .test_loss import llama
 
 pytestmark = pytest.mark.usefixtures("on_reference")
@@ -82,30 +82,21 @@ def test_what_it_takes():
 def test_captured_skipped_and_resumed(precision):
     """The captured step is the eager one bit for bit, a step that is not finite among them; a resumed run is the whole one."""
 
-    def spoiled(model, batch):
-        ids, labels, factor = batch
-        total, items = summed(model, (ids, labels))
-        return total * factor, items
-
-    def run(step, start, stop):
-        factors = [torch.tensor(float("nan") if i == 2 else 1.0) for i in range(start, stop)]
-        return [repr(step((*draw(4, seed=i), factor)).read()) for i, factor in zip(range(start, stop), factors)]
-
     def fresh(graph):
         model = deep()
         schedule = Schedule("linear", steps=9, warmup=2)
         return model, TrainStep(model, spoiled, CONFIG, clip=0.5, precision=precision, graph=graph, schedule=schedule)
 
     (model, step), (twin, captured) = fresh("off"), fresh("require")
-    first = run(step, 0, 4)
-    assert run(captured, 0, 4) == first and "skipped=1" in first[-1]
+    first = run_spoiled(step, 0, 4)
+    assert run_spoiled(captured, 0, 4) == first and "skipped=1" in first[-1]
     assert all(p.equal(q) for p, q in zip(model.parameters(), twin.parameters()))
     saved = {k: v.clone() for k, v in step.state_dict().items()}, named(model)
-    want = run(step, 4, 7)
+    want = run_spoiled(step, 4, 7)
     again, resumed = fresh("off")
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1], strict=False)
-    assert run(resumed, 4, 7) == want
+    assert run_spoiled(resumed, 4, 7) == want
     assert "v.mix.0.weight" not in saved[0] and "m.mix.0.weight" in saved[0]
 
 

@@ -14,8 +14,6 @@ from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train import fp8 as sites
 
-from .runs import one_thread  # noqa: F401
-
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 CONFIG = DecoderConfig(64, 128, 2, 4, 2, 96, tied=True)
 

@@ -19,7 +19,7 @@ from gpubound.train.fit import largest_micro_batch
 from gpubound.train.prepare import fitted, hold_out, prepare
 from gpubound.train.recipe import Recipe
 
-from .runs import assert_same, build_corpus, losses, one_thread, recipe, texts, train  # noqa: F401 (a fixture)
+from .runs import assert_same, build_corpus, losses, recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 

@@ -14,7 +14,6 @@ from jinja2 import TemplateError
 from rich.console import Console
 
 from ..decode import FastDecoder
-from ..decode.run import Run
 from ..device import label
 from ..errors import GpuboundError
 from ..feed.tokenizer import Tokenizer
@@ -107,7 +106,7 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         prompt = self.tokenizer.render(self.messages, prompt=True)
         ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template writes them
-        run = Run(self.decoder, self.decoder._request(ids, **self.settings))
+        run = self.decoder.start(ids, **self.settings)
         mine, written = Speed(self.speed.device), ""
         with mine.counting(), closing(run.play()) as pieces:
             try:

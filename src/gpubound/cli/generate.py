@@ -245,7 +245,7 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
     speed, found = Speed(device), []
     for start in range(0, len(ids), together):
         batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
-        run = Run(made, made._request(ids[start : start + together], **batch))
+        run = made.start(ids[start : start + together], **batch)
         numbers = range(start, min(start + together, len(ids)))
         rows_of = [(number, prompts[number], copy) for number in numbers for copy in range(options.n)]
         shown = InOrder(rows_of, len(ids) * options.n > 1, options)

@@ -83,7 +83,7 @@ class FastDecoder:
         seed, n             n sequences a prompt; a seed gives a prompt the same tokens in any batch
         logprobs            True: the log-probability of each token under the model
         """
-        run = Run(self, self._request(prompts, **settings))
+        run = self.start(prompts, **settings)
         for _ in run.play():
             pass
         return run.result()
@@ -93,7 +93,11 @@ class FastDecoder:
 
         The request is checked at once; leaving the loop early leaves the decoder ready for the next request.
         """
-        return Run(self, self._request(prompts, **settings)).play()
+        return self.start(prompts, **settings).play()
+
+    def start(self, prompts: Any, **settings: Any) -> Run:
+        """A request checked and ready: `play()` yields what `stream` does; then `result()` is what `generate` gives."""
+        return Run(self, self._request(prompts, **settings))
 
     def score(self, prompts: Any) -> list[list[float]]:
         """The log-probability of every token of each sequence but its first, after what stands before it."""

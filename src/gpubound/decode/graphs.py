@@ -25,7 +25,7 @@ class Way(NamedTuple):
 def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: Way) -> None:
     """`steps` tokens for each of the first `rows` rows, all on the device. The one definition of the loop: graphs record it."""
     state, settings = slots.first(rows), slots.choice(rows, way.penalty)
-    embed = getattr(body, "embed", None)
+    embed = body.embed
     x = body.x[:rows] if embed is not None else None
     chained = body.chained(rows)
     found_by_parts = way.greedy and not way.logprobs and body.finds_best(rows)
@@ -108,7 +108,7 @@ class Graphs:
     def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """What a step changes besides the place it writes in the cache, which the next step at that position writes again."""
         tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position]
-        tensors += [t for t in (getattr(self.body, "x", None), self.slots.seen) if t is not None]
+        tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]
         return [(t, t.clone()) for t in tensors]
 
     @staticmethod

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GenerateError
-from ..graph.guard import address_check
 from ..layers import MLP, Attention, RotaryAngles
 from ..layers.product import describe, plain
 from ..models import Decoder
 from ..place.families import ACTIVATIONS, ROPE_TYPES, role_of
+from .watched import Place, Watched
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -88,11 +88,7 @@ class Live:
         self._read()
 
     def _read(self) -> None:
-        self._places = list(_places(self.model))
-        tensors = [holder[key] for _, holder, key in self._places]
-        self._kept = tensors
-        self._addresses = [t.data_ptr() for t in tensors]
-        self._same_addresses = address_check(tensors, self._addresses)
+        self._watched = Watched(_places(self.model))
         trunk: Any = self.model.model
         self.embed: Tensor = _weight(trunk.embed_tokens)
         self.norm: Tensor = _weight(trunk.norm)
@@ -102,15 +98,7 @@ class Live:
 
     def moved(self) -> str | None:
         """The name of the first weight that is another tensor than when it was bound, or lies elsewhere; None if all stayed."""
-        for (name, holder, key), kept in zip(self._places, self._kept):
-            if holder.get(key) is not kept:
-                return name
-        if self._same_addresses():
-            return None
-        for (name, _, _), kept, address in zip(self._places, self._kept, self._addresses):
-            if kept.data_ptr() != address:
-                return name
-        return None
+        return self._watched.moved()
 
     def bytes_read(self) -> int:
         """Of weights, once each, in one step: everything but the embedding, of which a step reads single rows."""
@@ -260,7 +248,7 @@ def _eps(norm: Any) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _places(model: nn.Module) -> Iterator[Place]:
     """(name, the dict that holds it, its key in there) of every parameter."""
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():

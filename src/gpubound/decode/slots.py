@@ -58,7 +58,7 @@ class Slots:
         pinned = device.type == "cuda"
         self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
-        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._waiting: deque[tuple[int, int]] = deque()
         self._next = 0
 
     def first(self, rows: int) -> Rows:
@@ -121,7 +121,7 @@ class Slots:
         self._ring[slot].copy_(self.block, non_blocking=True)
         if self._events:
             self._events[slot].record()
-        self._waiting.append((slot, steps, 0))
+        self._waiting.append((slot, steps))
 
     @property
     def ahead(self) -> int:
@@ -130,7 +130,7 @@ class Slots:
 
     def receive(self) -> Tokens:
         """What the oldest launch brought, as soon as it is there."""
-        slot, steps, _ = self._waiting.popleft()
+        slot, steps = self._waiting.popleft()
         while self._events and not self._events[slot].query():
             time.sleep(2e-5)  # asks, and lets other threads run meanwhile; a wait on the event would hold the host
         block = self._ring[slot].clone()

@@ -28,7 +28,8 @@ from ..watch.guard import no_stall
 from .body import Body
 from .static_cache import Places, Prompt, RowCache
 from .static_fit import CHUNKED, examine, in_training, routing, windows
-from .static_weights import Watched, bytes_read, first_not_finite
+from .static_weights import bytes_read, first_not_finite, places
+from .watched import Watched
 
 CHUNK = 1024
 """Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""
@@ -77,7 +78,7 @@ class StaticBody(Body):
         self.row_B = torch.arange(max_batch, device=self.device)
         self.slices = False
         self.error = self._try(weight.shape[0])
-        self.weights = Watched(model)
+        self.weights = Watched(places(model))
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """(keys, values) of every layer that has its own, each (max_batch, heads, max_length, width)."""
@@ -133,7 +134,7 @@ class StaticBody(Body):
         return self.weights.moved()
 
     def rebind(self) -> None:
-        self.weights.refresh()
+        self.weights = Watched(places(self.model))
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""

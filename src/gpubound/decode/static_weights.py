@@ -6,37 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graph.guard import address_check
+from .watched import Place
 
 
-class Watched:
-    """Every parameter and buffer of a model by its place, and whether it still is the tensor at the address that it was."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take them as they are now."""
-        self._places = list(_places(self.model))
-        self._kept = [holder[key] for _, holder, key in self._places]
-        self._addresses = [tensor.data_ptr() for tensor in self._kept]
-        self._same_addresses = address_check(self._kept, self._addresses)
-
-    def moved(self) -> str | None:
-        """The name of the first that is another tensor, or lies elsewhere; None if all stayed."""
-        for (name, holder, key), kept in zip(self._places, self._kept):
-            if holder.get(key) is not kept:
-                return name
-        if self._same_addresses():
-            return None
-        for (name, _, _), kept, address in zip(self._places, self._kept, self._addresses):
-            if kept.data_ptr() != address:
-                return name
-        return None
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every parameter and buffer."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for holder in (module._parameters, module._buffers):
             yield from ((f"{prefix}.{key}".lstrip("."), holder, key) for key, tensor in holder.items() if tensor is not None)

@@ -7,6 +7,7 @@ subclass of a user's own lives elsewhere, may compute something else, and is lef
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,10 +66,13 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
                 yield make(name, module)
 
 
-def kernels_of(model: nn.Module) -> list[str]:
-    """The ops that swapping `model` will call, its backward's among them."""
-    ops = [op for candidate in (*leaves(model), *wholes(model)) for op in candidate.ops]
-    return [*ops, "swiglu_backward"] if "swiglu" in ops else ops
+def kernels_of(model: nn.Module) -> Iterator[str]:
+    """The ops that swapping `model` will call, its backward's among them. Found while they are drawn."""
+    for candidate in chain(leaves(model), wholes(model)):
+        for op in candidate.ops:
+            yield op
+            if op == "swiglu":
+                yield "swiglu_backward"
 
 
 def own(module: nn.Module) -> tuple[str, tuple[str, ...]] | None:

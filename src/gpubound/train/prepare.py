@@ -30,7 +30,7 @@ def prepare(recipe: Recipe, resume: bool = False, auto_batch: bool = False, prog
     `auto_batch` takes the largest micro-batch that fits, and so many fewer of them that a step has as many tokens as before.
     """
     folder, device = Path(recipe.out), resolve(recipe.device)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None)
     check_model(recipe.model)
     check_data(recipe)
     found = _found(checkpoints, resume)

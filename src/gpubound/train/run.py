@@ -93,9 +93,6 @@ class Run:
     _loss: CausalLM = field(init=False, default_factory=lambda: CausalLM(shifted=True))
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self.checkpoints.keep_every = self.recipe.keep_every or None
-
     @property
     def stage(self) -> Stage:
         return self.stages[self.phase]

@@ -103,32 +103,49 @@ def _mix(x):
 
 
 @triton.jit
+def _planned(plan_ptr):
+    """What `plan_update` decided: (factor of the gradient, decay, step size, one over the root of v's bias)."""
+    return tl.load(plan_ptr + 1), tl.load(plan_ptr + 2), tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
+
+
+@triton.jit
+def _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1: tl.constexpr, BETA2: tl.constexpr,
+             EPS: tl.constexpr):  # fmt: skip
+    """AdamW itself: (p, m, v) of elements `i` after one update."""
+    m += (1 - BETA1) * (g - m)
+    v = BETA2 * v + (1 - BETA2) * g * g
+    p = tl.where(i < decay_until, p * decay, p) - step_size * m / (tl.sqrt(v) * inverse_root + EPS)
+    return p, m, v
+
+
+@triton.jit
+def _rounded_at_random(p, i, plan_ptr, seed):
+    """`p` cut to bf16, up or down by chance: the same chance for the same element, update and seed."""
+    update = tl.load(plan_ptr + 5).to(tl.int64).to(tl.uint32)
+    high = (i >> 32).to(tl.uint32) ^ tl.cast(seed, tl.uint32)
+    noise = _mix(i.to(tl.uint32) ^ _mix(update ^ _mix(high))) & 0xFFFF
+    return ((p.to(tl.uint32, bitcast=True) + noise) >> 16 << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, n, decay_until, seed,
                   BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, MASTER: tl.constexpr,
                   AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     if tl.load(plan_ptr) != 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = i < n
-        factor = tl.load(plan_ptr + 1)
-        decay = tl.load(plan_ptr + 2)
-        step_size = tl.load(plan_ptr + 3)
-        inverse_root = tl.load(plan_ptr + 4)
+        factor, decay, step_size, inverse_root = _planned(plan_ptr)
         p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gradient_ptr + i, mask=mask, other=0.0) * factor
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
-        m += (1 - BETA1) * (g - m)
-        v = BETA2 * v + (1 - BETA2) * g * g
-        p = tl.where(i < decay_until, p * decay, p) - step_size * m / (tl.sqrt(v) * inverse_root + EPS)
+        p, m, v = _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1, BETA2, EPS)
         tl.store(m_ptr + i, m, mask=mask)
         tl.store(v_ptr + i, v, mask=mask)
         if MASTER:
             tl.store(master_ptr + i, p, mask=mask)
         if AT_RANDOM:
-            update = tl.load(plan_ptr + 5).to(tl.int64).to(tl.uint32)
-            high = (i >> 32).to(tl.uint32) ^ tl.cast(seed, tl.uint32)
-            noise = _mix(i.to(tl.uint32) ^ _mix(update ^ _mix(high))) & 0xFFFF
-            p = ((p.to(tl.uint32, bitcast=True) + noise) >> 16 << 16).to(tl.float32, bitcast=True)
+            p = _rounded_at_random(p, i, plan_ptr, seed)
         tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
 
 

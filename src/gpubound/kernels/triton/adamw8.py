@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .adamw import _mix
+from .adamw import _planned, _rounded_at_random, _updated
 
 ROWS = 8  # blocks of 256 a program
 
@@ -56,19 +56,14 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         i = row.to(tl.int64)[:, None] * 256 + tl.arange(0, 256)[None, :]
         mask, there = i < n, row < blocks
-        factor = tl.load(plan_ptr + 1)
-        decay = tl.load(plan_ptr + 2)
-        step_size = tl.load(plan_ptr + 3)
-        inverse_root = tl.load(plan_ptr + 4)
+        factor, decay, step_size, inverse_root = _planned(plan_ptr)
         p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gradient_ptr + i, mask=mask, other=0.0) * factor
         m_scale = tl.load(m_scale_ptr + row, mask=there, other=0.0)
         v_scale = tl.load(v_scale_ptr + row, mask=there, other=0.0)
         m = _decode(tl.load(m_ptr + i, mask=mask, other=0), 6) * m_scale[:, None]
         v = _decode(tl.load(v_ptr + i, mask=mask, other=0), 7) * v_scale[:, None]
-        m += (1 - BETA1) * (g - m)
-        v = BETA2 * v + (1 - BETA2) * g * g
-        p = tl.where(i < decay_until, p * decay, p) - step_size * m / (tl.sqrt(v) * inverse_root + EPS)
+        p, m, v = _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1, BETA2, EPS)
 
         m_scale, m_inverse = _scales(m)
         v_scale, v_inverse = _scales(v)
@@ -82,10 +77,7 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
         if MASTER:
             tl.store(master_ptr + i, p, mask=mask)
         if AT_RANDOM:
-            update = tl.load(plan_ptr + 5).to(tl.int64).to(tl.uint32)
-            high = (i >> 32).to(tl.uint32) ^ tl.cast(seed, tl.uint32)
-            noise = _mix(i.to(tl.uint32) ^ _mix(update ^ _mix(high))) & 0xFFFF
-            p = ((p.to(tl.uint32, bitcast=True) + noise) >> 16 << 16).to(tl.float32, bitcast=True)
+            p = _rounded_at_random(p, i, plan_ptr, seed)
         tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
