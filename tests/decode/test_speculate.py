@@ -320,7 +320,8 @@ def test_in_graphs_the_tokens_are_those_of_plain_graphs(draft, tokens, rows, how
     given = cases.prompts(*range(5, 5 + rows))
     found, want = (of.generate(given, max_new_tokens=200, **how) for of in (fast, plain))
     assert found.tokens == want.tokens
-    assert [s.logprobs for s in found.sequences] == [s.logprobs for s in want.sequences]
+    for got, wanted in zip(found.sequences, want.sequences):
+        torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(wanted.logprobs), rtol=0, atol=1e-5)
     assert draft != "same" or found.tokens_a_step > tokens
 
 
@@ -336,12 +337,17 @@ def _served(kind: str) -> torch.nn.Module:
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", ["text", "same"])
 def test_wide_steps_in_graphs(draft):
-    """cuBLAS computes what no narrow kernel takes: the graph against its own steps, and rows that rounding leaves alone."""
+    """cuBLAS computes what no narrow kernel takes: the graph against its own steps, and against plain ones but for rounding."""
     model = _served("Llama")
     fast = gb.decoder(model, 8, 512, speculate=4 if draft == "text" else gb.Draft(_served("Llama")))
     given = cases.prompts(*range(5, 13))
     found = fast.generate(given, max_new_tokens=100).tokens
     fast.graphs.launch = fast.graphs.run
     assert fast.generate(given, max_new_tokens=100).tokens == found
-    plain = gb.decoder(model, 8, 512).generate(given, max_new_tokens=100).tokens
-    assert sum(a == b for a, b in zip(found, plain)) >= 4
+    plain = gb.decoder(model, 8, 512)
+    for prompt, ours, theirs in zip(given, found, plain.generate(given, max_new_tokens=100).tokens):
+        at = next((at for at, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+        if at is not None:  # a near tie: narrow steps in fp32 and cuBLAS in bf16 may each take another of the two
+            texts = [[*prompt, *ours[:at], token] for token in (ours[at], theirs[at])]
+            one, other = (scores[-1] for scores in plain.score(texts))
+            assert abs(one - other) < 0.1, f"{one:.3f} against {other:.3f} after {at} tokens"

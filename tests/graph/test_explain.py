@@ -2,11 +2,13 @@
 
 import inspect
 import re
+import warnings
 
 import pytest
 import torch
 
 from gpubound.graph import capture
+from gpubound.graph.runner import GraphRunner
 
 from . import one_liners
 from .cases import drawn, perceptron, said, training_step
@@ -150,3 +152,21 @@ def test_an_error_of_the_functions_own_stays_its_own():
     with pytest.raises(KeyError, match="mine"):
         capture(fn, torch.ones(3))
     assert not state.any()
+
+
+def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
+    """torch's sync detector warns from inside an operation; here a warning of the same words stands for it."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    runner = object.__new__(GraphRunner)
+    monkeypatch.setattr(runner, "run", lambda call: call(), raising=False)
+
+    def fn():
+        if modes:
+            warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
+
+    assert [str(place) for place in runner.waits(fn)] == [f"tests/graph/test_explain.py:{fn.__code__.co_firstlineno + 2}"]
+    assert modes == ["warn", 0]
+    with pytest.warns(UserWarning, match="the function's own"):
+        assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []

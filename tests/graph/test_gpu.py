@@ -10,6 +10,7 @@ from torch import nn
 
 from gpubound.graph import capture
 from gpubound.graph.runner import capture_stream
+from gpubound.watch import watch
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
 from .test_guard import GRADIENT, MOVED, REPLACED
@@ -175,6 +176,14 @@ def test_what_cannot_be_captured_is_named_and_leaves_no_harm(name):
     assert sentence.startswith("cannot capture <lambda>") and f"at tests/graph/test_gpu.py:{line}" in sentence
     torch.rand(4, device=cuda)
     assert capture(lambda x: torch.nn.functional.dropout(x * 2), drawn(4, device=cuda)).certificate.bitwise
+
+
+def test_a_wait_is_named_after_a_ledger_was_used():
+    """GPUTrace stays on, and runs Python at every free: an error that frees tensors on its way would be lost."""
+    with watch() as ledger:
+        torch.ones(4, device=cuda).sum().item()
+    assert ledger.syncs
+    test_what_cannot_be_captured_is_named_and_leaves_no_harm("wait")
 
 
 def test_a_hidden_wait_is_named():

@@ -367,8 +367,8 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
     assert refusal(DataError, data=(str(book),), tokenizer=str(bad)).startswith(
         f"{bad}: is not a tokenizer that the tokenizers library reads: "
     )
-    assert refusal(DataError, validation=0.005) == (
-        "validation: the held-out documents have 32 tokens, wanted at least one row of 32; "
+    assert refusal(DataError, validation=0.004) == (
+        "validation: the held-out documents have 31 tokens, wanted at least one row of 32; "
         "give more text, a larger --validation or a shorter --seq."
     )
     assert not (tmp_path / "new" / "checkpoints").exists()

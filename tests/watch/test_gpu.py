@@ -205,10 +205,11 @@ def test_a_captured_graph_replays_without_syncs():
 def test_the_pretend_device_s_tests_with_the_gpu_hidden():
     """Both cannot live in one process, so on a GPU machine the CPU half of this folder runs in another."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/watch"],
         cwd=root,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**alone, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=500,

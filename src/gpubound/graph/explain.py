@@ -24,6 +24,7 @@ HOST_DATA = "builds a tensor from host data; make it before the capture, or from
 UPLOAD = "copies a CPU tensor to the device; make it there, pass it as an input, or read from pinned memory that stays"
 NUMBER = "copies a Python number from the host into one place; write x[i : i + 1] = number, or use index_fill_"
 DOWNLOAD = "copies the device to the host; return the tensor and read it after the replay"
+WAIT = "waits for the device; return the tensor and read it after the replay"
 HOST_WRITE = "writes a CPU tensor, which a replay would not do again; keep it on {device}"
 
 REMEDIES = {
@@ -160,7 +161,7 @@ _FAILURES = (
         "draws from a generator that the graph does not know; pass it in state=",
     ),
     ("capturable is False", "steps an optimizer that counts on the host; build it with capturable=True"),
-    ("called a synchronizing CUDA operation", "waits for the device; return the tensor and read it after the replay"),
+    ("called a synchronizing CUDA operation", WAIT),
     ("legacy stream", "works on the legacy default stream; use the current stream"),
     (
         "stream is capturing",

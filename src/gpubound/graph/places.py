@@ -3,6 +3,7 @@
 import linecache
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -16,9 +17,9 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @cache
 def _inner() -> tuple[str, ...]:
-    """Where code lies that no user wrote: this package, Triton, Python's import machinery."""
+    """Where code lies that no user wrote: this package, Triton, Python's import machinery and its way to show a warning."""
     triton = find_spec("triton")
-    return (_HERE, "<frozen", *((os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()))
+    return (_HERE, "<frozen", warnings.__file__, *((os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()))
 
 
 # Files of torch whose reads of the device have a better remedy than the general one (explain.REMEDIES).

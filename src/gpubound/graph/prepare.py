@@ -162,13 +162,9 @@ class Preparation:
             self.generators.add(generator, state)
 
     def _look_for_waits(self) -> None:
-        """On a GPU: calls in which a wait for the device raises, also inside an operation, where the watch cannot see it."""
-        try:
-            self.runner.strictly(self._call)
-        except Exception as error:
-            if (refusal := explain.failed(self.name, error)) is not None:
-                raise refusal from error
-            raise
+        """On a GPU: calls in which torch says where it waits for the device, also inside an operation, unseen by the watch."""
+        if found := self.runner.waits(self._call):
+            raise explain.refuse(self.name, [explain.Hazard(place, explain.WAIT) for place in found])
 
     def _refuse(self) -> None:
         """Raise for whatever the last warm-up showed that a graph cannot hold or repeat."""

@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import GraphError
 from . import explain
+from .places import Place, here
 from .reach import storage_key
+
+_WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
 
 
 class EagerRunner:
@@ -34,8 +37,9 @@ class EagerRunner:
         with torch.set_grad_enabled(self.grad_enabled), _without_autocast(self.device):
             return call()
 
-    def strictly(self, call: Callable[[], Any]) -> None:
+    def waits(self, call: Callable[[], Any]) -> list[Place | None]:
         """A CPU waits for no one: nothing to find."""
+        return []
 
     def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
         """Run once and keep the outputs. Those that lie in `foreign` memory (inputs, state) stay views of it."""
@@ -108,17 +112,32 @@ class GraphRunner:
             current.wait_stream(self.stream)
         return result
 
-    def strictly(self, call: Callable[[], Any]) -> None:
-        """A run in which torch raises at the call that waits for the device, also where the wait is inside an operation."""
+    def waits(self, call: Callable[[], Any]) -> list[Place | None]:
+        """The lines of a run that wait for the device, also where the wait is inside an operation.
+
+        torch can raise there instead of warning, but with GPUTrace on, which stays on once a ledger used it, tensors freed on the
+        error's way up run Python, and the error is lost (a SystemError without a line).
+        """
         self.run(call)  # whatever compiles or searches at its first unwatched call may wait
-        before = torch.cuda.get_sync_debug_mode()
+        before, found = torch.cuda.get_sync_debug_mode(), []
         with warnings.catch_warnings():
+            show = warnings.showwarning
+
+            def note(message, *rest, **named):
+                if str(message).startswith(_WAIT):
+                    found.append(here())
+                else:
+                    show(message, *rest, **named)
+
+            warnings.filterwarnings("always", message=_WAIT)
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self.run(call)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+            warnings.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self.run(call)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return found
 
     def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
         """Capture one call. The default generator of the device registers itself; the others are registered here."""
