@@ -180,9 +180,8 @@ def test_what_cannot_be_captured_is_named_and_leaves_no_harm(name):
 
 def test_a_wait_is_named_after_a_ledger_was_used():
     """GPUTrace stays on, and runs Python at every free: an error that frees tensors on its way would be lost."""
-    with watch() as ledger:
+    with watch():
         torch.ones(4, device=cuda).sum().item()
-    assert ledger.syncs
     test_what_cannot_be_captured_is_named_and_leaves_no_harm("wait")
 
 

@@ -1,11 +1,14 @@
 """Self-tests that begin early: the verdict that a door asks for is theirs, and each runs once."""
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
 
-from gpubound.kernels import choose, selftest
+from gpubound.kernels import choose, reference, selftest
 
 
 @pytest.fixture
@@ -47,3 +50,29 @@ def test_nothing_begins_where_no_kernel_could_run(tested):
     choose.hasten(["rms_norm"], torch.device("cpu"), torch.bfloat16)
     choose.hasten(["rms_norm"], torch.device("cuda", 0), torch.float64)
     assert not tested and not choose._early
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
+    name, begun, go = "gpubound.kernels.reference.swiglu", threading.Event(), threading.Event()
+    choose.load("reference", "swiglu")  # so that there is something to put back afterwards
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(reference, "swiglu")
+
+    class Slow:
+        """A finder whose module is in sys.modules for a while before it holds anything."""
+
+        def find_spec(self, wanted, path, target=None):
+            if wanted != name:
+                return None
+            spec = PathFinder.find_spec(wanted, path)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (begun.set(), go.wait(10), execute(module))
+            return spec
+
+    monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(choose.load, "reference", "swiglu")
+        assert begun.wait(10)
+        second = threads.submit(choose.load, "reference", "swiglu")
+        threading.Timer(0.2, go.set).start()
+        assert first.result() is second.result()

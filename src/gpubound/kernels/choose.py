@@ -8,7 +8,6 @@ torch.compile traces doors whole. What dynamo cannot read (the self-test, the im
 while it traces and takes as a constant: compiled code counts its fallback then, not in every call.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
@@ -45,12 +44,17 @@ def load(source: str, op: str) -> Callable:
     """`load('triton', 'rms_norm.add_rms_norm')` is that function of kernels/triton/rms_norm.py."""
     file, _, function = op.partition(".")
     _import(source, file)
-    return getattr(getattr(triton if source == "triton" else reference, file), function or file)
+    return getattr(getattr(_PACKAGES[source], file), function or file)
+
+
+_PACKAGES = {"triton": triton, "reference": reference}
 
 
 @constant
 def _import(source: str, file: str) -> None:
-    if f"gpubound.kernels.{source}.{file}" not in sys.modules:
+    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
+    # package has it at the end.
+    if not hasattr(_PACKAGES[source], file):
         import_module(f"gpubound.kernels.{source}.{file}")
 
 
