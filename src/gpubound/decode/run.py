@@ -20,6 +20,7 @@ from .result import Generation
 from .result import Sequence as Generated
 from .slots import RING
 from .text import Texts
+from .turns import short_turns
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
@@ -46,9 +47,10 @@ class Run:
         decoder._check_free()
         decoder._busy = True
         try:
-            with span("decode.prefill"), decoder.plainly():
-                self._prefill()
-            yield from self._loop()
+            with short_turns():
+                with span("decode.prefill"), decoder.plainly():
+                    self._prefill()
+                yield from self._loop()
         finally:
             decoder.slots.drop()
             decoder._busy = False

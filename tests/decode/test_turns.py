@@ -1,0 +1,44 @@
+"""The interpreter's switch interval is short while requests run, and what it was afterwards."""
+
+import sys
+
+import pytest
+
+from gpubound.decode.turns import INTERVAL_S, short_turns
+
+from . import cases
+
+
+@pytest.fixture(autouse=True)
+def interval():
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_short_while_a_request_runs(interval):
+    stream = cases.shared("Llama").stream(cases.prompts(5), max_new_tokens=4)
+    next(stream)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+    stream.close()
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_the_last_of_several_sets_it_back(interval):
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
+def test_a_shorter_one_and_one_set_meanwhile_stay():
+    sys.setswitchinterval(2e-5)
+    with short_turns():
+        assert sys.getswitchinterval() == pytest.approx(2e-5)
+    assert sys.getswitchinterval() == pytest.approx(2e-5)
+    with short_turns():
+        sys.setswitchinterval(3e-3)
+    assert sys.getswitchinterval() == pytest.approx(3e-3)
