@@ -2,6 +2,9 @@
 
 import functools
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,3 +139,25 @@ def test_the_first_token_comes_before_the_rest_is_computed():
     finally:
         fast.graphs.launch = own
         stream.close()
+
+
+LEFT = """
+import atexit, sys
+import torch
+import gpubound as gb
+from gpubound.models import Decoder, PRESETS
+
+model = Decoder(PRESETS["tiny"]).to(sys.argv[1])
+decoder = gb.decoder(model, 1, 64, verify=False)
+atexit.register(lambda: print("busy at exit:", decoder._busy))
+stream = decoder.stream([[1, 2, 3]], max_new_tokens=40)
+next(stream)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_stream_left_open_is_closed_before_python_ends(device):
+    """Left to the interpreter's end it aborts the process on a GPU (torch 2.11)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", LEFT, device], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (0, "busy at exit: False\n"), done.stderr[-2000:]

@@ -5,10 +5,14 @@ ahead of what it has read and never waits on the device. All rows take every ste
 own flag.
 """
 
+import atexit
 import math
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -24,6 +28,20 @@ from .turns import short_turns
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
+
+
+@cache
+def _end_at_exit() -> WeakSet[Generator]:
+    """Generators to close at exit: torch 2.11 aborts the process when one with tensors in its frame is cleared after that."""
+    playing: WeakSet[Generator] = WeakSet()
+
+    def end() -> None:
+        for generator in list(playing):
+            with suppress(ValueError):  # another thread is inside
+                generator.close()
+
+    atexit.register(end)
+    return playing
 
 
 class Run:
@@ -43,6 +61,12 @@ class Run:
         self.texts = Texts(decoder.tokenizer, len(self.sequences), request.stop_strings, request.stops)
 
     def play(self) -> Generator[tuple[int, Any], None, None]:
+        """(row, new tokens or text) as they come. A stream that nobody read to its end is closed before Python ends."""
+        playing = self._play()
+        _end_at_exit().add(playing)
+        return playing
+
+    def _play(self) -> Generator[tuple[int, Any], None, None]:
         decoder = self.decoder
         decoder._check_free()
         decoder._busy = True
