@@ -83,7 +83,7 @@ class Train:
     """
 
     only: str = "350m,350m-x8,135m,feed"
-    """Cases, by comma: 350m, 350m-x8, 350m-x16, 135m, 1b-x8, feed."""
+    """Cases, by comma: 350m, 350m-fp8, 350m-x8, 350m-x16, 135m, 1b-x8, feed."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     rounds: int = 12

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .shapes import SHAPES, llama_config
+from .shapes import SparseShape, llama_config, qwen3_moe_config, shape_of
 
 if TYPE_CHECKING:  # importing the decoder is on the clock of its first token
     from gpubound.decode import FastDecoder
@@ -23,18 +23,21 @@ SAMPLE_ROWS = 4  # whose tokens are judged: their logits are whole in memory
 # at places of their own, and of 128,256 random logits the greatest two lie close: which one is taken is chance. What computes
 # something else takes tokens 4 below.
 GAP = 0.25
+# The same where rounding may also give a token another expert than the model's own forward over the whole text gives it.
+SPARSE_GAP = 1.0
 
 Contender = Callable[[Tensor], Tensor]
 
 
 def build_model(shape: str, device: torch.device) -> Any:
-    """A Hugging Face Llama with random weights: bf16 on a GPU, fp32 on a CPU."""
-    from transformers import LlamaForCausalLM
+    """A Hugging Face Llama or Qwen3-MoE with random weights: bf16 on a GPU, fp32 on a CPU."""
+    from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
+    s, kind = shape_of(shape), Qwen3MoeForCausalLM if is_sparse(shape) else LlamaForCausalLM
     with device:
-        model = LlamaForCausalLM._from_config(
-            llama_config(SHAPES[shape], 4096),
+        model = kind._from_config(
+            qwen3_moe_config(s, 4096) if isinstance(s, SparseShape) else llama_config(s, 4096),
             attn_implementation="sdpa",
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         ).eval()
@@ -43,9 +46,13 @@ def build_model(shape: str, device: torch.device) -> Any:
     return model
 
 
+def is_sparse(shape: str) -> bool:
+    return isinstance(shape_of(shape), SparseShape)
+
+
 def prompts(shape: str, rows: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randint(SHAPES[shape].vocab, (rows, PROMPT), generator=generator).to(device)
+    return torch.randint(shape_of(shape).vocab, (rows, PROMPT), generator=generator).to(device)
 
 
 def ours(decoder: "FastDecoder") -> Contender:

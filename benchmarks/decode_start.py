@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .decode_peers import NEW, build_model, prompts
-from .shapes import SHAPES
+from .shapes import shape_of
 
 MARK = "@@ "
 LENGTH = 4096  # the decoder's own default
@@ -53,7 +53,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(shape: str, dtype: torch.dtype) -> int:
-    s = SHAPES[shape]
+    s = shape_of(shape)
     return 2 * s.layers * s.kv_heads * s.head_dim * LENGTH * dtype.itemsize
 
 

@@ -29,6 +29,19 @@ class Shape:
         return measure.train_flops_per_token(self.matrix_params, self.layers, self.heads * self.head_dim, seq)
 
 
+@dataclass(frozen=True)
+class SparseShape(Shape):
+    """A mixture of experts in every layer; `intermediate` is the width of one."""
+
+    experts: int
+    chosen: int  # of them, a token
+
+    @property
+    def matrix_params(self) -> int:
+        dense = super().matrix_params - 3 * self.layers * self.hidden * self.intermediate
+        return dense + self.layers * self.hidden * (3 * self.chosen * self.intermediate + self.experts)
+
+
 SHAPES = {
     "135m": Shape(576, 1536, 30, 9, 3, 49152, True),
     "350m": Shape(1024, 4096, 24, 16, 4, 32768, False),
@@ -36,6 +49,14 @@ SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8, 128256, False),
     "tiny": Shape(64, 128, 2, 4, 2, 256, True),
 }
+
+
+# Half as deep and half as many experts as Qwen3-30B-A3B: 7.6 billion weights, of which a token reads 1.2.
+SPARSE = {"moe": SparseShape(2048, 768, 24, 16, 4, 32768, False, experts=64, chosen=8)}
+
+
+def shape_of(name: str) -> Shape:
+    return SPARSE[name] if name in SPARSE else SHAPES[name]
 
 
 def llama_config(shape: Shape, positions: int):
@@ -54,4 +75,25 @@ def llama_config(shape: Shape, positions: int):
         head_dim=shape.head_dim,
         use_cache=False,
         rope_theta=500000.0,
+    )
+
+
+def qwen3_moe_config(shape: SparseShape, positions: int):
+    """The Hugging Face configuration of `shape`, whose shares are of what was chosen, as in the models that are published."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.chosen,
+        norm_topk_prob=True,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=positions,
+        head_dim=shape.head_dim,
+        use_cache=False,
     )

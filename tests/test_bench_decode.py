@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_peers, decode_start
+from benchmarks import bench_decode, decode_cache, decode_peers, decode_start, shapes
 from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
 from benchmarks.harness import Bench
 from gpubound import decoder
@@ -65,6 +65,34 @@ def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys
     least = 4 * 90_432 + 2 * 38 * 2 * 2 * 16 * 2 * 4
     assert lines["roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
     assert "401kB a step / 1TB/s read here" in capsys.readouterr().out
+
+
+def test_a_mixture_of_experts_beside_its_own_forward(bench, monkeypatch):
+    small = shapes.SparseShape(64, 24, 2, 4, 2, 256, False, experts=8, chosen=2)
+    monkeypatch.setitem(shapes.SPARSE, "moe", small)
+    model = decode_peers.build_model("moe", CPU)
+    measure_speed(bench, "moe", model, 2, ["eager"], rounds=3, read_bytes_per_s=1e12)
+    lines = {line.peer_name: line for line in bench.lines}
+    assert lines.keys() == {"eager", "roofline"} and not bench.wrong
+    assert small.matrix_params == 2 * (3 * 64 * 64 + 2 * 64 * 24 * 3 + 64 * 8) + 256 * 64
+    # two rows choose 3.5 different experts on average, one row 2; 5 norms of the stream, and 2 of the heads in each layer
+    least = 4 * (small.matrix_params + 2 * 1.5 * 3 * 64 * 24 + 5 * 64 + 4 * 16) + 2 * 38 * 2 * 2 * 16 * 2 * 4
+    assert lines["roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
+
+
+def test_caches_beside_a_plain_one(bench, model, monkeypatch):
+    for name, value in (("ROWS", 2), ("PLACES", 20), ("NEW", 12)):
+        monkeypatch.setattr(decode_cache, name, value)
+    decode_cache.measure_cache(bench, "tiny", model, rounds=3, read_bytes_per_s=1e12)
+    assert sorted({line.case for line in bench.lines}) == [
+        f"tiny batch 2 at 20 tokens, {form} cache" for form in ("fp8", "int8", "paged")
+    ]
+    lines = {(line.case.split()[-2], line.peer_name): line for line in bench.lines}
+    # fp32: the weights, then 2 rows of 14 places, 2 layers of 2 heads of 16 keys and values, in 8 bits with a scale of 4 bytes
+    least = 4 * 90_432 + 2 * 14 * 2 * 2 * 2 * (16 + 4)
+    assert lines["int8", "roofline"].peer == lines["fp8", "roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
+    least += 2 * 14 * 2 * 2 * 2 * (64 - 20)
+    assert lines["paged", "roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
 
 
 def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
@@ -130,9 +158,9 @@ def test_what_start_found_becomes_lines(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--only", "2b"], "--only: got '2b', wanted some of 350m, 1b, 8b, tiny."),
+        (["--only", "2b"], "--only: got '2b', wanted some of 350m, 1b, 8b, moe, tiny."),
         (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, host."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],

@@ -193,6 +193,8 @@ def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
     assert "path: fused kernels over the live weights" in err and "greedy tokens equal" in err
     code, out, err = run(ckpt, "--prompt", "the cat", "--weights", "int8", "--table")
     assert (code, out) == (0, " sat on the mat and slept.\n") and "path: fused kernels over int8 copies of the weights" in err
+    code, out, err = run(ckpt, "--prompt", "the cat", "--cache", "int8", "--table")
+    assert (code, out) == (0, " sat on the mat and slept.\n") and "int8, a scale a token and head" in err
     assert "verify=False: nothing has shown" in run(ckpt, "--prompt", "the cat", "--verify", "none")[2]
 
 

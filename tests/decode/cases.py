@@ -31,6 +31,11 @@ FAMILIES = {
     "Qwen3": {"num_attention_heads": 6},  # normed heads, wider than hidden in all
     "SmolLM3": {"num_hidden_layers": 4},  # its fourth layer has no positions
 }
+SPARSE = {
+    "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
+                 "moe_intermediate_size": 24, "norm_topk_prob": True},
+}  # fmt: skip
 HUGGING_FACE = [*FAMILIES, "Llama placed"]
 ALL = [*HUGGING_FACE, "own"]
 
@@ -42,7 +47,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         model: torch.nn.Module = Decoder(DecoderConfig(32, 40, 2, 4, 2, VOCABULARY, qkv_bias=True, qk_norm=True, **options))
     else:
         family = kind.partition(" ")[0]
-        config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | options)
+        config = getattr(transformers, f"{family}Config")(**SIZES | (FAMILIES | SPARSE)[family] | options)
         model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

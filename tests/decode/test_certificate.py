@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import fused, graphs
+from gpubound.decode import cache, fused, graphs
 from gpubound.decode.live import Live
 
 from . import cases
@@ -59,14 +59,14 @@ def test_a_prefill_of_its_own(monkeypatch):
 
 def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
     """What lies there is NaN while the certificate is made."""
-    own = fused.decode_attention
+    own = cache.decode_attention
 
-    def longer(qkv, position, k_cache, v_cache, *rest):
-        found = own(qkv, position, k_cache, v_cache, *rest)
+    def longer(qkv, position, k_cache, v_cache, *rest, **named):
+        found = own(qkv, position, k_cache, v_cache, *rest, **named)
         out, place = rest[-2], position.long() + 1
         return out.add_(v_cache[torch.arange(len(out)), :, place].repeat_interleave(2, 1).flatten(1) * 1e-9), *found[1:]
 
-    monkeypatch.setattr(fused, "decode_attention", longer)
+    monkeypatch.setattr(cache, "decode_attention", longer)
     assert re.fullmatch(WRONG, refusal())
 
 
@@ -147,8 +147,8 @@ def test_cache_rows_beyond_the_live_length_may_hold_anything(kind):
     for settings in ({}, {"temperature": 1.0, "top_k": 20, "seed": 4}):
         found = []
         for value in (0.0, float("nan"), 1e30):
-            fast.body.k_cache.fill_(value)
-            fast.body.v_cache.fill_(value)
+            fast.body.cache.k.fill_(value)
+            fast.body.cache.v.fill_(value)
             found.append(fast.generate(cases.prompts(), max_new_tokens=40, **settings).tokens)
         assert found[0] == found[1] == found[2]
 

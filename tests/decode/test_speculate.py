@@ -186,14 +186,13 @@ def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeyp
     places = torch.arange(4, dtype=torch.int32).repeat(2, 1)
     found = []
     for cut in ([slice(None)], range(4)):
-        for cache in (body.k_cache, body.v_cache):
-            cache.fill_(float("nan"))
+        body.cache.poison()
         logits = []
         for part in cut:
             token, place = ids[:, part].contiguous(), places[:, part].contiguous()
             body.begin(token.flatten())
             logits.append(body.step(token, place).clone().view(2, -1, cases.VOCABULARY))
-        found.append((torch.cat(logits, 1), body.k_cache[..., :4, :].clone(), body.v_cache[..., :4, :].clone()))
+        found.append((torch.cat(logits, 1), body.cache.k[..., :4, :].clone(), body.cache.v[..., :4, :].clone()))
     for name, together, apart in zip(("logits", "keys", "values"), *found):
         assert apart.isfinite().all() and torch.equal(together, apart), name
 

@@ -37,17 +37,19 @@ def usual(tmp_path_factory) -> Iterator[list[float]]:
     """The loss of every step of the usual loop."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield usual_loop(tmp_path_factory.mktemp("usual"))
+    yield usual_loop(tmp_path_factory.mktemp("usual"), "cpu")
     torch.set_num_threads(threads)
 
 
-def usual_loop(folder: Path) -> list[float]:
+def usual_loop(folder: Path, device: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpubound.device.interpreted", lambda: False)
-        recipe = Recipe(**SHAPE, out=str(folder / "run"))
+        recipe = Recipe(**SHAPE | {"device": device, "precision": "fp32"}, out=str(folder / "run"))
         run = prepare(recipe, progress=False)
-        feed = run.stage.feed(torch.device("cpu"))
-        model = AutoModelForCausalLM.from_pretrained(save_hf(run.model, folder / "model"), dtype=torch.float64).train()
+        feed = run.stage.feed(torch.device(device))
+        model = (
+            AutoModelForCausalLM.from_pretrained(save_hf(run.model, folder / "model"), dtype=torch.float64).to(device).train()
+        )
     decaying = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decaying, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -88,21 +90,32 @@ def test_the_curve_is_the_usual_one(usual, tmp_path, precision):
     assert sum(curve[-10:]) / 10 < REACHED and run.evaluations[STEPS] < REACHED + 0.2
 
 
-# The 10m preset after 200 steps of 4,096 tokens: held-out loss at the most.
-REACHED_10M = {"fp32": 4.6, "tf32": 4.6, "bf16": 4.6, "fp16": 4.6}
+@pytest.mark.gpu
+def test_the_curve_on_a_gpu_is_the_usual_one(tmp_path):
+    """The Triton kernels, the captured step; drawn and fed on the device, so beside a usual loop that is there, too."""
+    want = usual_loop(tmp_path / "usual", "cuda")
+    for precision in ("fp32", "tf32", "bf16"):  # fp16 begins by skipping: its loss scale has to find its place
+        run, records = train(Recipe(**SHAPE | {"device": "cuda"}, out=str(tmp_path / precision), precision=precision))
+        apart = max(abs(record["loss"] - loss) for record, loss in zip(records, want))
+        print(f"\n{precision}: {apart:.1e} apart")
+        assert run.step.captured and len(records) == STEPS and apart <= (1e-3 if precision == "fp32" else 2e-2), precision
+
+
+# The 10m preset over 200 steps of 4,096 tokens. On an H200 the last ten losses were 4.331 (tf32) to 4.337 (bf16) on average,
+# the held-out one 4.602 (fp16) to 4.616 (fp32). At two and a half times the rate the curves of right runs part after 15 steps.
+REACHED_10M, HELD_OUT_10M = 4.36, 4.66
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", REACHED_10M)
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_the_10m_learns_on_a_gpu(tmp_path, precision):
-    """`pytest -s` shows the curve."""
     todo = Recipe(
         model="10m", data_bytes=3_000_000, vocabulary=2048, seq=256, micro_batch=16, steps=200, precision=precision,
-        lr=1.5e-3, warmup=0.05, validation=0.05, device="cuda", out=str(tmp_path),
+        lr=6e-4, warmup=0.1, validation=0.05, device="cuda", out=str(tmp_path),
     )  # fmt: skip
     run, records = train(todo)
     curve = [record["loss"] for record in records]
-    print(f"\n10m {precision}: every tenth loss {' '.join(f'{loss:.2f}' for loss in curve[::10])}")
-    print(f"10m {precision}: last ten {sum(curve[-10:]) / 10:.3f}, held out {run.evaluations[200]:.3f}")
+    print(f"\n10m {precision}: last ten {sum(curve[-10:]) / 10:.3f}, held out {run.evaluations[200]:.3f}")
     assert run.step.captured and records[-1]["skipped"] <= (5 if precision == "fp16" else 0), "its loss scale finds its place"
-    assert curve[0] == pytest.approx(math.log(2048), abs=0.2) and run.evaluations[200] < REACHED_10M[precision]
+    assert curve[0] == pytest.approx(math.log(2048), abs=0.2)
+    assert sum(curve[-10:]) / 10 < REACHED_10M and run.evaluations[200] < HELD_OUT_10M

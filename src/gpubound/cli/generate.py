@@ -95,6 +95,8 @@ class Generate:
     """Steps a launch: auto, or a number."""
     weights: str | None = None
     """int8, int4 or fp8: rounded copies of the weights, less to read for each token."""
+    cache: str | None = None
+    """int8 or fp8: keys and values in 8 bits, less to read and to keep for long texts and many sequences."""
     speculate: int | None = None
     """Tokens to look up in what is there already and to check in one step: the same result, sooner where texts repeat."""
     device: str = "auto"
@@ -201,7 +203,7 @@ def build(
     k = options.k if options.k == "auto" else int(options.k)
     tokenizer = Spoken(saved.tokenizer, options.special)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
-    way |= {"speculate": options.speculate, "weights": options.weights}
+    way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
     made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
     for _ in range(2 if device.type == "cuda" else 0):  # what such a request compiles, then what it captures: not on its clock
         made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})

@@ -1,8 +1,10 @@
-"""What rounding the weights costs: the packed model beside the one it was made of, on a given text, both in plain fp32."""
+"""What rounding costs, of weights or of keys and values: the rounded model beside the one it was made of, on a given text.
+
+Both in plain fp32, so that nothing but the rounding tells them apart."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from . import plain
 
 if TYPE_CHECKING:
-    from .quantized import QuantizedBody
+    from .fused import FusedBody
 
 PIECE = 512  # tokens of the text read at a time, each piece from its own beginning
 
@@ -34,7 +36,7 @@ class Accuracy:
 
 
 @torch.no_grad()
-def accuracy(body: "QuantizedBody", ids: Sequence[int] | Tensor) -> Accuracy:
+def accuracy(body: "FusedBody", ids: Sequence[int] | Tensor) -> Accuracy:
     """Compare on the token ids of a text; the decoder's table shows the result from then on."""
     ids = torch.as_tensor(ids, device=body.device).long()
     if ids.dim() != 1 or len(ids) < 2:
@@ -48,7 +50,7 @@ def accuracy(body: "QuantizedBody", ids: Sequence[int] | Tensor) -> Accuracy:
     rows = torch.cat([_compare(body, exact, piece) for piece in pieces])
     divergence, same, loss, original_loss = rows.double().unbind(1)
     body.measured = Accuracy(
-        body.kind,
+        body.rounds,
         len(rows),
         divergence.mean().item(),
         divergence.max().item(),
@@ -59,9 +61,10 @@ def accuracy(body: "QuantizedBody", ids: Sequence[int] | Tensor) -> Accuracy:
     return body.measured
 
 
-def _compare(body: "QuantizedBody", exact, ids: Tensor) -> Tensor:
+def _compare(body: "FusedBody", exact: Any, ids: Tensor) -> Tensor:
     """(T - 1, 4): divergence, same best, and both losses of every next token."""
-    original, rounded = (plain.logits(model, ids[:-1]).log_softmax(-1) for model in (body.original, exact))
+    original = plain.logits(body.original, ids[:-1]).log_softmax(-1)
+    rounded = plain.logits(exact, ids[:-1], rounded=body.cache.rounded).log_softmax(-1)
     divergence = (original.exp() * (original - rounded)).sum(-1)
     losses = [-x.gather(-1, ids[1:, None])[:, 0] for x in (rounded, original)]
     return torch.stack([divergence, (original.argmax(-1) == rounded.argmax(-1)).float(), *losses], 1)

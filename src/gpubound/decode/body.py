@@ -54,6 +54,9 @@ class Body(ABC):
     def score(self, ids: Tensor) -> Tensor:
         """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
 
+    def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
+        """Called before a request's prefill: how many tokens each of its rows may grow to, (B,) int32 on the device."""
+
     def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called once before the first step of a batch."""
 

@@ -3,13 +3,17 @@
 logits   of a short random sequence, token by token through the kernels and once by way of the prefill, against the model's
          own forward and plain fp32: no further from fp32 than the model itself is, within a margin. A sliding window of at
          most SHORT tokens is passed; the edge of a longer one is not seen here
+choices  of experts, where there are any, by themselves (choices.py); logits are compared with fp32 at the same choice
 tokens   graphs against the same kernels launched one by one: equal, for every number of steps a launch up to STEPS.
          Speculative ones against plain steps, where the same kernels compute both
-cache    filled with NaN before all of it: what lies beyond the live length is never read
+cache    filled with NaN before all of it: what lies beyond the live length is never read. One in 8 bits rounds, and a key that
+         lies near the middle of two codes may become either: fp32 rounds its keys and values alike, and ours may lie as much
+         further off as a share of what that rounding costs
 """
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +23,8 @@ from torch import Tensor
 
 from ..errors import GenerateError
 from . import plain
+from .choices import Choices, listening
+from .experts import ExpertsBody
 from .fused import FusedBody
 from .graphs import Way, run_steps
 from .request import Choice, Request, pad
@@ -35,6 +41,14 @@ STEPS = 12  # greedy tokens compared between graphs and single launches
 MARGIN = 1.5
 FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LIMIT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# The same for how far the scores of chosen experts lie below the best ones. With 8 of 32 experts in 12 layers of random weights
+# they are 5e-5 in bf16, ours and the model's; a choice whose last expert is always the next best would lie 100 times as far.
+MISSED = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+MISSED_LIMIT = {dtype: 10 * floor for dtype, floor in MISSED.items()}
+# A cache in 8 bits: the share of its rounding's cost that may come on top. Where ours and fp32's keys differ by d, one in s / d
+# gets another code, of those that lie s apart, which costs sqrt(12 d / s) of the rounding. For d of 1e-6, 1e-3 and 5e-3 of a
+# key's spread, and s = 2e-2, that is 0.02, 0.8, and in bf16 as if both had been rounded apart: sqrt(2).
+AGAIN = {torch.float32: 0.1, torch.float16: 1.0, torch.bfloat16: 1.5}
 
 
 @dataclass(frozen=True)
@@ -43,11 +57,13 @@ class Certificate:
     logits_error: float | None  # of our kernels, relative to fp32; None where it was not compared
     model_error: float | None  # of the model's own forward
     seconds: float
+    cache_error: float | None = None  # of plain fp32 when a cache in 8 bits rounds its keys and values
 
     def __str__(self) -> str:
         parts = [f"{self.tokens_compared} greedy tokens equal between graph and single launches"]
         if self.logits_error is not None:
-            parts.append(f"logits {self.logits_error:.1e} from fp32 (the model's own forward {self.model_error:.1e})")
+            rounded = "" if self.cache_error is None else f", over a cache that alone makes {self.cache_error:.1e}"
+            parts.append(f"logits {self.logits_error:.1e} from fp32 (the model's own forward {self.model_error:.1e}){rounded}")
         return f"verified in {self.seconds:.2f} s: {'; '.join(parts)}; cache beyond the live length poisoned"
 
 
@@ -59,22 +75,27 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> Certificate:
     window = getattr(config, "sliding_window", None) or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     ids = torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    ours, own = None, None
+    errors: tuple[float | None, ...] = (None, None, None)
     if isinstance(body, FusedBody):
         if not quick:
-            ours, own = _compare_logits(decoder, body, ids.to(body.device))
-        _poison(body)
+            errors = _compare_logits(decoder, body, ids.to(body.device))
+        body.cache.poison()
     count = _compare_tokens(decoder, ids[:TOKENS].tolist())
     if body.device.type == "cuda":
         torch.cuda.synchronize(body.device)
-    return Certificate(count, ours, own, time.perf_counter() - begun)
+    ours, own, cached = errors
+    return Certificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tuple[float, float]:
-    truth = plain.logits(body.exact(), ids)
-    model_truth = truth if body.exact() is body.original else plain.logits(body.original, ids)
-    output = decoder.model(ids[None])
+def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tuple[float, float, float | None]:
+    """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
+    with listening(decoder.model, isinstance(body, ExpertsBody)) as choices:
+        output = decoder.model(ids[None])
     own = getattr(output, "logits", output)[0].float()
+    whole = plain.logits(body.exact(), ids, choices)
+    own_missed = choices.missed  # before fp32 over a rounded cache has judged them too
+    truth = whole if body.cache.kind is None else plain.logits(body.exact(), ids, choices, body.cache.rounded)
+    model_truth = whole if body.exact() is body.original else plain.logits(body.original, ids)
     if not (truth.isfinite().all() and own.isfinite().all()):
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -82,33 +103,68 @@ def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tup
         )
     every = {1, body.max_batch} if not body.narrow(body.max_batch) else {1}  # wide batches have products of their own
     model_error = _distance(own, model_truth)
-    our_error = max(_distance(_all_logits(body, ids, rows), torch.cat([truth, truth[-1:]])) for rows in every)
-    dtype = body.live.dtype
+    dtype, ways = body.live.dtype, [_all_logits(body, ids, rows) for rows in every]
+    our_error = max(_distance(logits, _truth_of(body, ids, truth, chosen)) for logits, chosen in ways)
+    missed = max(choice.missed for _, chosen in ways for choice in chosen)
+    _check_choices(missed, own_missed, dtype)
     if not model_error <= LIMIT[dtype]:
         raise GenerateError(
             f"decoder: the model's own logits are {model_error:.1e} from what a model of its shape computes in fp32 (limit "
             f"{LIMIT[dtype]:.0e}): it has an option the kernels do not know; pass fused=False."
         )
-    if not our_error <= max(MARGIN * model_error, FLOOR[dtype]):
+    cached = None if body.cache.kind is None else _distance(truth, whole)
+    if not our_error <= max(MARGIN * model_error, FLOOR[dtype]) + AGAIN[dtype] * (cached or 0.0):
+        beside = "" if cached is None else f" (and a cache in {body.cache.layout.kind} makes {cached:.1e})"
         raise GenerateError(
-            f"decoder: the kernels' logits are {our_error:.1e} from fp32, the model's own only {model_error:.1e}: they do not "
-            "compute this model; pass fused=False, and report it."
+            f"decoder: the kernels' logits are {our_error:.1e} from fp32, the model's own only {model_error:.1e}{beside}: they "
+            "do not compute this model; pass fused=False, and report it."
         )
-    return our_error, model_error
+    return our_error, model_error, cached
+
+
+def _truth_of(body: FusedBody, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
+    """What `_all_logits` approaches: after each token, and after the last one again."""
+    rounded = body.cache.rounded
+    steps, prefilled = (plain.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
+    return torch.cat([steps, prefilled[-1:]])
+
+
+def _check_choices(ours: float, own: float, dtype: torch.dtype) -> None:
+    if not own <= MISSED_LIMIT[dtype]:
+        raise GenerateError(
+            f"decoder: the model's own routers choose experts whose scores lie {own:.1e} deviations below the best in fp32 "
+            f"(limit {MISSED_LIMIT[dtype]:.0e}): it has an option the kernels do not know; pass fused=False."
+        )
+    if not ours <= max(MARGIN * own, MISSED[dtype]):
+        raise GenerateError(
+            f"decoder: the kernels choose experts whose scores lie {ours:.1e} deviations below the best in fp32, the model "
+            f"itself only {own:.1e}: they do not compute this model; pass fused=False, and report it."
+        )
 
 
 def _distance(x: Tensor, truth: Tensor) -> float:
     return ((x - truth).norm() / truth.norm()).item()
 
 
-def _all_logits(body: FusedBody, ids: Tensor, rows: int) -> Tensor:
-    """Of the last of `rows` equal rows, after each token; then after the last one again, the others prefilled."""
-    _poison(body)
-    found = [_logits_after(body, ids, place, rows) for place in range(len(ids))]
-    if len(ids) > 1:
-        _poison(body)
-        body.prefill(ids[:-1].expand(rows, -1), torch.full((rows,), len(ids) - 1, device=ids.device))
-    return torch.stack([*found, _logits_after(body, ids, len(ids) - 1, rows)])
+def _all_logits(body: FusedBody, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices]]:
+    """Of the last of `rows` equal rows, after each token; then after the last one again, the others prefilled. And the experts
+    that were chosen on either way."""
+    body.cache.poison()
+    limits = torch.zeros(rows, device=ids.device, dtype=torch.int32)
+    limits[-1] = len(ids)  # whose logits are read: there may not be pages for all of them
+    body.reserve(limits)
+    with _overhear(body) as singly:
+        found = [_logits_after(body, ids, place, rows) for place in range(len(ids))]
+    with _overhear(body) as prefilled:
+        if len(ids) > 1:
+            body.cache.poison()
+            body.prefill(ids[:-1].expand(rows, -1), torch.full((rows,), len(ids) - 1, device=ids.device))
+        found.append(_logits_after(body, ids, len(ids) - 1, rows))
+    return torch.stack(found), [singly, prefilled]
+
+
+def _overhear(body: FusedBody) -> AbstractContextManager[Choices]:
+    return body.overhear() if isinstance(body, ExpertsBody) else nullcontext(Choices())
 
 
 def _logits_after(body: FusedBody, ids: Tensor, place: int, rows: int) -> Tensor:
@@ -116,11 +172,6 @@ def _logits_after(body: FusedBody, ids: Tensor, place: int, rows: int) -> Tensor
     token.copy_(ids[place])
     body.begin(token)
     return body.step(token, position)[-1].clone()
-
-
-def _poison(body: FusedBody) -> None:
-    body.k_cache.fill_(float("nan"))
-    body.v_cache.fill_(float("nan"))
 
 
 def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
@@ -140,6 +191,7 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
 
     def restart() -> None:
         slots.fill(request, rows, decoder.max_length)
+        body.reserve(slots.rows.limit[:rows])
         body.prefill(ids, lengths)
         body.begin(slots.rows.token[:rows])
         if speculator:

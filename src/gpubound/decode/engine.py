@@ -14,10 +14,12 @@ from ..kernels.choose import hasten
 from ..trace import notice
 from .accuracy import Accuracy, accuracy
 from .body import Body
+from .cache import PLAIN, Layout
 from .certify import Certificate, certify
-from .fused import FusedBody
+from .experts import ExpertsBody
+from .fused import NARROW, FusedBody
 from .graphs import Graphs
-from .live import bind
+from .live import bind, has_experts
 from .quantized import QuantizedBody
 from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts
 from .result import Generation
@@ -26,7 +28,8 @@ from .slots import Slots
 from .speculate import Draft, speculator, tokens_a_step
 
 # What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
-OPS = ("decode_attention", "decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
+OPS = ("decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
+EXPERT_OPS = ("experts.route", "experts.routed_gate_up", "experts.add_routed")
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
@@ -52,6 +55,7 @@ class FastDecoder:
         self.graphs = Graphs(body, self.slots, self.speculator.run if self.speculator else None)
         self.certificate: Certificate | None = None
         self._busy = False
+        self.layout = body.cache.layout if isinstance(body, FusedBody) else PLAIN
         self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
@@ -121,10 +125,11 @@ class FastDecoder:
         return scores
 
     def accuracy(self, text: Any) -> Accuracy:
-        """What rounding the weights costs on `text` (text or ids): KL a token and both perplexities. Printed in the table."""
-        if not isinstance(self.body, QuantizedBody):
+        """What rounding costs on `text` (text or ids): KL a token and both perplexities. Printed in the table."""
+        if not isinstance(self.body, FusedBody) or not self.body.rounds:
             raise ValueError(
-                "accuracy: the decoder reads the live weights, which are not rounded; build it with weights='int4'."
+                "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
+                "weights='int4' or cache='int8'."
             )
         return accuracy(self.body, read_prompts(text, self.tokenizer)[0])
 
@@ -163,6 +168,7 @@ class FastDecoder:
             check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
         found = [prompt for prompt in read_prompts(prompts, self.tokenizer) for _ in range(n)]
         check_prompts(found, self.body.vocab, self.max_batch, self.max_length)
+        self.layout.check_request([min(len(p) + (max_new_tokens or self.max_length), self.max_length) for p in found])
         stop = self.ends if stop is None else stop
         stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
         strings = tuple(s for s in stops if isinstance(s, str))
@@ -180,6 +186,7 @@ class FastDecoder:
         )
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.body.reserve(self.slots.rows.limit[: len(ids)])
         self.graphs.prefill(ids, lengths)
         if self.speculator:
             self.speculator.prefill(ids, lengths)
@@ -218,6 +225,8 @@ def decoder(
     verify: bool | str = True,
     speculate: int | Draft | None = None,
     weights: str | None = None,
+    cache: str | None = None,
+    pages: int | None = None,
 ) -> FastDecoder:
     """A decoder on `model`'s live weights.
 
@@ -230,6 +239,10 @@ def decoder(
     verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
     weights     None: the live ones; 'int8', 'int4' or 'fp8': copies rounded to so much, made now and again when a weight has
                 changed; `accuracy(text)` says what the rounding costs
+    cache       None: keys and values in the model's dtype; 'int8' or 'fp8': in so much, with a scale for each token and kv
+                head; `accuracy(text)` counts it
+    pages       None: room for max_batch rows of max_length; else so many pages of 64 tokens that the rows share: a request
+                takes as many as its prompts and max_new_tokens may fill
     speculate   tokens to look up in the row's own text and check in one step, or gb.Draft(model, tokens): the same result,
                 sooner
     """
@@ -249,24 +262,39 @@ def decoder(
         )
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    hasten(OPS if fused else (), first.device, first.dtype)
+    layout = Layout(cache, pages)
+    layout.check(max_batch, max_length)
+    ops = (layout.op, *OPS, *(EXPERT_OPS if has_experts(model) else ())) if fused else ()
+    hasten(ops, first.device, first.dtype)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body, path = _body(model, max_batch, max_length, fused, width, weights)
+        body, path = _body(model, max_batch, max_length, fused, width, weights, layout)
         drafting = _body(speculate.model, max_batch, max_length, fused)[0] if isinstance(speculate, Draft) else None
         return FastDecoder(model, body, path, ladder, tokenizer, verify, width, drafting)
 
 
 def _body(
-    model: Any, max_batch: int, max_length: int, fused: bool, tokens: int = 1, weights: str | None = None
+    model: Any,
+    max_batch: int,
+    max_length: int,
+    fused: bool,
+    tokens: int = 1,
+    weights: str | None = None,
+    layout: Layout = PLAIN,
 ) -> tuple[Body, str]:
     """What runs the model, and why it is not the fused kernels."""
-    live = bind(model) if fused else "fused=False was asked for"
-    if isinstance(live, str) and weights is not None:
-        raise ValueError(f"decoder: weights: got {weights!r}, which only the fused kernels read, and {live}.")
+    together = weights is None and max_batch * tokens > NARROW
+    live = bind(model, neighbours=together) if fused else "fused=False was asked for"
+    for name, value in (("weights", weights), ("cache", layout.kind), ("pages", layout.pages)):
+        if isinstance(live, str) and value is not None:
+            raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
         from .static import StaticBody
 
         return StaticBody(model, max_batch, max_length, tokens), live
+    if live.shape.routing is not None:
+        if weights is not None:
+            raise ValueError(f"decoder: weights: got {weights!r}, but a mixture of experts is read as it is; leave it out.")
+        return ExpertsBody(live, max_batch, max_length, tokens, cache=layout), ""
     if weights is not None:
-        return QuantizedBody(live, max_batch, max_length, weights, tokens), ""
-    return FusedBody(live, max_batch, max_length, tokens), ""
+        return QuantizedBody(live, max_batch, max_length, weights, tokens, cache=layout), ""
+    return FusedBody(live, max_batch, max_length, tokens, cache=layout), ""

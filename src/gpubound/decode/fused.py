@@ -3,7 +3,7 @@
 Up to NARROW rows, every product is a kernel of our own that reads the weights once (kernels/decoding.py), in a chain where each
 may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them.
 
-Legend: B rows, T tokens of a prompt, K key and value heads, L places a row, D width of a head.
+Legend: B rows, T tokens of a prompt.
 """
 
 from typing import Any
@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import can_launch
-from ..kernels import add_product, add_rms_norm, decode_attention, norm_gate_up, norm_product, norm_rows, rms_norm, rope, swiglu
+from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, norm_rows, rms_norm, rope, swiglu
 from ..kernels.decoding import EARLY, LATE
 from ..layers.attention import attend
 from ..layers.product import fused_linear
 from . import plain
+from .accuracy import Accuracy
 from .body import Body
+from .cache import PLAIN, Cache, Layout
 from .live import Layer, Live
 
 NARROW = 8  # rows
@@ -38,16 +40,21 @@ class FusedBody(Body):
     x: Tensor
     best: Tensor
     arg: Tensor
+    kind: str | None = None  # what the weights are rounded to
+    measured: Accuracy | None = None
 
-    def __init__(self, live: Live, max_batch: int, max_length: int, tokens: int = 1) -> None:
+    def __init__(
+        self, live: Live, max_batch: int, max_length: int, tokens: int = 1, *, cache: Layout = PLAIN
+    ) -> None:  # fmt: skip
         self.original = live  # the model's own weights
         self.live, self.max_batch, self.max_length = live, max_batch, max_length
         self.device, self.vocab = live.device, live.shape.vocab
         s, B = live.shape, max_batch * tokens
         self.cos, self.sin = live.rope(max_length)
         self.still = torch.ones_like(self.cos), torch.zeros_like(self.sin)  # for layers that do not turn their heads
-        cache = (len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(cache, device=self.device, dtype=live.dtype) for _ in range(2))
+        self.cache = Cache(
+            cache, len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype, self.device
+        )  # fmt: skip
         wide: Any
         half: Any
         wide, half = {"device": self.device, "dtype": torch.float32}, {"device": self.device, "dtype": live.dtype}
@@ -71,6 +78,12 @@ class FusedBody(Body):
         """The weights that the kernels read, for plain.py."""
         return self.live
 
+    @property
+    def rounds(self) -> str:
+        """What is rounded to less than the model's dtype: weights, cache, both, or nothing."""
+        held = self.cache.layout.kind
+        return ", ".join(part for part in (self.kind, held and f"{held} cache") if part)
+
     def moved(self) -> str | None:
         return self.live.moved()
 
@@ -80,9 +93,7 @@ class FusedBody(Body):
             table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
 
     def bytes_a_step(self, live: list[int]) -> int:
-        s = self.live.shape
-        key = 2 * len(self.live.layers) * s.kv_heads * s.head_dim * self.k_cache.element_size()
-        return self.live.bytes_read() + key * sum(live)
+        return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
 
     def locate(self, ids: Tensor) -> str:
         return plain.first_not_finite(self.live, ids)
@@ -154,11 +165,11 @@ class FusedBody(Body):
         accumulate(x, swiglu(fused_linear(h, [layer.gate, layer.up], biases or None)), layer.down, layer.down_bias)
 
     def _attend(self, number: int, qkv: Tensor, position: Tensor, mode: int) -> None:
-        s, batch, rows, layer = self.live.shape, len(position), position.numel(), self.live.layers[number]
+        s, rows, layer = self.live.shape, position.numel(), self.live.layers[number]
         cos, sin = (self.cos, self.sin) if layer.turned else self.still
-        decode_attention(
-            qkv, position, self.k_cache[number, :batch], self.v_cache[number, :batch], cos, sin, layer.q_norm, layer.k_norm,
-            s.head_eps, s.scale, layer.window, self.partial[:rows], self.count[: rows * s.kv_heads], self.mixed[:rows], mode,
+        self.cache.attend(
+            number, qkv, position, cos, sin, layer.q_norm, layer.k_norm, s.head_eps, s.scale, layer.window,
+            self.partial[:rows], self.count[: rows * s.kv_heads], self.mixed[:rows], mode,
         )  # fmt: skip
 
     def _head(self, rows: int) -> Tensor:
@@ -173,6 +184,9 @@ class FusedBody(Body):
             return torch.mm(h, self.live.head.t(), out_dtype=torch.float32, out=logits)
         return logits.copy_(F.linear(h, self.live.head))
 
+    def reserve(self, limits: Tensor) -> None:
+        self.cache.reserve(limits)
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. What lies behind a row's length is never read."""
@@ -183,15 +197,12 @@ class FusedBody(Body):
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
         s, eps = self.live.shape, self.live.shape.eps
-        rows, end = ids.shape[0], start + ids.shape[1]
+        end = start + ids.shape[1]
         x, pending = F.embedding(ids, self.live.embed), None
         for number, layer in enumerate(self.live.layers):
             h, x = (rms_norm(x, layer.norm, eps), x) if pending is None else add_rms_norm(x, pending, layer.norm, eps)
             q, k, v = self._project(layer, h, start, end)
-            caches = self.k_cache[number, :rows], self.v_cache[number, :rows]
-            for cache, new in zip(caches, (k, v)):
-                cache[:, :, start:end] = new.transpose(1, 2)
-            k, v = (cache[:, :, :end] for cache in caches)
+            k, v = self.cache.extend(number, start, k, v)
             mixed = attend(q.transpose(1, 2), k, v, _mask(start, end, layer.window, x.device), s.scale)
             h, x = add_rms_norm(x, F.linear(mixed.flatten(2), layer.o, layer.o_bias), layer.mlp_norm, eps)
             pending = self._prompt_mlp(number, h)
@@ -205,6 +216,7 @@ class FusedBody(Body):
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
+        self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
         found = []
         for start in range(0, len(ids) - 1, CHUNK):
             piece = ids[start : min(start + CHUNK, len(ids) - 1)]
@@ -230,14 +242,28 @@ class FusedBody(Body):
         layers = len(self.live.layers)
         rows = [
             (f"{layers} x norm, q k v", f"{kernel}: norm_product", ""),
-            (f"{layers} x rotation, cache, attention", f"{kernel}: decode_attention", ""),
-            (f"{layers} x output, down", f"{kernel}: add_product", ""),
-            (f"{layers} x norm, gate, up", f"{kernel}: norm_gate_up", ""),
+            (f"{layers} x rotation, cache, attention", f"{kernel}: {self.cache.layout.op.split('.')[-1]}", ""),
+            *self._mlp_report(kernel),
             ("norm, head", f"{kernel}: norm_product", ""),
         ]
         if len(self.x) > NARROW:
-            rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", "they fill tensor cores"))
+            why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
+            rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
+        return [*rows, *self._rounding()]
+
+    def _rounding(self) -> list[tuple[str, str, str]]:
+        """What the cache is, if it is no plain one, and what all the rounding costs."""
+        rows = self.cache.report()
+        if self.rounds:
+            rows.append(("accuracy", "measured" if self.measured else "not measured", str(self.measured or "")))
         return rows
+
+    def _mlp_report(self, kernel: str) -> list[tuple[str, str, str]]:
+        layers = len(self.live.layers)
+        return [
+            (f"{layers} x output, down", f"{kernel}: add_product", ""),
+            (f"{layers} x norm, gate, up", f"{kernel}: norm_gate_up", ""),
+        ]
 
 
 def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -19,7 +19,8 @@ _HERE = os.path.dirname(__file__) + os.sep
 def _inner() -> tuple[str, ...]:
     """Where code lies that no user wrote: this package, Triton, Python's import machinery and its way to show a warning."""
     triton = find_spec("triton")
-    return (_HERE, "<frozen", warnings.__file__, *((os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()))
+    compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
+    return (_HERE, "<frozen", warnings.__file__, *compiler)
 
 
 # Files of torch whose reads of the device have a better remedy than the general one (explain.REMEDIES).

@@ -8,6 +8,10 @@ from .decoding import decode_attention as decode_attention
 from .decoding import norm_gate_up as norm_gate_up
 from .decoding import norm_product as norm_product
 from .decoding import norm_rows as norm_rows
+from .decoding import quantized_decode_attention as quantized_decode_attention
+from .experts import add_routed as add_routed
+from .experts import route as route
+from .experts import routed_gate_up as routed_gate_up
 from .gated import geglu as geglu
 from .gated import swiglu as swiglu
 from .gated import swiglu_backward as swiglu_backward

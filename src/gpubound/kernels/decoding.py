@@ -8,6 +8,7 @@ what the one before wrote. EARLY kernels let their successor in at once, LATE on
 import torch
 from torch import Tensor
 
+from .cached import LARGEST
 from .choose import implementation
 
 EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
@@ -102,6 +103,7 @@ def decode_attention(
     count: Tensor,
     out: Tensor,
     dependent: int = 0,
+    pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one new token a row over the cache, which gets the token's k and v: (out, k_cache, v_cache).
 
@@ -118,26 +120,85 @@ def decode_attention(
     partial   scratch (B, K, splits, H/K, D + 2) fp32; splits is over how many programs a row's kv head may spread
     count     scratch (B · K,) int32, zeros; each launch leaves zeros
     out       (B, H D) in the cache's dtype or any other
+    pages     (B, M) int32, for caches (P, K, S, D) of P pages that hold S places each, a power of two: row b's places from m S
+              on lie in page pages[b, m]. The bits are those of the same rows side by side
     """
-    B, K, _, D = k_cache.shape
+    _check_attention("decode_attention", qkv, position, k_cache, v_cache, cos, sin, out, pages)
+    return implementation("decode_attention", k_cache)(
+        qkv, position, k_cache, v_cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent, pages
+    )
+
+
+def quantized_decode_attention(
+    qkv: Tensor,
+    position: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    scale: float,
+    window: int,
+    partial: Tensor,
+    count: Tensor,
+    out: Tensor,
+    dependent: int = 0,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`decode_attention` over a cache of 8-bit codes (cached.py): (out, k_cache, v_cache, k_scale, v_scale).
+
+    The token's k and v are rounded when they are written, and the token itself sees them rounded: what it attends to is what
+    later ones will. Caches are torch.int8 or torch.float8_e4m3fn; the scales are their shape without the last dimension, fp32.
+    """
+    _check_attention("quantized_decode_attention", qkv, position, k_cache, v_cache, cos, sin, out, pages)
+    if k_cache.dtype not in LARGEST or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            f"quantized_decode_attention: caches must both be one of {', '.join(map(str, LARGEST))}, got {k_cache.dtype} and "
+            f"{v_cache.dtype}; decode_attention takes the others."
+        )
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_out(
+            "quantized_decode_attention", name, scales, tuple(k_cache.shape[:3]), torch.float32, "it has one for each place"
+        )
+    unable = None
+    if k_cache.dtype == torch.float8_e4m3fn and k_cache.is_cuda and torch.cuda.get_device_capability(k_cache.device) < (8, 9):
+        unable = "e4m3 needs compute capability 8.9"
+    return implementation("decode_attention.quantized_decode_attention", out, unable)(
+        qkv, position, k_cache, v_cache, k_scale, v_scale, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out,
+        dependent, pages,
+    )  # fmt: skip
+
+
+def _check_attention(
+    op: str, qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, out: Tensor,
+    pages: Tensor | None,
+) -> None:  # fmt: skip
+    B, K, places, D = k_cache.shape
     heads, tokens = out.shape[1] // D, position.shape[1:]
+    if pages is not None:
+        if pages.dim() != 2 or pages.dtype != torch.int32 or not pages.is_contiguous() or places & (places - 1):
+            raise ValueError(
+                f"{op}: pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power of two places, got "
+                f"{pages.dtype} {tuple(pages.shape)} of {places}."
+            )
+        B, places = len(pages), min(len(cos), places * pages.shape[1])
     rows = B * tokens.numel()
     if k_cache.shape != v_cache.shape or heads % K or qkv.shape != (rows, (heads + 2 * K) * D) or len(out) != rows:
         raise ValueError(
-            f"decode_attention: qkv must be ({rows}, {(heads + 2 * K) * D}) for {heads} heads and caches "
-            f"{tuple(k_cache.shape)}, got {tuple(qkv.shape)} and a v cache {tuple(v_cache.shape)}; all three come from one "
-            "model."
+            f"{op}: qkv must be ({rows}, {(heads + 2 * K) * D}) for {heads} heads and caches {tuple(k_cache.shape)}, got "
+            f"{tuple(qkv.shape)} and a v cache {tuple(v_cache.shape)}; all three come from one model."
         )
-    _check_out("decode_attention", "position", position, (B, *tokens), torch.int32, "it says where each row stands")
+    _check_out(op, "position", position, (B, *tokens), torch.int32, "it says where each row stands")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape != (k_cache.shape[2], D // 2) or table.dtype != torch.float32:
+        if table.shape != (places, D // 2) or table.dtype != torch.float32:
             raise ValueError(
-                f"decode_attention: {name} must be torch.float32 ({k_cache.shape[2]}, {D // 2}), "
-                f"got {table.dtype} {tuple(table.shape)}; give one angle for each place of the cache and pair."
+                f"{op}: {name} must be torch.float32 ({places}, {D // 2}), got {table.dtype} {tuple(table.shape)}; give one "
+                "angle for each place of the cache and pair."
             )
-    return implementation("decode_attention", k_cache)(
-        qkv, position, k_cache, v_cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent
-    )
 
 
 def _check(op: str, x: Tensor, norm: Tensor, *weights: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .cached import encode
 from .choose import load
 from .packed import Packed, pack
 from .sampling import Rows, Settings
@@ -26,11 +27,15 @@ EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
     "adamw8": lambda g: (*_coded(g, 300), _plan(), 0.9, 0.99, 1e-8, 40, None),
     "cross_entropy": lambda g: (_draw(g, 5, 300), _labels(g, 5, 300), *_LOSS),
     "decode_attention": lambda g: (*_decoding(g), None, None, 1e-6, 0.25, 0, *_scratch()),
+    "decode_attention.quantized_decode_attention": lambda g: (*_coded_caches(g), None, None, 1e-6, 0.25, 0, *_scratch(g)),
     "decode_product.add_product": lambda g: (_draw(g, 2, 40), _draw(g, 48, 40), None, _draw(g, 2, 48).detach()),
     "decode_product.norm_gate_up": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, *_gate_up(g)),
     "decode_product.norm_product": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, *_q_k_v(g)),
     "decode_product.norm_rows": lambda g: (_draw(g, 2, 48).detach(), _draw(g, 48), 1e-6, torch.zeros(2, 48)),
     "dynamic_tanh": lambda g: (_draw(g, 3, 40), _draw(g, 1), _draw(g, 40), _draw(g, 40)),
+    "experts.add_routed": lambda g: (_draw(g, 2, 3, 40), _draw(g, 5, 48, 40), *_routes(), _draw(g, 2, 48).detach()),
+    "experts.route": lambda g: (*_stream(g, 48), _draw(g, 5, 48), True, *_routing(2, 5, 3)),
+    "experts.routed_gate_up": lambda g: (*_stream(g, 48), _draw(g, 5, 80, 48), _routes()[0], torch.zeros(2, 3, 40)),
     "geglu": lambda g: (_draw(g, 3, 40), _draw(g, 3, 40), "tanh"),
     "group_norm": lambda g: (_draw(g, 2, 6, 5, 7), 3, _draw(g, 6), _draw(g, 6), 1e-5),
     "layer_norm": lambda g: (_draw(g, 3, 40), _draw(g, 40), _draw(g, 40), 1e-5),
@@ -109,8 +114,17 @@ def _decoding(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return _draw(generator, 2, 8 * 16).detach(), positions, *caches, *_angles(generator, 10, 8)
 
 
-def _scratch() -> tuple[torch.Tensor, ...]:
-    return torch.zeros(2, 2, 4, 2, 18), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 64)
+def _coded_caches(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """The same over caches of codes in int8 and their scales."""
+    qkv, positions, keys, values, *angles = _decoding(generator)
+    (keys, k_scale), (values, v_scale) = (encode(cache, torch.int8) for cache in (keys, values))
+    return qkv, positions, keys, values, k_scale, v_scale, *angles
+
+
+def _scratch(generator: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
+    """Partial sums, counters, and out: fp32, or with a generator the dtype of the call."""
+    out = torch.zeros(2, 64) if generator is None else _draw(generator, 2, 64)
+    return torch.zeros(2, 2, 4, 2, 18), torch.zeros(4, dtype=torch.int32), out
 
 
 def _q_k_v(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -121,6 +135,17 @@ def _q_k_v(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
 
 def _gate_up(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return *(_draw(generator, 40, 48) for _ in range(2)), *(_draw(generator, 40) for _ in range(2)), torch.zeros(2, 40)
+
+
+def _routes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights: three of five experts for each of two rows."""
+    return _ints(4, 0, 2, 2, 3, 1).view(2, 3), _wide(0.5, 0.3, 0.2, 0.4, 0.3, 0.1).float().view(2, 3)
+
+
+def _routing(rows: int, experts: int, slots: int) -> tuple[torch.Tensor, ...]:
+    """Logits, count, and where ids and weights go."""
+    ids = torch.zeros(rows, slots, dtype=torch.int32)
+    return torch.zeros(rows, experts), torch.zeros(rows, dtype=torch.int32), ids, torch.zeros(rows, slots)
 
 
 def _packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:

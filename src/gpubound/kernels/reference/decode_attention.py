@@ -1,49 +1,89 @@
 """One token's attention for every row: q and k normed and turned, k and v cached, attention over what lives in the cache.
 
-Of several tokens a row, it is that of the first, then of the second, and so on.
+Of several tokens a row, it is that of the first, then of the second, and so on. A cache of 8-bit codes is read as the numbers
+they stand for, the new token's own among them; one in pages, as if each row's lay side by side.
 
-Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head.
+Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head, M pages a row.
 """
 
 import torch
 from torch import Tensor
+
+from ..cached import decode, encode
 
 
 @torch.no_grad()
 def decode_attention(
     qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor, out: Tensor,
-    dependent: int = 0,
+    dependent: int = 0, pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tokens = position.numel() // len(k_cache)
-    for t in range(tokens):
-        mine = slice(t, None, tokens)
-        y = _attend(qkv[mine], position.flatten()[mine].long(), k_cache, v_cache, cos, sin, q_norm, k_norm, eps, scale, window)
-        out[mine] = y.to(out.dtype)
+    caches = [(k_cache, None), (v_cache, None)]
+    _attend_all(qkv, position, caches, cos, sin, q_norm, k_norm, eps, scale, window, out, pages)
     return out, k_cache, v_cache
 
 
-def _attend(
-    qkv: Tensor, at: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
-    k_norm: Tensor | None, eps: float, scale: float, window: int,
-) -> Tensor:  # fmt: skip
+@torch.no_grad()
+def quantized_decode_attention(
+    qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor, cos: Tensor, sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor,
+    out: Tensor, dependent: int = 0, pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    caches = [(k_cache, k_scale), (v_cache, v_scale)]
+    _attend_all(qkv, position, caches, cos, sin, q_norm, k_norm, eps, scale, window, out, pages)
+    return out, k_cache, v_cache, k_scale, v_scale
+
+
+def _attend_all(qkv, position, caches, cos, sin, q_norm, k_norm, eps, scale, window, out, pages) -> None:
+    tokens = position.numel() // len(position)
+    for t in range(tokens):
+        mine = slice(t, None, tokens)
+        at = position.flatten()[mine].long()
+        out[mine] = _attend(qkv[mine], at, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages).to(out.dtype)
+
+
+def _attend(qkv, at, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages) -> Tensor:
     """One token of every row."""
-    B, K, L, D = k_cache.shape
+    B, (K, _, D) = len(at), caches[0][0].shape[1:]
     heads = qkv.view(B, -1, D).to(cos.dtype)
     q, k, v = heads.split([heads.shape[1] - 2 * K, K, K], 1)
     c, s = cos[at][:, None], sin[at][:, None]
     q, k = _turn(_normed(q, q_norm, eps), c, s), _turn(_normed(k, k_norm, eps), c, s)
-    rows = torch.arange(B, device=qkv.device)
-    k_cache[rows, :, at] = k.to(k_cache.dtype)
-    v_cache[rows, :, at] = v.to(v_cache.dtype)
-    place = torch.arange(L, device=qkv.device)
+    for new, (cache, scales) in zip((k, v), caches):
+        _write(new, at, cache, scales, pages)
+    keys, values = (_read(cache, scales, pages, B).to(q.dtype) for cache, scales in caches)
+    place = torch.arange(keys.shape[2], device=qkv.device)
     live = place <= at[:, None]
     if window:
         live &= place > at[:, None] - window
-    scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), k_cache.to(q.dtype)) * scale
+    scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), keys) * scale
     weights = torch.softmax(scores.masked_fill(~live[:, None, None], float("-inf")), -1)
-    values = v_cache.to(q.dtype).masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
+    values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
     return torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
+
+
+def _write(new: Tensor, at: Tensor, cache: Tensor, scales: Tensor | None, pages: Tensor | None) -> None:
+    """(B, K, D) at its rows' places."""
+    rows = torch.arange(len(at), device=at.device)
+    if pages is not None:
+        rows, at = pages[rows, at // cache.shape[2]].long(), at % cache.shape[2]
+    if scales is None:
+        cache[rows, :, at] = new.to(cache.dtype)
+    else:
+        codes, scales[rows, :, at] = encode(new, cache.dtype)
+        cache.view(torch.uint8)[rows, :, at] = codes.view(torch.uint8)
+
+
+def _read(cache: Tensor, scales: Tensor | None, pages: Tensor | None, rows: int) -> Tensor:
+    """(B, K, L, D)"""
+    if scales is None:
+        return _side_by_side(cache, pages, rows)
+    codes = _side_by_side(cache.view(torch.uint8), pages, rows).view(cache.dtype)  # fp8 is not indexed
+    return decode(codes, _side_by_side(scales, pages, rows))
+
+
+def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
+    return cache[:rows] if pages is None else cache[pages.long()].transpose(1, 2).flatten(2, 3)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

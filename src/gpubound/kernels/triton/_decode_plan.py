@@ -12,6 +12,7 @@ from ._launch import power_of_two
 
 THREAD_ELEMENTS = 64  # of the tiles a program holds, a thread
 WARPS = 4
+ROUTERS = 64  # programs over which the few rows of a router are spread
 
 
 class ProductPlan(NamedTuple):
@@ -59,7 +60,9 @@ def plan_product(kind: str, rows: int, columns: int, weight: Tensor, parts: tupl
     if kind == "head":  # its height is the stretch that a partial maximum stands for
         return ProductPlan(16, min(512, power_of_two(columns)), WARPS)
     tile = min(power_of_two(columns), 4096 if weight.element_size() <= 2 else 2048)
-    most = THREAD_ELEMENTS * 32 * WARPS // tile // (2 if kind == "gate_up" else 1)
+    most = THREAD_ELEMENTS * 32 * WARPS // tile // (2 if kind.endswith("gate_up") else 1)
+    if kind == "router":
+        most = min(most, power_of_two(rows) // ROUTERS)
     height = max(1, min(16, most))
     while any(part % height for part in parts) and height > 1 and len(parts) > 1:
         height //= 2

@@ -7,7 +7,9 @@ cache. The program whose part ends with the new token takes its k and v from the
 Of several tokens a row, each has programs of its own, which do what they would do if it came alone, to the bit. They cannot
 wait for one another to write to the cache, so they compute the keys of the new tokens before their own once more.
 
-Heads are handled as halves, dimensions i and i + D/2, because that is how the rotation pairs them.
+A cache may hold 8-bit codes (cached.py): tiles are multiplied as codes, which bf16 holds exactly, and the scales of the keys
+are put on the scores, those of the values on the weights. It may lie in pages, of which a table names those of each row: a
+place is then looked up, and all else is as it was, to the bit.
 """
 
 import torch
@@ -16,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
+from ..cached import LARGEST
 from ..decoding import EARLY
+from ._cached_tiles import _angle, _cached, _head, _new, _place, _with_new
 from ._launch import power_of_two
 from .decode_product import _begin, _options, _wait
 
@@ -27,71 +31,34 @@ NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf 
 
 
 @triton.jit
-def _head(x_ptr, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The halves of each head in a (heads, HALF) tile of pointers, normed if the model does so, and turned."""
-    a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        a = a * factor * tl.load(norm_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
-        b = b * factor * tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
-    return a * c - b * s, b * c + a * s
-
-
-@triton.jit
-def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half."""
-    D: tl.constexpr = 2 * HALF
-    kind = k_ptr.dtype.element_ty
-    one = (i < HALF)[None]
-    new_k = row + GROUP * KV * D + kv * D + i[None]
-    new_v = new_k + KV * D
-    ka, kb = _head(new_k, k_norm, c, s, eps, one, i, HALF, NORM)
-    va = tl.load(new_v, mask=one, other=0.0)
-    vb = tl.load(new_v + HALF, mask=one, other=0.0)
-    return ka.to(kind), kb.to(kind), va.to(kind), vb.to(kind)
-
-
-@triton.jit
-def _cached(k_ptr, v_ptr, at, mask, HALF: tl.constexpr):
-    """A tile of cached keys and values: (N, HALF) each half."""
-    ka = tl.load(k_ptr + at, mask=mask, other=0.0)
-    kb = tl.load(k_ptr + at + HALF, mask=mask, other=0.0)
-    va = tl.load(v_ptr + at, mask=mask, other=0.0)
-    vb = tl.load(v_ptr + at + HALF, mask=mask, other=0.0)
-    return ka, kb, va, vb
-
-
-@triton.jit
-def _angle(cos_ptr, sin_ptr, position, i, HALF: tl.constexpr):
-    c = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
-    s = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
-    return c, s
-
-
-@triton.jit
-def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, live, WIDE: tl.constexpr):
+def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND: tl.constexpr, WIDE: tl.constexpr):
     """Online softmax over one tile of keys."""
     if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
         ka, kb, va, vb = ka.to(tl.float32), kb.to(tl.float32), va.to(tl.float32), vb.to(tl.float32)
     kind = ka.dtype
     score = tl.dot(qa.to(kind), tl.trans(ka), input_precision="ieee")
     score = tl.dot(qb.to(kind), tl.trans(kb), score, input_precision="ieee")
+    if KIND is not None:
+        score *= ks[None]
     score = tl.where(live[None], score, NOTHING)
     new = tl.maximum(m, tl.max(score, 1))
     p, fix = tl.exp(score - new[:, None]), tl.exp(m - new)
     weight = weight * fix + tl.sum(p, 1)
+    if KIND is not None:
+        p *= vs[None]
     acc_a = tl.dot(p.to(kind), va, acc_a * fix[:, None], input_precision="ieee")
     acc_b = tl.dot(p.to(kind), vb, acc_b * fix[:, None], input_precision="ieee")
     return new, weight, acc_a, acc_b
 
 
 @triton.jit
-def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm, k_norm, eps, scale, part_ptr,
-                             count_ptr, out_ptr, length_max, KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-                             HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-                             NORM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
+                             eps, scale, part_ptr, count_ptr, out_ptr, length_max, KV: tl.constexpr, GROUP: tl.constexpr,
+                             G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+                             WINDOW: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+                             PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              DEPENDENT: tl.constexpr):  # fmt: skip
+    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None."""
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     D: tl.constexpr = 2 * HALF
@@ -113,9 +80,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, cos_ptr, sin_p
         qa, qb = _head(row + (kv * GROUP + g)[:, None] * D + i[None], q_norm, c, s, eps, heads, i, HALF, NORM)
         qa *= scale
         qb *= scale
-        base = (b // TOKENS * KV + kv).to(tl.int64) * length_max * D
-        k_ptr += base
-        v_ptr += base
+        if PAGE is None:
+            base = (b // TOKENS * KV + kv).to(tl.int64) * length_max
+            k_ptr += base * D
+            v_ptr += base * D
+            if MOST is not None:
+                k_scale += base
+                v_scale += base
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
         old, first = hi, position  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
@@ -124,36 +95,42 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, cos_ptr, sin_p
             old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
         for start in range(lo, old, N):
             live = start + n < hi
-            at = (start + n)[:, None] * D + i[None]
-            ka, kb, va, vb = _cached(k_ptr, v_ptr, at, live[:, None] & inside[None], HALF)
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, live, WIDE)
+            at = _place(pages, b // TOKENS, start + n, live, length_max, kv, KV, PAGE)
+            tile = at[:, None] * D + i[None]
+            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, inside, HALF, KIND)
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
         if TOKENS > 1:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
-                at = place[:, None] * D + i[None]
-                ka, kb, va, vb = _cached(k_ptr, v_ptr, at, (live & (place < first))[:, None] & inside[None], HALF)
-                for t in tl.static_range(TOKENS - 1):
-                    # a place beyond the table is nobody's: no key there is live
-                    tc, ts = _angle(cos_ptr, sin_ptr, tl.minimum(first + t, length_max - 1), i, HALF)
-                    new_row = qkv_ptr + (b // TOKENS * TOKENS + t) * (GROUP + 2) * KV * D
-                    na, nb, ua, ub = _new(new_row, k_ptr, k_norm, tc, ts, eps, kv, i, KV, GROUP, HALF, NORM)
-                    here = (live & (place == first + t))[:, None]
-                    ka, kb = tl.where(here, na, ka), tl.where(here, nb, kb)
-                    va, vb = tl.where(here, ua, va), tl.where(here, ub, vb)
-                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, live, WIDE)
+                at = _place(pages, b // TOKENS, place, live, length_max, kv, KV, PAGE)
+                tile, there = at[:, None] * D + i[None], live & (place < first)
+                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, there, inside, HALF, KIND)
+                for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
+                    ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
+                                                       k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
+                                                       HALF, NORM, TOKENS, MOST, KIND)  # fmt: skip
+                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
         if split == parts - 1:
-            ka, kb, va, vb = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM)
+            ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
             one = inside[None]
-            place = position * D + i[None]
-            tl.store(k_ptr + place, ka, mask=one)
-            tl.store(k_ptr + place + HALF, kb, mask=one)
-            tl.store(v_ptr + place, va, mask=one)
-            tl.store(v_ptr + place + HALF, vb, mask=one)
+            at = _place(pages, b // TOKENS, position, True, length_max, kv, KV, PAGE)
+            place = at * D + i[None]
+            kind = k_ptr.dtype.element_ty
+            tl.store(k_ptr + place, ka.to(kind), mask=one)
+            tl.store(k_ptr + place + HALF, kb.to(kind), mask=one)
+            tl.store(v_ptr + place, va.to(kind), mask=one)
+            tl.store(v_ptr + place + HALF, vb.to(kind), mask=one)
             score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)
+            if MOST is not None:
+                tl.store(k_scale + at + tl.arange(0, 1), ks)
+                tl.store(v_scale + at + tl.arange(0, 1), vs)
+                score *= ks
             new = tl.maximum(m, score)
             p, fix = tl.exp(score - new), tl.exp(m - new)
             weight = weight * fix + p
+            if MOST is not None:
+                p *= vs
             acc_a = acc_a * fix[:, None] + p[:, None] * va.to(tl.float32)
             acc_b = acc_b * fix[:, None] + p[:, None] * vb.to(tl.float32)
             m = new
@@ -194,15 +171,40 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, cos_ptr, sin_p
 def decode_attention(
     qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor, out: Tensor,
-    dependent: int = 0,
+    dependent: int = 0, pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _, KV, length, D = k_cache.shape
-    tokens = position.numel() // len(k_cache)
+    _launch(
+        qkv, position, (k_cache, v_cache, None, None, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out,
+        dependent,
+    )  # fmt: skip
+    return out, k_cache, v_cache
+
+
+@torch.no_grad()
+def quantized_decode_attention(
+    qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor, cos: Tensor, sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor,
+    out: Tensor, dependent: int = 0, pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    # bf16 holds every code, and unlike fp16 the weights times any scale of the values
+    kind = tl.float32 if interpreted() or out.dtype == torch.float32 else tl.bfloat16
+    _launch(
+        qkv, position, (k_cache, v_cache, k_scale, v_scale, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial,
+        count, out, dependent, LARGEST[k_cache.dtype], kind,
+    )  # fmt: skip
+    return out, k_cache, v_cache, k_scale, v_scale
+
+
+def _launch(
+    qkv, position, cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent, most=None, kind=None
+) -> None:
+    _, KV, page, D = cache[0].shape
+    tokens = position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
     _decode_attention_kernel[(position.numel() * KV, partial.shape[2])](
-        qkv, position, k_cache, v_cache, cos, sin, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, eps, scale, partial, count, out, length, KV, group, G, D // 2, HP, KEYS,
-        partial.shape[2], window, q_norm is not None, interpreted(), tokens, **_options(WARPS, EARLY if dependent else 0),
+        qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
+        scale, partial, count, out, len(cos), KV, group, G, D // 2, HP, KEYS, partial.shape[2], window, q_norm is not None,
+        interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
+        **_options(WARPS, EARLY if dependent else 0),
     )  # fmt: skip
-    return out, k_cache, v_cache

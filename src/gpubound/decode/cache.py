@@ -1,0 +1,166 @@
+"""Keys and values of every layer, and where they lie: side by side, or in pages that all rows share; whole, or in 8 bits.
+
+One rule for what a token attends to: what the cache holds, itself included. In 8 bits that is every key and value as it was
+rounded, in a step as in a prompt, so how a prompt was cut into chunks is not seen.
+
+A pool of pages serves rows of which not all grow to `max_length`. A row gets its pages for as far as its request may take it
+when the request begins, on the device, so that a step finds a place by a table that nobody changes while it runs. Page 0 is
+nobody's: what lies beyond a row's pages (the padding of a prompt, tokens drafted beyond a row's end, rows that fill up a
+bucket) is written there, and never read by a token that counts.
+
+Legend: B rows, T tokens, K key and value heads, L places a row, D width of a head.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import decode_attention, quantized_decode_attention
+from ..kernels.cached import KINDS, decode, encode
+
+PAGE = 64  # places: a tile of the attention's
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a decoder keeps keys and values."""
+
+    kind: str | None = None  # int8 or fp8, with a scale a token and kv head; None: the model's dtype
+    pages: int | None = None  # of PAGE places, that all rows share; None: max_length places for each row
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"decoder: cache: got {self.kind!r}, wanted {', '.join(KINDS)}, or None for the model's dtype.")
+
+    @property
+    def op(self) -> str:
+        """The kernel that attends to it."""
+        return "decode_attention" if self.kind is None else "decode_attention.quantized_decode_attention"
+
+    def check(self, max_batch: int, max_length: int) -> None:
+        """That there are pages for a token of every row, and for one row of all the length."""
+        pages, least = self.pages, max(max_batch, pages_for(max_length))
+        if pages is not None and (not isinstance(pages, int) or isinstance(pages, bool) or pages < least):
+            raise ValueError(
+                f"decoder: pages: got {pages!r}, wanted a number of {least} or more: pages of {PAGE} tokens, one at least for "
+                f"each of max_batch={max_batch} rows, and enough for one row of max_length={max_length}."
+            )
+
+    def check_request(self, limits: list[int]) -> None:
+        """That rows which may grow to so many tokens fit together."""
+        if self.pages is not None and (needed := sum(map(pages_for, limits))) > self.pages:
+            raise ValueError(
+                f"generate: {len(limits)} sequences of up to {max(limits)} tokens need {needed} pages of {PAGE} tokens, but "
+                f"the decoder was built with pages={self.pages}; ask for fewer, for fewer new tokens, or build it with more."
+            )
+
+
+PLAIN = Layout()
+
+
+def pages_for(length: int) -> int:
+    return -(-length // PAGE)
+
+
+class Cache:
+    """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
+
+    def __init__(
+        self, layout: Layout, layers: int, rows: int, kv_heads: int, length: int, width: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        layout.check(rows, length)
+        self.layout, self.rows, self.length, self.dtype = layout, rows, length, dtype
+        self.kind = None if layout.kind is None else KINDS[layout.kind]
+        places = (rows, kv_heads, length) if layout.pages is None else (layout.pages + 1, kv_heads, PAGE)
+        shape = (layers, *places, width)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=self.kind or dtype) for _ in range(2))
+        self.k_scale = self.v_scale = self.pages = None
+        if self.kind is not None:
+            self.k_scale, self.v_scale = (torch.zeros(shape[:-1], device=device, dtype=torch.float32) for _ in range(2))
+        if layout.pages is not None:
+            self.pages = torch.zeros(rows, pages_for(length), device=device, dtype=torch.int32)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def bytes_a_token(self) -> int:
+        """Its keys and values in all layers, scales included."""
+        return self.nbytes // (self.k.shape[1] * self.k.shape[3])
+
+    def reserve(self, limits: Tensor) -> None:
+        """Give the first len(limits) rows pages for so many tokens each (int32, on the device), and no other row any."""
+        if self.pages is None:
+            return
+        counts = (limits.long() + PAGE - 1) // PAGE
+        first = counts.cumsum(0) - counts + 1
+        page = torch.arange(self.pages.shape[1], device=limits.device)
+        self.pages.zero_()
+        self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
+
+    def attend(self, number: int, qkv: Tensor, position: Tensor, *rest: Any) -> None:
+        """A step of layer `number`: `rest` is what decode_attention takes from `cos` on."""
+        batch = len(position)
+        rows = slice(None) if self.pages is not None else slice(batch)
+        pages = None if self.pages is None else self.pages[:batch]
+        k, v = self.k[number, rows], self.v[number, rows]
+        if self.k_scale is None or self.v_scale is None:
+            decode_attention(qkv, position, k, v, *rest, pages=pages)  # type: ignore[misc]  # mypy: `rest` might reach it
+        else:
+            scales = self.k_scale[number, rows], self.v_scale[number, rows]
+            quantized_decode_attention(qkv, position, k, v, *scales, *rest, pages=pages)  # type: ignore[misc]
+
+    def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k and v (B, T, K, D) of a prompt at places from `start` on; (B, K, start + T, D) of all up to there."""
+        return self._extended(self.k, self.k_scale, number, start, k), self._extended(self.v, self.v_scale, number, start, v)
+
+    def _extended(self, cache: Tensor, scales: Tensor | None, number: int, start: int, new: Tensor) -> Tensor:
+        end = start + new.shape[1]
+        if scales is None or self.kind is None:
+            self._write(cache[number], start, new)
+            return self._read(cache[number], len(new), end)
+        codes, scale = encode(new, self.kind)
+        stored, found = cache[number].view(torch.uint8), scales[number]  # bytes: torch does not index fp8
+        self._write(stored, start, codes.view(torch.uint8))
+        self._write(found, start, scale)
+        rows = len(new)
+        return decode(self._read(stored, rows, end).view(self.kind), self._read(found, rows, end), self.dtype)
+
+    def _write(self, to: Tensor, start: int, new: Tensor) -> None:
+        rows, end = len(new), start + new.shape[1]
+        if self.pages is None:
+            to[:rows, :, start:end] = new.transpose(1, 2)
+        else:
+            place = torch.arange(start, end, device=new.device)
+            to[self.pages[:rows].long().index_select(1, place // PAGE), :, place % PAGE] = new
+
+    def _read(self, of: Tensor, rows: int, end: int) -> Tensor:
+        if self.pages is None:
+            return of[:rows, :, :end]
+        found = of[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
+        return found.transpose(1, 2).flatten(2, 3)[:, :, :end]
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Keys or values (..., D) as a token finds them in a cache in 8 bits."""
+        return x if self.kind is None else decode(*encode(x, self.kind), x.dtype)
+
+    def poison(self) -> None:
+        """NaN in every place. What codes stand for is NaN where their scale is."""
+        for t in self.tensors:
+            t.view(torch.uint8).fill_(0x7F) if t.dtype in KINDS.values() else t.fill_(float("nan"))
+
+    def report(self) -> list[tuple[str, str, str]]:
+        """Nothing of a plain one."""
+        if self.kind is None and self.pages is None:
+            return []
+        held = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
+        shared = "" if self.pages is None else f", {self.layout.pages} pages of {PAGE} tokens that all rows share"
+        whole = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
+        return [("cache", held + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {whole / 1e6:,.3g}")]

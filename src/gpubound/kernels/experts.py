@@ -1,0 +1,99 @@
+"""The doors of a sparse MLP in one decoding step: check, choose, call. As in decoding.py, in place, a token a row.
+
+Which experts a row is given is decided and read on the device: nothing is sorted, padded or gathered, and of the stacked
+weights only the chosen experts' are read, once for each row that chose them. Three launches: `route`, `routed_gate_up`,
+`add_routed`, one directly behind the other where they are dependent.
+
+Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
+"""
+
+import torch
+from torch import Tensor
+
+from .choose import implementation
+from .decoding import _check, _check_out
+
+
+def likeliest(logits: Tensor, slots: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(ids int64, weights in logits' dtype), both (..., slots): the experts with the greatest logits, and their shares.
+
+    Of equal logits the lowest id comes first. A NaN counts as infinite, so that ids are always distinct experts; whatever is
+    not finite makes every weight NaN, as a softmax does. normalise: shares of what was chosen, not of all.
+    """
+    ids = logits.masked_fill(logits.isnan(), float("inf")).sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    shares = logits.softmax(-1).gather(-1, ids)
+    return ids, shares / shares.sum(-1, keepdim=True) if normalise else shares
+
+
+def route(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    router: Tensor,
+    normalise: bool,
+    logits: Tensor,
+    count: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dependent: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Choose S experts for each row: (ids, weights), by the greatest of rms_norm(x) routerᵀ (`likeliest` says how).
+
+    router    (E, hidden)
+    normalise shares of what was chosen (Mixtral, Qwen3's norm_topk_prob), not of all experts
+    logits    scratch (B, E) fp32
+    count     scratch (B,) int32, zeros; each launch leaves zeros
+    ids       (B, S) int32
+    weights   (B, S) fp32
+    """
+    _check("route", x, norm, router)
+    rows, slots = x.shape[0], ids.shape[-1]
+    if not 0 < slots <= router.shape[0]:
+        raise ValueError(f"route: ids has {slots} slots a row, wanted 1 to {router.shape[0]}, the number of experts.")
+    _check_out("route", "logits", logits, (rows, router.shape[0]), torch.float32)
+    _check_out("route", "count", count, (rows,), torch.int32)
+    _check_out("route", "ids", ids, (rows, slots), torch.int32)
+    _check_out("route", "weights", weights, (rows, slots), torch.float32)
+    return implementation("experts.route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
+
+
+def routed_gate_up(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
+    """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, n the RMSNorm of x.
+
+    gate_up   (E, 2 I, hidden): an expert's gate, then its up
+    ids       (B, S) int32, each below E: it is not checked, for the host does not know it
+    """
+    _check("routed_gate_up", x, norm)
+    _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1])
+    _check_ids("routed_gate_up", ids, x.shape[0])
+    _check_out("routed_gate_up", "out", out, (*ids.shape, gate_up.shape[1] // 2), gate_up.dtype)
+    return implementation("experts.routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
+
+
+def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+    """x += Σ weight · h downᵀ over the slots of a row, in their order: the down product of a sparse MLP, with the residual.
+
+    h (B, S, I), down (E, hidden, I), ids and weights (B, S). Dependent, it reads ids and weights while the kernel before it
+    still runs: that must be the `routed_gate_up` that read them too.
+    """
+    _check_ids("add_routed", ids, h.shape[0])
+    _check_stack("add_routed", "down", down, h.shape[-1])
+    _check_out("add_routed", "h", h, (*ids.shape, down.shape[2]), h.dtype, "a row of it belongs to each expert that was chosen")
+    _check_out("add_routed", "weights", weights, tuple(ids.shape), torch.float32, "it holds a share for each id")
+    _check_out("add_routed", "x", x, (h.shape[0], down.shape[1]), torch.float32)
+    return implementation("experts.add_routed", down)(h, down, ids, weights, x, dependent)
+
+
+def _check_stack(op: str, name: str, stack: Tensor, columns: int) -> None:
+    if stack.dim() != 3 or stack.shape[2] != columns or not stack.is_contiguous() or (name == "gate_up" and stack.shape[1] % 2):
+        outputs = "2 * width" if name == "gate_up" else "outputs"
+        raise ValueError(f"{op}: {name} must be contiguous (experts, {outputs}, {columns}), got {tuple(stack.shape)}.")
+
+
+def _check_ids(op: str, ids: Tensor, rows: int) -> None:
+    if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(
+            f"{op}: ids must be a contiguous torch.int32 ({rows}, slots), got {ids.dtype} {tuple(ids.shape)}; route writes it."
+        )

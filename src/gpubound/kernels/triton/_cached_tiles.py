@@ -1,0 +1,123 @@
+"""What a decoding step attends to: the keys and values of new tokens, made of their product, and tiles of cached ones.
+
+Heads are handled as halves, dimensions i and i + D/2, because that is how the rotation pairs them.
+"""
+
+import triton
+import triton.language as tl
+
+from ..cached import TINY
+
+_LEAST_SCALE = tl.constexpr(TINY)
+_HALFWAY = tl.constexpr(1.5 * 2**23)  # added to a number and taken off again: what is left is whole
+
+
+@triton.jit
+def _head(x_ptr, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, NORM: tl.constexpr):
+    """The halves of each head in a (heads, HALF) tile of pointers, normed if the model does so, and turned.
+
+    Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
+    other bits in its own program than in those of the tokens behind it.
+    """
+    a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
+        a = a * factor * tl.load(norm_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
+        b = b * factor * tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
+    return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
+
+
+@triton.jit
+def _rounded(x, scale, MOST: tl.constexpr):
+    """The codes of x (1, HALF) as fp32 numbers. Of e4m3, three bits behind the leading one are kept, and none below 2^-9."""
+    level = tl.div_rn(x, scale[:, None])
+    level = tl.where(level == level, level, 0.0)
+    if MOST == 448.0:
+        power = (level.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = tl.maximum(power, 2.0**-6) * (0.125 * _HALFWAY)
+    else:
+        magic = _HALFWAY
+    return (level + magic) - magic
+
+
+@triton.jit
+def _coded(a, b, MOST: tl.constexpr):
+    """cached.encode of one key or value, by halves: (codes, codes, scale (1,)), all in fp32."""
+    infinity = float("inf")
+    size = tl.maximum(
+        tl.where(tl.abs(a) < infinity, tl.abs(a), infinity), tl.where(tl.abs(b) < infinity, tl.abs(b), infinity)
+    )  # of NaN too, which a maximum may leave out
+    top = tl.max(size, 1)
+    scale = tl.where(top < infinity, tl.maximum(top * (1 / MOST), _LEAST_SCALE), float("nan"))
+    return _rounded(a, scale, MOST), _rounded(b, scale, MOST), scale
+
+
+@triton.jit
+def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+         MOST: tl.constexpr):  # fmt: skip
+    """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
+    D: tl.constexpr = 2 * HALF
+    kind = k_ptr.dtype.element_ty
+    one = (i < HALF)[None]
+    new_k = row + GROUP * KV * D + kv * D + i[None]
+    new_v = new_k + KV * D
+    ka, kb = _head(new_k, k_norm, c, s, eps, one, i, HALF, NORM)
+    va = tl.load(new_v, mask=one, other=0.0)
+    vb = tl.load(new_v + HALF, mask=one, other=0.0)
+    if MOST is None:
+        return ka.to(kind), kb.to(kind), va.to(kind), vb.to(kind), 1.0, 1.0
+    else:  # what follows a return is compiled, too
+        ka, kb, ks = _coded(ka, kb, MOST)
+        va, vb, vs = _coded(va.to(tl.float32), vb.to(tl.float32), MOST)
+        return ka, kb, va, vb, ks, vs
+
+
+@triton.jit
+def _place(pages, row, place, mask, length, kv, KV: tl.constexpr, PAGE: tl.constexpr):
+    """Where places of a row and kv head lie, counted in tokens from where the cache's pointers stand."""
+    if PAGE is None:
+        return place
+    else:
+        page = tl.load(pages + row * tl.cdiv(length, PAGE) + place // PAGE, mask=mask, other=0).to(tl.int64)
+        return (page * KV + kv) * PAGE + place % PAGE
+
+
+@triton.jit
+def _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, inside, HALF: tl.constexpr, KIND: tl.constexpr):
+    """A tile of cached keys and values: (N, HALF) each half. Of codes, as KIND, with their scales (N,)."""
+    mask = live[:, None] & inside[None]
+    ka = tl.load(k_ptr + tile, mask=mask, other=0.0)
+    kb = tl.load(k_ptr + tile + HALF, mask=mask, other=0.0)
+    va = tl.load(v_ptr + tile, mask=mask, other=0.0)
+    vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0)
+    if KIND is None:
+        return ka, kb, va, vb, 1.0, 1.0
+    else:
+        ks, vs = tl.load(k_scale + at, mask=live, other=0.0), tl.load(v_scale + at, mask=live, other=0.0)
+        return ka.to(KIND), kb.to(KIND), va.to(KIND), vb.to(KIND), ks, vs
+
+
+@triton.jit
+def _angle(cos_ptr, sin_ptr, position, i, HALF: tl.constexpr):
+    c = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
+    s = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
+    return c, s
+
+
+@triton.jit
+def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
+              KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
+              MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """The tile with its row's new token t, wherever one of its places is that token's."""
+    # a place beyond the table is nobody's: no key there is live
+    c, s = _angle(cos_ptr, sin_ptr, tl.minimum(first + t, length - 1), i, HALF)
+    new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
+    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
+    here = live & (place == first + t)
+    if MOST is not None:
+        ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)
+        na, nb, ua, ub = na.to(KIND), nb.to(KIND), ua.to(KIND), ub.to(KIND)
+    here = here[:, None]
+    ka, kb = tl.where(here, na, ka), tl.where(here, nb, kb)
+    return ka, kb, tl.where(here, ua, va), tl.where(here, ub, vb), ks, vs

@@ -1,0 +1,70 @@
+"""What decoding does to where the weights lie: for many rows, what reads one input lies side by side; the parameters stay."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import gpubound as gb
+
+from . import cases
+
+
+def spans(model, *names: str) -> list[tuple[int, int]]:
+    weights = [model.get_parameter(f"model.layers.1.{name}.weight") for name in names]
+    return [(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights]
+
+
+def adjoin(found: list[tuple[int, int]]) -> bool:
+    return all(end == begin for (_, end), (begin, _) in pairwise(found))
+
+
+QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+GATE_UP = "mlp.gate_proj", "mlp.up_proj"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_many_rows_bring_neighbours_together(kind):
+    model = cases.build(kind)
+    before, places = {k: v.clone() for k, v in model.state_dict().items()}, dict(model.named_parameters())
+    assert not adjoin(spans(model, *QKV))
+    fast = gb.decoder(model, 9, cases.ROOM)
+    assert adjoin(spans(model, *QKV)) and adjoin(spans(model, *GATE_UP))
+    assert all(parameter is places[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    given = cases.prompts(*range(3, 12))
+    assert (
+        fast.generate(given, max_new_tokens=6).tokens
+        == cases.shared(kind, max_batch=16).generate(given, max_new_tokens=6).tokens
+    )
+    model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(model.model.layers[1].self_attn.q_proj.weight.clone())
+    fast.generate(given, max_new_tokens=1)
+    assert adjoin(spans(model, *QKV)), "a weight put in another's place joins them at the next request"
+
+
+def test_few_rows_leave_every_weight_where_it_is():
+    model = cases.build("Llama")
+    before = spans(model, *QKV, *GATE_UP)
+    gb.decoder(model, 8, cases.ROOM)
+    assert spans(model, *QKV, *GATE_UP) == before
+
+
+def test_weights_in_a_buffer_of_somebody_elses_stay_there():
+    """A trainer's flat buffer, say; they are multiplied one by one, and the table says why."""
+    model = cases.build("Llama")
+    parameters = [p for name, p in model.named_parameters() if "layers" in name and p.dim() > 1]
+    flat = torch.cat([p.detach().flatten() for p in reversed(parameters)])
+    for p, part in zip(reversed(parameters), flat.split([p.numel() for p in reversed(parameters)])):
+        p.data = part.view(p.shape)
+    before = spans(model, *QKV, *GATE_UP)
+    fast = gb.decoder(model, 9, cases.ROOM)
+    assert spans(model, *QKV, *GATE_UP) == before
+    assert (
+        "they fill tensor cores; those of one input one by one: the weights are slices of a buffer that something else owns "
+        "(a sharding or flattening wrapper)"
+    ) in str(fast)
+    given = cases.prompts(*range(3, 12))
+    assert (
+        fast.generate(given, max_new_tokens=6).tokens
+        == cases.shared("Llama", max_batch=16).generate(given, max_new_tokens=6).tokens
+    )

@@ -1,0 +1,135 @@
+"""A cache in pages that all rows share: the tokens of rows side by side, whose pages are whose, what is freed and refused.
+
+And on a GPU every form of a cache: graphs, the host's waiting, the bits.
+"""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode import live
+from gpubound.decode.graphs import Way, run_steps
+from gpubound.watch import no_stall, watch
+from gpubound.watch.simgpu import simgpu
+
+from . import cases
+from .test_cache import FORM, KINDS, SAMPLED, tokens
+from .test_gpu import eagerly, served
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "own"])
+def test_pages_give_the_tokens_of_rows_side_by_side(family, kind, device):
+    """Greedy and drawn, by text and by draft, over pages that do not suffice for all rows at full length."""
+    whole, paged = (cases.shared(family, str(device), cache=kind, pages=pages) for pages in (None, 5))
+    given = cases.prompts(1, 40, 6, 30)
+    for how in ({}, SAMPLED, {"logprobs": True}, {"stop": [3, 4, 5, 6]}):
+        found = [fast.generate(given, max_new_tokens=23, **how).sequences for fast in (paged, whole)]
+        assert found[0] == found[1]
+    prompt = cases.prompts(40)[0]
+    assert tokens(paged, prompt, max_new_tokens=None) == tokens(whole, prompt, max_new_tokens=None)  # to the last place
+    assert paged.score(given) == whole.score(given)
+
+
+def test_memory_is_that_of_the_pages():
+    model = cases.build("Qwen3", torch.bfloat16)
+    whole, paged = (gb.decoder(model, 16, 256, pages=pages, verify="quick").body.cache.nbytes for pages in (None, 20))
+    assert paged / whole == (20 + 1) * 64 / (16 * 256)
+
+
+class TestPages:
+    def test_rows_have_pages_of_their_own_and_as_many_as_they_may_fill(self, device):
+        fast = cases.shared("Mistral", str(device), max_batch=4, pages=9)
+        table = fast.body.cache.pages
+        for lengths, new, counts in (((60, 3, 1), 5, (2, 1, 1, 0)), ((1,), 90, (2,)), ((40, 41, 42, 43), 30, (2, 2, 2, 2))):
+            tokens(fast, cases.prompts(*lengths), max_new_tokens=new)
+            given = [set(row.tolist()) - {0} for row in table]
+            assert tuple(map(len, given))[: len(counts)] == counts
+            used = set.union(*given[: len(counts)])
+            assert len(used) == sum(counts) and used == set(range(1, 1 + sum(counts)))
+            for row, count in zip(table.tolist(), counts):
+                assert row[count:] == [0] * (2 - count) and 0 not in row[:count]
+
+    def test_what_an_earlier_request_left_in_a_page_does_not_matter(self, device):
+        for form in ({"pages": 5}, {"pages": 5, "cache": "int8"}):
+            fast = cases.shared("Mistral", str(device), max_batch=3, **form)
+            asked = [(cases.prompts(3), 90), (cases.prompts(60, 50), 30), (cases.prompts(7, 8, 9), 40)]
+            want = []
+            for given, new in asked:
+                fast.body.cache.poison()
+                want.append(tokens(fast, given, max_new_tokens=new, **SAMPLED))
+            for poison in (False, True):
+                for (given, new), found in [*zip(asked, want)][::-1]:
+                    if poison:
+                        fast.body.cache.poison()
+                    next(fast.stream(cases.prompts(30, 20), max_new_tokens=20))  # and left
+                    assert tokens(fast, given, max_new_tokens=new, **SAMPLED) == found
+
+    def test_a_request_that_does_not_fit_is_refused_before_anything_runs(self):
+        fast = cases.shared("Mistral", max_batch=3, pages=5)
+        given = cases.prompts(60, 50, 3)
+        assert tokens(fast, given, max_new_tokens=14) and tokens(fast, given[:2], max_new_tokens=None)
+        held = [fast.body.cache.pages, *(t.view(torch.uint8) for t in fast.body.cache.tensors)]  # bytes: NaN is no NaN's equal
+        before = [t.clone() for t in held]
+        with pytest.raises(ValueError) as error:
+            fast.stream(given, max_new_tokens=None)
+        assert str(error.value) == (
+            "generate: 3 sequences of up to 96 tokens need 6 pages of 64 tokens, but the decoder was built with pages=5; ask "
+            "for fewer, for fewer new tokens, or build it with more."
+        )
+        assert all(torch.equal(now, then) for now, then in zip(held, before))
+        assert tokens(fast, given, max_new_tokens=14)  # ready for the next
+
+
+@FORM
+def test_steps_never_wait_for_the_device(form, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one")
+    monkeypatch.setattr(live, "_unreadable", lambda model: None)  # a weight there is no plain nn.Parameter
+    fast = gb.decoder(cases.build("Mistral", device=simgpu()), 2, 32, verify=False, **form)
+    assert fast.path == ""
+    fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0)
+    with no_stall(), torch.no_grad(), watch() as ledger:
+        for way in (Way(), Way(greedy=False)):
+            run_steps(fast.body, fast.slots, 2, 3, way)
+    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+    with watch() as ledger:
+        fast.generate(cases.prompts(5, 3), max_new_tokens=9)
+    assert ledger.totals["syncs"] == 0, str(ledger)
+
+
+@pytest.mark.gpu
+@FORM
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_graphs_over_every_form_give_what_single_launches_give(form, rows, monkeypatch):
+    form = form | ({"pages": 48} if "pages" in form else {})
+    fast, given = served("Mistral", **form), cases.prompts(*range(60, 60 + rows))
+    asked = ({}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True})
+    found = [fast.generate(given, max_new_tokens=75, **how).sequences for how in asked for _ in range(2)]
+    assert found[0] == found[1] and found[2] == found[3]  # the second from a captured prefill, too
+    eagerly(fast, monkeypatch)
+    assert [fast.generate(given, max_new_tokens=75, **how).sequences for how in asked] == found[::2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("speculate", [None, 4])
+def test_pages_give_the_bits_of_rows_side_by_side_on_the_device(kind, speculate):
+    """Log-probabilities too, after prompts across several pages."""
+    given, found = cases.prompts(200, 70, 3), []
+    for pages in (None, 20):
+        fast = served("Qwen3", max_batch=4, cache=kind, pages=pages, speculate=speculate)
+        found.append([fast.generate(given, max_new_tokens=90, logprobs=True, **how).sequences for how in ({}, SAMPLED)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@FORM
+def test_a_request_waits_for_nothing_on_the_device(form):
+    fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), 4, cases.ROOM, **form)
+    for _ in range(2):  # the first compiles and captures the steps, the second its prompts' size
+        fast.generate(cases.prompts(), max_new_tokens=64, seed=1)
+    torch.cuda.synchronize()
+    with watch(gputrace=True) as ledger:
+        fast.generate(cases.prompts(), max_new_tokens=64, seed=1)
+    assert ledger.totals["syncs"] == 0, str(ledger)
