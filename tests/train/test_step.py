@@ -9,6 +9,7 @@ from torch import nn
 from gpubound.feed import feed
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep
+from gpubound.train.flat import Weights
 
 from .conftest import cut, draw, named, small, summed
 
@@ -245,6 +246,24 @@ def test_weights_loaded_from_elsewhere_become_the_masters():
     assert model.embed.weight.equal(other.embed.weight)
     assert step.state_dict()["master.embed.weight"].equal(other.embed.weight.float())
     assert step.state_dict()["master.mix.weight"].equal(fine), "untouched masters keep their precision"
+
+
+@pytest.mark.parametrize("graph", ["off", "auto"])
+def test_only_somebody_elses_writes_are_read_back(graph, monkeypatch):
+    """A step raises the weights' versions, for those who watch them; it once took that for news and read all weights back."""
+    read = []
+    monkeypatch.setattr(Weights, "_read_back", lambda self: read.append(self))
+    model = small()
+    step = TrainStep(model, summed, precision="bf16", graph=graph)
+    versions = [p._version for p in model.parameters()]
+    for seed in range(3):
+        step(draw(2, seed=seed))
+    assert not read and all(p._version > before for p, before in zip(model.parameters(), versions))
+    with torch.no_grad():
+        model.mix.weight.mul_(2)
+    step(draw(2))
+    step(draw(2))
+    assert len(read) == 1
 
 
 def test_a_rate_set_by_hand_holds():

@@ -197,7 +197,15 @@ class Weights:
             self.masters.append(master)
 
         self._addresses = [slot.parameter.data_ptr() for slot in layout.slots]
-        self._versions = [slot.parameter._version for slot in layout.slots]
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [slot.parameter._version for slot in self.layout.slots]
+
+    def stepped(self) -> None:
+        """Tell who watches versions that an update has written them: to torch, a kernel's or a graph's writes are none."""
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.layout.slots])
+        self._versions = self._now()  # or the next step would take them for somebody else's writes and read all of them back
 
     def check(self) -> None:
         """That every parameter still lies where it was put, or the update would miss it (a cast, a move, an assigning load).
@@ -211,8 +219,7 @@ class Weights:
                 f"parameters: {moved} no longer lies in the flat buffer it was moved to (a .to(), .data = or "
                 f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
             )
-        versions = [slot.parameter._version for slot in self.layout.slots]
-        if versions != self._versions:
+        if (versions := self._now()) != self._versions:
             self._versions = versions
             self._read_back()
 

@@ -103,7 +103,6 @@ class TrainStep:
             raise
         self._graphs = Graphs(Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap), graph)
         self._mail = Mail(self.device)
-        self._trained = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, or what is drawn from a feed (epoch after epoch) or an iterator.
@@ -117,7 +116,7 @@ class TrainStep:
             self._weights.check()
             tensors, key, form = take_apart(batches, self.device)
             result = self._graphs.run(tensors, key, form)
-            torch.autograd.graph.increment_version(self._trained)  # a kernel's or a graph's writes are no version to torch
+            self._weights.stepped()
             return self._mail.post(result)
 
     @property
