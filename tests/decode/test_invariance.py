@@ -26,6 +26,15 @@ def test_the_steps_of_a_launch_do_not_matter(k, how, device):
     assert found.launches == {1: 70, 8: 1 + 8 + 5, 32: 1 + 2 + 5}[k]  # one step first, then k, then what is left by ones
 
 
+def test_behind_many_steps_the_last_launch_may_overshoot():
+    """The last 7 of 256 are one launch of 8; the step too many is in nobody's tokens and in no roofline."""
+    model = cases.build("Llama", max_position_embeddings=300)
+    found = gb.decoder(model, 1, 300, verify=False).generate([5], max_new_tokens=256)
+    assert (found.launches, found.steps, found.count) == (12, 257, 256)
+    one = gb.decoder(model, 1, 300, k=1, verify=False).generate([5], max_new_tokens=256)
+    assert (one.launches, one.steps, one.bytes_read) == (256, 256, found.bytes_read) and one.tokens == found.tokens
+
+
 def test_launches_grow_and_then_shrink_near_the_end():
     found = cases.shared("Mistral").generate([3, 4], max_new_tokens=50)
     assert (found.launches, found.steps) == (5, 50)  # of 1, 8, 32, 8 and 1

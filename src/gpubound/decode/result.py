@@ -23,7 +23,7 @@ class Generation:
     launches: int
     steps: int  # as launched
     row_steps: int  # of them, those that brought a row something, over all rows
-    bytes_read: int  # that all those steps cannot do without: the roofline's numerator
+    bytes_read: int  # that the steps some row needed cannot do without: the roofline's numerator
 
     @property
     def tokens(self) -> list[list[int]]:

@@ -44,6 +44,11 @@ def _end_at_exit() -> WeakSet[Generator]:
     return playing
 
 
+# A launch may hold one step behind the last row's end, of frozen rows, for every 64 that the request has had: the last 7 of 256
+# tokens are one launch of 8 steps, not seven of one, for which the host would have to be quick.
+OVERSHOT = 1 / 64
+
+
 class Run:
     """One request on its way through a decoder."""
 
@@ -53,6 +58,7 @@ class Run:
         self.first_token_s = 0.0
         self.seconds = 0.0
         self.launches = self.steps = self.row_steps = 0
+        self.wanted = 0  # steps, of those launched, that some row may still need
         self.flying = 0  # steps launched and not read yet
         self.ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
         self.rows = decoder.bucket(len(request.prompts))
@@ -98,11 +104,11 @@ class Run:
         alive = True
         while alive and ((left := self._left()) > 0 or slots.ahead):
             if left > 0:
-                self._launch(next(k for k in self._ladder() if k <= left))
+                self._launch(next(k for k in self._ladder() if k <= left + int(self.steps * OVERSHOT)), left)
             while alive and slots.ahead >= (RING if self._left() > 0 else 1):
                 alive = yield from self._take()
 
-    def _launch(self, steps: int) -> None:
+    def _launch(self, steps: int, wanted: int) -> None:
         decoder = self.decoder
         if name := decoder.moved():
             raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
@@ -110,6 +116,7 @@ class Run:
             decoder.graphs.launch(self.rows, steps, self.way)
         decoder.slots.send(steps * decoder.width)
         self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
+        self.wanted += min(steps, wanted)
 
     def _left(self) -> int:
         """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
@@ -179,5 +186,5 @@ class Run:
         speculator = self.decoder.speculator
         read = self.decoder.body.bytes_a_step(lengths) + (speculator.bytes_a_step(lengths) if speculator else 0)
         return Generation(
-            self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, self.row_steps, read * self.steps
+            self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, self.row_steps, read * self.wanted
         )
