@@ -507,6 +507,13 @@ def test_steps_beyond_the_last_token_do_not_count_as_work():
     assert speed.tokens_per_s == 12.5 and speed.first_token_s == 0.5
 
 
+def test_a_launch_that_overshot_is_counted_as_far_as_it_was_wanted():
+    """257 steps for 256 tokens, of which 256 are in bytes_read."""
+    speed = Speed(CPU)
+    speed.add(Generation([Sequence([1], [2] * 256)], 2.0, 0.5, 12, 257, 256, bytes_read=256_000, wanted=256))
+    assert (speed.steps, speed.bytes_read) == (256, 256_000)
+
+
 def test_control_characters_do_not_reach_a_terminal():
     assert "a\x1b[2Jb\r\x07\n\t\x9b".translate(command.HARMLESS) == "a\ufffd[2Jb\ufffd\ufffd\n\t\ufffd"
 

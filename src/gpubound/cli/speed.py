@@ -47,10 +47,11 @@ class Speed:
         self.tokens += found.count
         # Launches reach beyond the last token; what they read there has no use.
         longest = max((len(sequence.tokens) for sequence in found.sequences), default=0)
-        needed = min(round(longest / max(found.tokens_a_step, 1)), found.steps)
+        wanted = found.steps if found.wanted is None else found.wanted  # the steps of which `bytes_read` is
+        needed = min(round(longest / max(found.tokens_a_step, 1)), wanted)
         self.steps += needed
         self.seconds += found.seconds
-        self.bytes_read += found.bytes_read * needed // max(found.steps, 1)
+        self.bytes_read += found.bytes_read * needed // max(wanted, 1)
         if self.first_token_s is None and found.first_token_s:
             self.first_token_s = found.first_token_s
 

@@ -23,7 +23,8 @@ class Generation:
     launches: int
     steps: int  # as launched
     row_steps: int  # of them, those that brought a row something, over all rows
-    bytes_read: int  # that the steps some row needed cannot do without: the roofline's numerator
+    bytes_read: int  # that the wanted steps cannot do without: the roofline's numerator
+    wanted: int | None = None  # of the steps, those that a row might need when they were launched; None: all
 
     @property
     def tokens(self) -> list[list[int]]:

@@ -185,6 +185,5 @@ class Run:
         lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
         speculator = self.decoder.speculator
         read = self.decoder.body.bytes_a_step(lengths) + (speculator.bytes_a_step(lengths) if speculator else 0)
-        return Generation(
-            self.sequences, self.seconds, self.first_token_s, self.launches, self.steps, self.row_steps, read * self.wanted
-        )
+        counts = self.launches, self.steps, self.row_steps
+        return Generation(self.sequences, self.seconds, self.first_token_s, *counts, read * self.wanted, self.wanted)
