@@ -1,6 +1,7 @@
 """The model shapes that every benchmark uses, so that figures of different benchmarks speak of the same thing."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpubound import measure
 
@@ -63,19 +64,7 @@ def llama_config(shape: Shape, positions: int):
     """The Hugging Face configuration of `shape`; needs transformers (pip install 'gpubound[hf]')."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=positions,
-        head_dim=shape.head_dim,
-        use_cache=False,
-        rope_theta=500000.0,
-    )
+    return LlamaConfig(intermediate_size=shape.intermediate, rope_theta=500000.0, **_common(shape, positions))
 
 
 def qwen3_moe_config(shape: SparseShape, positions: int):
@@ -83,17 +72,23 @@ def qwen3_moe_config(shape: SparseShape, positions: int):
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        hidden_size=shape.hidden,
         moe_intermediate_size=shape.intermediate,
         num_experts=shape.experts,
         num_experts_per_tok=shape.chosen,
         norm_topk_prob=True,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=positions,
-        head_dim=shape.head_dim,
-        use_cache=False,
+        **_common(shape, positions),
     )
+
+
+def _common(shape: Shape, positions: int) -> dict[str, Any]:
+    return {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": positions,
+        "head_dim": shape.head_dim,
+        "use_cache": False,
+    }

@@ -9,8 +9,11 @@ compute capability 9.0, and calls ops on the inputs of their self-tests and on a
 One line an op: its name, then the kernels that compiled, or what went wrong.
 """
 
+import os
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +43,16 @@ MORE = {
 }
 
 compiled: list[str] = []
+
+
+def apart(code: str) -> str:
+    """What `code` prints, run from the repository's root in a process of its own, where kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    call = [sys.executable, "-W", "ignore", "-c", code]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(call, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def describe(parameter, value: Any) -> tuple[str, Any, list]:

@@ -1,20 +1,14 @@
 """Every kernel compiles for compute capability 9.0, on a machine without a GPU: the interpreter accepts more than that."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from gpubound.kernels import selftest
 
-from .aot import MORE
+from .aot import MORE, apart
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 
-ROOT = Path(__file__).parents[2]
 CASES = [*selftest.EXAMPLES, *MORE]
 
 
@@ -22,12 +16,7 @@ def compile_apart(*cases: str, before: str = "") -> dict[str, str]:
     """case -> the kernels that compiled, in a process of its own where kernels are not interpreted."""
     call = f"sys.argv[1:] = {list(cases)!r}\nrunpy.run_path('tests/kernels/aot.py', run_name='__main__')"
     script = f"import runpy, sys\n{before}\n{call}"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    return dict(line.split(": ", 1) for line in apart(script).splitlines())
 
 
 @pytest.fixture(scope="module")

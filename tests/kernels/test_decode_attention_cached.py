@@ -1,10 +1,7 @@
 """Attention over caches in 8 bits and in pages: rounding to the bit, parity, the live length alone, several tokens, pages."""
 
-import os
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from gpubound import kernels
 from gpubound.kernels.cached import KINDS, decode, encode
 from gpubound.kernels.choose import load
 
+from .aot import apart
 from .cases import draw, same
 
 L, PAGE = 150, 64
@@ -286,8 +284,5 @@ FORMS = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_every_form_compiles_and_none_spills():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    call = [sys.executable, "-c", "from tests.kernels.test_decode_attention_cached import compile_all; compile_all()"]
-    done = subprocess.run(call, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{form} _decode_attention_kernel STACK:0" for form in FORMS]
+    printed = apart("from tests.kernels.test_decode_attention_cached import compile_all; compile_all()")
+    assert printed.splitlines() == [f"{form} _decode_attention_kernel STACK:0" for form in FORMS]

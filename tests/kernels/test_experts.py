@@ -1,9 +1,6 @@
 """A sparse MLP's doors: parity with the reference, choices that are always experts, the same bits in any batch, sentences."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +10,8 @@ from gpubound.kernels.choose import load
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.triton import _decode_plan as plans
 
+from .aot import apart
 from .cases import TOLERANCE, assert_inside, banded, draw, same
-from .test_compiles import ROOT
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SOURCES = ("triton", "reference")
@@ -233,13 +230,9 @@ for (E, S, H, I), dependent in itertools.product(((128, 8, 2048, 768), (8, 2, 40
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_nothing_spills_at_the_sizes_of_real_models():
     """Qwen3-30B-A3B and Mixtral-8x7B, in every mode of launch, compiled for compute capability 9.0."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SIZES], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    printed = apart(SIZES)
     names = ("_route_kernel", "_routed_gate_up_kernel", "_add_routed_kernel")
-    assert done.stdout.splitlines() == [f"{name} STACK:0 LOCAL:0" for _ in range(6) for name in names]
+    assert printed.splitlines() == [f"{name} STACK:0 LOCAL:0" for _ in range(6) for name in names]
 
 
 def test_wrong_arguments_are_named(device):

@@ -3,11 +3,6 @@
 What is drawn, and how often, is in test_sampling_distribution.py.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +12,7 @@ from gpubound.kernels.reference import sampling as reference
 from gpubound.kernels.sampling import Rows, Settings
 from gpubound.kernels.triton import sampling as fast
 
+from .aot import apart
 from .cases import draw, same
 
 BY = pytest.mark.parametrize("by", [fast, reference], ids=["triton", "reference"])
@@ -222,11 +218,8 @@ def compile_all() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_both_compile():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    call = [sys.executable, "-c", "from tests.kernels.test_sampling import compile_all; compile_all()"]
-    done = subprocess.run(call, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_sample_kernel", "_pick_kernel"] * 3
+    printed = apart("from tests.kernels.test_sampling import compile_all; compile_all()")
+    assert printed.split() == ["_sample_kernel", "_pick_kernel"] * 3
 
 
 @pytest.mark.gpu

@@ -1,10 +1,5 @@
 """Drafts from the text and their acceptance: both mirrors, cases worked out by hand, and plain steps as the definition."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +9,7 @@ from gpubound.kernels.reference import speculation as reference
 from gpubound.kernels.sampling import Rows
 from gpubound.kernels.triton import speculation as fast
 
+from .aot import apart
 from .cases import draw
 from .test_sampling import both as _both
 from .test_sampling import message, rows_of
@@ -165,11 +161,8 @@ def compile_all() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_they_compile():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    call = [sys.executable, "-c", "from tests.kernels.test_speculation import compile_all; compile_all()"]
-    done = subprocess.run(call, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"_propose_kernel", "_accept_kernel", "_decode_attention_kernel"}
+    printed = apart("from tests.kernels.test_speculation import compile_all; compile_all()")
+    assert set(printed.split()) == {"_propose_kernel", "_accept_kernel", "_decode_attention_kernel"}
 
 
 def test_errors():
