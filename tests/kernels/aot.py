@@ -45,10 +45,10 @@ MORE = {
 compiled: list[str] = []
 
 
-def apart(code: str) -> str:
+def apart(code: str, warnings: str = "ignore") -> str:
     """What `code` prints, run from the repository's root in a process of its own, where kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    call = [sys.executable, "-W", "ignore", "-c", code]
+    call = [sys.executable, "-W", warnings, "-c", code]
     root = Path(__file__).parents[2]
     done = subprocess.run(call, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

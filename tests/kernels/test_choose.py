@@ -4,9 +4,6 @@ A broken kernel is caught by its self-test, becomes a fallback that is recorded 
 verdict is reached once, outside the caller's modes. torch.compile traces through.
 """
 
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections import Counter
@@ -21,6 +18,7 @@ from gpubound.kernels import choose, selftest
 from gpubound.kernels.reference import rms_norm as reference
 from gpubound.kernels.triton import rms_norm as fast
 
+from .aot import apart
 from .cases import TOLERANCE, draw, same
 
 FP32 = torch.float32
@@ -272,12 +270,7 @@ TRACE = """
 def run_apart(*parts, warnings="error::UserWarning", **names):
     """What a script prints in a process of its own, where kernels are not interpreted."""
     head = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = head + "".join(textwrap.dedent(part) for part in parts)
-    command = [sys.executable, "-W", warnings, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return apart(head + "".join(textwrap.dedent(part) for part in parts), warnings).strip()
 
 
 def test_compile_sees_through_the_references():
