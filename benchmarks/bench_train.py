@@ -6,10 +6,12 @@ peer are alive at a time and step in turn, in random order.
 """
 
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +43,8 @@ class Case:
     accumulate: int
     peers: dict[str, tuple[float | None, float | None]]
     ours: str = "ours"
+    recompute: str = "cheap"
+    """of TrainStep"""
 
     @property
     def tokens(self) -> int:
@@ -53,12 +57,13 @@ CASES = {
     "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
     "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}),
     "350m-x16": Case("350m", 1024, 16, 16, {}),
-    "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None), "compile": (1.12, None)}),
+    "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None), "compile": (1.12, None)}, recompute="none"),
     "feed": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours"),
+    "feed-fp32": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours-fp32"),
 }
 TINY = {
     "tiny": Case("tiny", 32, 2, 1, {"hf": (None, None)}),
-    "tiny-x2": Case("tiny", 32, 2, 2, {"hf": (None, None)}),
+    "tiny-x2": Case("tiny", 32, 2, 2, {"hf": (None, None)}, recompute="none"),
     "feed": CASES["feed"],
 }
 
@@ -83,11 +88,13 @@ class Train:
     """
 
     only: str = "350m,350m-x8,135m,feed"
-    """Cases, by comma: 350m, 350m-fp8, 350m-x8, 350m-x16, 135m, 1b-x8, feed."""
+    """Cases, by comma: 350m, 350m-fp8, 350m-x8, 350m-x16, 135m, 1b-x8, feed, feed-fp32."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
+    again: bool = False
+    """Also time the first step of a second process, which finds the kernels that the first one compiled."""
     profile: str = ""
     """A contender (ours, hf, liger, liger-autocast, compile): print where a step of it goes in each case; measure nothing."""
     results: Path = results.FOLDER
@@ -97,13 +104,14 @@ class Train:
 
 
 class Worker:
-    """A contender's process. Use it in a `with`: it ends there, and gives its memory back."""
+    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: the compiled ones' folder."""
 
-    def __init__(self, who: str, case: Case, device: str):
+    def __init__(self, who: str, case: Case, device: str, kernels: str | None = None):
         self.who = who
-        job = json.dumps(asdict(Job(who, case.shape, case.seq, case.micro, case.accumulate, device)))
+        job = json.dumps(asdict(Job(who, case.shape, case.seq, case.micro, case.accumulate, device, case.recompute)))
         command = [sys.executable, "-m", "benchmarks.train_worker", job]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        there = None if kernels is None else os.environ | {"TRITON_CACHE_DIR": kernels}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
         self.facts: dict[str, Any] = self._hear()
 
     def ask(self, **wish: Any) -> Any:
@@ -143,23 +151,34 @@ def main(argv: Sequence[str]) -> int:
     bench = Bench("train", device, " ".join(["gpubound bench train", *argv]), dry=options.dry, folder=options.results)
     limit = measure.ceilings(device, quick=options.dry)
     for name in names:
-        measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit, peers)
+        with tempfile.TemporaryDirectory() as kernels:
+            measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit, peers, kernels)
+            if options.again:
+                with Worker(known[name].ours, known[name], device.type, kernels) as again:
+                    first_step(bench, f"{name} first step, a second process", again)
     return bench.finish()
 
 
-def measure_case(bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings, peers: list[str]) -> None:
+def first_step(bench: Bench, case: str, worker: Worker) -> None:
+    bench.figure(case, "s", worker.facts["first_step_s"], {"budget": FIRST_STEP_S}, {"budget": 1.0})
+
+
+def measure_case(
+    bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings, peers: list[str], kernels: str
+) -> None:
+    """`kernels` is an empty folder: the first step compiles all of its own."""
     import torch
 
     device = bench.device.type
     try:
-        mine = Worker(case.ours, case, device)
+        mine = Worker(case.ours, case, device, kernels)
     except MeasureError as error:
         bench.unmeasured.append(f"{name}: {error}")
         return
     with mine:
         if device == "cuda" and not mine.facts["captured"]:
             bench.wrong.append(f"{name}: ours did not run as a graph; the reason is above")
-        bench.figure(f"{name} first step", "s", mine.facts["first_step_s"], {"budget": FIRST_STEP_S}, {"budget": 1.0})
+        first_step(bench, f"{name} first step", mine)
         if "syncs" in mine.facts:
             bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
         shape = SHAPES[case.shape]

@@ -39,6 +39,7 @@ class Job:
     micro: int
     accumulate: int
     device: str
+    recompute: str = "cheap"
 
 
 @dataclass
@@ -81,6 +82,7 @@ def ours(job: Job, precision: str = "bf16") -> Contender:
             "accumulate": job.accumulate,
             "clip": CLIP,
             "precision": precision,
+            "recompute": job.recompute,
             "overlap": job.micro * job.seq < FEW_TOKENS,
         }
         step = TrainStep(model, "causal_lm", config, **options)
@@ -142,7 +144,8 @@ def frames(job: Job) -> tuple[nn.Module, list[dict[str, Tensor]], Callable[[nn.M
     return model, host, errors
 
 
-def frames_ours(job: Job) -> Contender:
+def frames_ours(job: Job, precision: str = "bf16") -> Contender:
+    """The same loop moved to feed and TrainStep: as that comes, in bf16 with fp32 masters and errors, or in fp32 as theirs."""
     model, host, errors = frames(job)
     steps: list[TrainStep] = []
 
@@ -151,7 +154,7 @@ def frames_ours(job: Job) -> Contender:
 
     def start() -> Step:
         config = AdamW(lr=LR, decays=lambda name, parameter: True)
-        step, source = TrainStep(model, squares, config, clip=CLIP, precision="fp32"), feed(host, job.device)
+        step, source = TrainStep(model, squares, config, clip=CLIP, precision=precision), feed(host, job.device)
         steps.append(step)
         return lambda: step(source).loss
 
@@ -190,6 +193,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "liger-autocast": lambda job: liger(job, autocast=True),
     "compile": lambda job: hugging_face(job, compiled=True),
     "frames-ours": frames_ours,
+    "frames-ours-fp32": lambda job: frames_ours(job, "fp32"),
     "frames-usual": frames_usual,
 }
 

@@ -2,99 +2,27 @@
 
 import json
 import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from gpubound import device as facts
-from gpubound import trace
 from gpubound.cli import generate as command
 from gpubound.cli import main
-from gpubound.cli.chat import ends_of_turn
 from gpubound.cli.saved import open_saved
-from gpubound.cli.speed import Speed
-from gpubound.decode.result import Generation, Sequence
-from gpubound.feed.tokenizer import Tokenizer, train_tokenizer
+from gpubound.feed.tokenizer import Tokenizer
 from gpubound.measure import ceilings
-from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
+from gpubound.models import load_hf, save_hf
 from gpubound.train.checkpoint import Checkpoints
 
-CPU = torch.device("cpu")
-HELLO = "<|user|>hello<|end|><|assistant|>hi, how are you?<|end|>"
-TEXTS = [
-    "the cat sat on the mat and slept.<|endoftext|>",
-    "one two three four five six seven.<|endoftext|>",
-    HELLO,
-    f"{HELLO}<|user|>fine<|end|><|assistant|>good to hear.<|end|>",
-    "<|user|>fine<|end|><|assistant|>what is?<|end|>",
-    "<|system|>be rude<|end|><|user|>hello<|end|><|assistant|>go away.<|end|>",
-]
-LINE = (
-    r"(\d+) tokens, ([\d.,]+) tokens/s, [\d.]+% of the roofline \(([\d.]+)kB a step / [\d.]+[GT]B/s read here\), "
-    r"first token after [\d.]+ (?:ms|s|µs), host syncs: not counted \(no GPU\)\n"
-)
+from . import by_heart
+from .by_heart import CPU, LINE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """The reference kernels: what is tested here is the command, not the interpreter."""
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
-    monkeypatch.delenv("GPUBOUND_TRACEBACK", raising=False)
-    monkeypatch.setattr(trace, "_said", set())  # what is said once a process may have been said by another test
-
-
-@pytest.fixture(scope="module")
-def ckpt(tmp_path_factory) -> Path:
-    """A Hugging Face folder with a model that has learnt TEXTS by heart."""
-    folder = tmp_path_factory.mktemp("saved") / "model"
-    tokenizer = train_tokenizer(TEXTS, 300)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # before one_thread does: on products this small threads wait for each other
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "interpreted", lambda: False)
-        model = Decoder(DecoderConfig(64, 128, 2, 4, 2, 320, tied=True, positions=512))
-        learn(model, [tokenizer.inner.encode(text, add_special_tokens=False).ids for text in TEXTS])
-    tokenizer.save(save_hf(model, folder))
-    return folder
-
-
-def learn(model: Decoder, rows: list[list[int]]) -> None:
-    ids, labels = torch.zeros(len(rows), 32, dtype=torch.long), torch.full((len(rows), 32), -100)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    for _ in range(120):
-        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """run(*argv, stdin=None) -> (exit code, stdout, stderr)"""
-
-    def call(*argv, stdin=None):
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", StringIO(stdin))
-        capsys.readouterr()
-        code = main(["generate", *map(str, argv), "--device", "cpu"])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
 
 
 # --- texts ---
@@ -196,6 +124,10 @@ def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat", "--cache", "int8", "--table")
     assert (code, out) == (0, " sat on the mat and slept.\n") and "int8, a scale a token and head" in err
     assert "verify=False: nothing has shown" in run(ckpt, "--prompt", "the cat", "--verify", "none")[2]
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    assert "a\x1b[2Jb\r\x07\n\t\x9b".translate(command.HARMLESS) == "a\ufffd[2Jb\ufffd\ufffd\n\t\ufffd"
 
 
 # --- what is opened ---
@@ -360,169 +292,3 @@ def test_an_unknown_option_suggests_the_near_one_and_help_has_an_example(run):
     assert code == 2 and "Unrecognized options: --temprature" in err and "--temperature FLOAT" in err
     code, out, _ = run("--help")
     assert code == 0 and 'gpubound generate demo-run --prompt "def main(" --temperature 0.7' in out
-
-
-# --- conversations ---
-
-
-def test_a_conversation_from_a_pipe_remembers(ckpt, run):
-    code, out, err = run(ckpt, "--chat", stdin="hello\nfine\n")
-    assert (code, out) == (0, "hi, how are you?\ngood to hear.\n")
-    assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])
-    assert run(ckpt, "--chat", stdin="fine\n")[1] == "what is?\n"
-    assert run(ckpt, "--chat", "--system", "be rude", stdin="hello\n")[1] == "go away.\n"
-
-
-def test_a_conversation_as_json(ckpt, run):
-    code, out, _ = run(ckpt, "--chat", "--json", stdin="hello\n")
-    found = json.loads(out)
-    assert code == 0 and found["messages"] == [
-        {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi, how are you?"},
-    ]  # fmt: skip
-    assert found["tokens"] == len(Tokenizer.load(ckpt).encode("hi, how are you?<|end|>"))
-
-
-def test_a_turn_that_fails_is_said_and_forgotten(ckpt, run):
-    code, out, err = run(ckpt, "--chat", "--max-length", "40", stdin=f"hello\n{'fine ' * 50}\nfine\n")
-    assert (code, out) == (2, "hi, how are you?\ngood to hear.\n")
-    assert re.search(
-        r"gpubound generate: prompt 0 has \d+ tokens, which leaves no room in max_length=40; shorten it, or build the decoder "
-        r"longer\.\n/clear forgets what was said before\.\n", err,
-    )  # fmt: skip
-
-
-def test_no_template_no_conversation(ckpt, run, tmp_path):
-    save_hf(load_hf(ckpt), tmp_path)
-    Tokenizer(Tokenizer.load(ckpt).inner, "<|endoftext|>").save(tmp_path)
-    assert run(tmp_path, "--chat", stdin="hello\n")[2].splitlines()[-1] == (
-        f"gpubound generate: {tmp_path}: its tokenizer has no chat template, and a conversation needs one; use --prompt."
-    )
-
-
-def test_the_end_of_a_turn_is_read_off_the_template(ckpt):
-    tokenizer = Tokenizer.load(ckpt)
-    assert [tokenizer.inner.id_to_token(i) for i in ends_of_turn(tokenizer)] == ["<|end|>"]
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    assert ends_of_turn(tokenizer) == []
-
-
-# Ctrl-C reaches a process through the terminal that controls it.
-BEHIND = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from gpubound.cli import main; sys.exit(main())"
-
-
-class Terminal:
-    """`gpubound generate ... --chat` behind a terminal of its own."""
-
-    def __init__(self, *argv):
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        mine, its = pty.openpty()
-        command = [sys.executable, "-c", BEHIND, "generate", *map(str, argv), "--device", "cpu"]
-        own = {"env": environment | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
-        self.child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, **own)
-        os.close(its)
-        self.file, self.seen = mine, ""
-
-    def until(self, text: str, again: str = "") -> str:
-        """What it shows up to and with `text`; from there on it is read next time. `again` is typed while nothing comes: a
-        Ctrl-C that falls between readline's last look for signals and its wait is only seen with the next key."""
-        deadline = time.monotonic() + 120
-        while text not in self.seen:
-            while again and time.monotonic() < deadline and not select.select([self.file], [], [], 3)[0]:
-                self.type(again)
-            assert select.select([self.file], [], [], max(0, deadline - time.monotonic()))[0], f"only {self.seen!r}"
-            try:
-                more = os.read(self.file, 4096).decode()
-            except OSError:  # its end was closed
-                more = ""
-            assert more, f"it ended with only {self.seen!r}"
-            self.seen += more.replace("\r\n", "\n")
-        shown, _, self.seen = self.seen.partition(text)
-        return shown + text
-
-    def type(self, text: str) -> None:
-        os.write(self.file, text.encode())
-
-    def end(self) -> int:
-        return self.child.wait(timeout=60)
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.child.poll() is None:
-            self.child.kill()
-            self.child.wait()
-        os.close(self.file)
-
-
-def test_a_conversation_at_a_terminal(ckpt):
-    """Replies arrive, /clear forgets, Ctrl-D ends with the figures of it all."""
-    with Terminal(ckpt, "--chat") as terminal:
-        assert "Ctrl-C ends a reply, Ctrl-D the conversation.\n" in terminal.until("> ")
-        for said, answer in (("hello", "hi, how are you?"), ("fine", "good to hear.")):
-            terminal.type(f"{said}\n")
-            assert f"\n{answer}\n" in terminal.until("tokens/s")
-            terminal.until("> ")
-        terminal.type("/clear\n")
-        terminal.until("forgotten\n> ")
-        terminal.type("fine\n")
-        assert "\nwhat is?\n" in terminal.until("tokens/s")
-        terminal.until("> ")
-        terminal.type("\x03")
-        terminal.until("Ctrl-D ends the conversation.\n> ", again="\x03")
-        terminal.type("\x04")
-        assert re.search(LINE, terminal.until("(no GPU)\n")) and terminal.end() == 0
-
-
-def test_ctrl_c_ends_a_reply_and_the_conversation_goes_on(ckpt):
-    with Terminal(ckpt, "--chat", "--ignore-eos", "--max-length", "100000", "--verify", "none") as terminal:
-        terminal.until("> ")
-        terminal.type("hello\n")
-        terminal.until("hi, how are you?")
-        terminal.type("\x03")
-        terminal.until(" ...\n")
-        terminal.until("tokens/s")
-        terminal.until("> ")
-        terminal.type("/help\n")
-        terminal.until("> ")
-        terminal.type("\x04")
-        terminal.until("(no GPU)\n")
-        assert terminal.end() == 0
-
-
-# --- the figures ---
-
-
-def test_steps_beyond_the_last_token_do_not_count_as_work():
-    speed = Speed(CPU)
-    speed._rate = 1e9
-    sequences = [Sequence([1], [2] * 20), Sequence([1], [2] * 5)]
-    speed.add(Generation(sequences, 2.0, 0.5, launches=5, steps=40, row_steps=25, bytes_read=40_000_000))
-    assert (speed.tokens, speed.steps, speed.bytes_read) == (25, 20, 20_000_000)
-    assert speed.line() == (
-        "25 tokens, 12.5 tokens/s, 1.0% of the roofline (1MB a step / 1GB/s read here), first token after 500 ms, "
-        "host syncs: not counted (no GPU)"
-    )
-    speed.merge(speed)
-    assert speed.tokens_per_s == 12.5 and speed.first_token_s == 0.5
-
-
-def test_a_launch_that_overshot_is_counted_as_far_as_it_was_wanted():
-    """257 steps for 256 tokens, of which 256 are in bytes_read."""
-    speed = Speed(CPU)
-    speed.add(Generation([Sequence([1], [2] * 256)], 2.0, 0.5, 12, 257, 256, bytes_read=256_000, wanted=256))
-    assert (speed.steps, speed.bytes_read) == (256, 256_000)
-
-
-def test_control_characters_do_not_reach_a_terminal():
-    assert "a\x1b[2Jb\r\x07\n\t\x9b".translate(command.HARMLESS) == "a\ufffd[2Jb\ufffd\ufffd\n\t\ufffd"
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_nothing_waits(ckpt, capsys, monkeypatch):
-    monkeypatch.undo()
-    code = main(["generate", str(ckpt), "--prompt", "the cat", "--ignore-eos", "--json", "--device", "cuda"])
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert code == 0 and found["syncs"] == 0 and found["tokens"] == 256
-    assert found["sequences"][0]["text"].startswith(" sat on the mat and slept.") and said.err.endswith("host syncs: 0\n")

@@ -164,16 +164,16 @@ NO_MODEL = (
     "or a Hugging Face folder."
 )
 NO_RECOMPUTE = (
-    "recompute: got 'some', wanted none, blocks, a number of blocks, or the bytes that a step may take, as in '40 GB'."
+    "recompute: got 'some', wanted cheap, none, blocks, a number of blocks, or the bytes that a step may take, as in '40 GB'."
 )
 NO_PEAK = (
     "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
-    "take none, blocks, or a number of blocks."
+    "take cheap, none, blocks, or a number of blocks."
 )
 NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept."
 NOT_BOTH = (
     "auto_batch: got recompute='1 GB', too, and each would take what the other leaves; "
-    "give --recompute none, blocks or a number, or --micro-batch yourself."
+    "give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
 )
 
 

@@ -10,7 +10,7 @@ def reference_kernels(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Products this small only lose by being shared out: test_static takes 6 s on two busy cores, and 95 with two threads."""
+    """Products this small only lose by being shared out: test_static* take 6 s on two busy cores, and 95 with two threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

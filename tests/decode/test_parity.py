@@ -8,7 +8,7 @@ import gpubound as gb
 from gpubound.decode import fused
 
 from . import cases
-from .test_static import ENDS
+from .static_cases import ENDS
 
 
 @pytest.mark.parametrize("kind", cases.HUGGING_FACE)

@@ -25,10 +25,9 @@ def draw(seed, device):
     )
 
 
-def run(monkeypatch, device, hidden, normed, main=False, frozen=()):
-    """(outputs and gradients, bytes of activations kept) of a block."""
-    monkeypatch.setattr(lean, "HIDDEN", hidden)
-    monkeypatch.setattr(lean, "NORMED", normed)
+def run(monkeypatch, device, least, main=False, frozen=()):
+    """(outputs and gradients, bytes of activations kept) of a block whose results of `least` bytes are computed again."""
+    monkeypatch.setattr(lean, "LEAST_BYTES", least)
     own, x, pending, kept = block(device), draw(1, device), draw(2, device), {}
     for name, p in own.named_parameters():
         p.requires_grad_(name not in frozen)
@@ -57,26 +56,38 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("hidden, normed, fewer", [(True, False, 64), (False, True, 2 * 32), (True, True, 64 + 2 * 32)])
-def test_the_same_bits_in_fewer_bytes(hidden, normed, fewer, main, device, monkeypatch):
-    want, all_of_it = run(monkeypatch, device, False, False, main)
-    got, less = run(monkeypatch, device, hidden, normed, main)
+@pytest.mark.parametrize("least, fewer", [(0, WIDE + 2 * HIDDEN), (2 * TOKENS * WIDE, WIDE), (2 * TOKENS * WIDE + 1, 0)])
+def test_the_same_bits_in_fewer_bytes(least, fewer, main, device, monkeypatch):
+    want, all_of_it = run(monkeypatch, device, float("inf"), main)
+    got, less = run(monkeypatch, device, least, main)
     for a, b in zip(got, want):
         close(a, b)
     if device.type == "cuda":  # on a CPU autograd keeps what it wants of the reference
         assert all_of_it - less == 2 * TOKENS * fewer
 
 
+def test_what_is_small_is_kept():
+    norm = layers.RMSNorm(4)
+    large, small = torch.ones(lean.LEAST_BYTES // 16, 4), torch.ones(lean.LEAST_BYTES // 16 - 1, 4)
+    assert lean.origin(norm(large)) is not None and lean.origin(norm(small)) is None
+    with lean.recomputing(lean.KEEP_ALL):
+        assert lean.origin(norm(large)) is None
+    with lean.recomputing(0):
+        assert lean.origin(norm(small)) is not None
+    assert lean.origin(norm(small)) is None
+
+
 def test_frozen_weights_keep_nothing_and_get_nothing(device, monkeypatch):
     frozen = [name for name, _ in block(device).named_parameters() if "mlp" in name]
-    want, _ = run(monkeypatch, device, False, False, frozen=frozen)
-    got, _ = run(monkeypatch, device, True, True, frozen=frozen)
+    want, _ = run(monkeypatch, device, float("inf"), frozen=frozen)
+    got, _ = run(monkeypatch, device, 0, frozen=frozen)
     assert len(want) == len(got) and all(close(a, b) for a, b in zip(got, want))
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused():
     mlp = layers.MLP(HIDDEN, WIDE)
-    y = mlp(torch.ones(2, HIDDEN))
+    with lean.recomputing(0):
+        y = mlp(torch.ones(2, HIDDEN))
     with torch.no_grad():
         mlp.down_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match="the weight of an MLP's last product was changed in place between forward and back"):
@@ -85,7 +96,8 @@ def test_a_weight_changed_between_forward_and_backward_is_refused():
 
 def test_a_norms_weight_changed_meanwhile_is_refused():
     norm, mlp = layers.RMSNorm(HIDDEN), layers.MLP(HIDDEN, WIDE)
-    y = mlp(norm(torch.ones(2, HIDDEN)))
+    with lean.recomputing(0):
+        y = mlp(norm(torch.ones(2, HIDDEN)))
     with torch.no_grad():
         norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -174,7 +174,7 @@ def test_what_is_asked_for():
         peak_bytes(lambda: None, torch.device("cpu"))
     assert str(error.value) == (
         "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
-        "take none, blocks, or a number of blocks."
+        "take cheap, none, blocks, or a number of blocks."
     )
 
 

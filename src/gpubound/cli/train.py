@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if options.auto_batch and parse_recompute(recipe.recompute)[0] == "budget":
         raise ValueError(
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
-            f"give --recompute none, blocks or a number, or --micro-batch yourself."
+            f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
         )
     with disk_of(recipe.out):
         run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)

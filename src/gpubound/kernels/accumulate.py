@@ -88,6 +88,22 @@ def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
     return None
 
 
+def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """`deliver` for many (weight, gradient) at once, all of them weights that have a main_grad: few launches for small ones."""
+    written, added = [], []
+    for weight, gradient in gradients:
+        if (main := main_gradient(weight)) is not None:
+            (written if begins([main]) else added).append((main, gradient))
+
+    def put() -> None:
+        if written:
+            torch._foreach_copy_(*map(list, zip(*written)))
+        if added:
+            torch._foreach_add_(*map(list, zip(*added)))
+
+    aside(put, *(gradient for _, gradient in gradients))
+
+
 def deliver_sum(weight: Tensor, partial: Tensor) -> Tensor | None:
     """`deliver` of partial.sum(0), in one launch where the sum may be written straight into main_grad."""
     main = main_gradient(weight)

@@ -51,7 +51,7 @@ class MLP(nn.Module):
             if trained is not None and (result := fp8.gated(x, stack, trained)) is not None:
                 return result
             packed = stacked_product(x, stack)
-            if trained is not None and lean.HIDDEN and not hasattr(trained, "fp8"):
+            if trained is not None and packed.nbytes // 2 >= lean.LEAST_BYTES and not hasattr(trained, "fp8"):
                 return lean.gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers import lean
+
 FACTOR = 2.0
 
 # One unit in the last place, relative, and a little for the order of sums. The fp64 figure is not fp64's: Hugging Face's
@@ -126,13 +128,17 @@ def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
 
 @contextmanager
 def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
-    """No parameter has an accumulator, and with `all_train` every one trains, for as long as the block lasts."""
+    """No parameter has an accumulator, and with `all_train` every one trains, for as long as the block lasts.
+
+    What a large batch computes again in backward is computed again here too: its way is the longer one.
+    """
     parameters = list(module.parameters())
     before = [(p.requires_grad, p.__dict__.pop("main_grad", None)) for p in parameters]
     try:
         for p in parameters if all_train else ():
             p.requires_grad_(p.is_floating_point())
-        yield
+        with lean.recomputing(0):
+            yield
     finally:
         for p, (trains, main) in zip(parameters, before):
             p.requires_grad_(trains)

@@ -2,18 +2,23 @@
 
 In bf16, 256 + 1 is 256: a gradient that is summed in the weights' own 16 bits loses small contributions, the more so the more
 micro-batches there are. Here every parameter has a `main_grad`, an fp32 view of one flat buffer. The products of our own
-layers add into it as they compute (kernels/accumulate.py); for all other parameters a hook adds what autograd computed, once a
-backward pass, also for a weight that is used twice.
+layers add into it as they compute (kernels/accumulate.py); for all other parameters a hook takes what autograd computed, once a
+backward pass, also for a weight that is used twice. What hooks took goes into the buffer together: a copy a parameter was 0.11
+of the 1.06 ms of a small model's step.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ..kernels.accumulate import begins, deliver
+from ..kernels.accumulate import begins, deliver_all
 from .flat import Layout, lay_out
+
+TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones are not worth the memory
 
 
 class Accumulators:
@@ -39,19 +44,23 @@ class Accumulators:
                 )
         self.gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.layout.device)
         self._hooks = []
+        self._taken: list[tuple[Any, Tensor]] = []
+        self._bytes = 0
         for slot in self.layout.slots:
             slot.parameter.grad = None
             slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_move_into_main))
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._take))
 
     def zero(self) -> None:
         """Begin a new sum: one memset."""
         self.gradient.zero_()
         self._mark(False)
+        self._taken, self._bytes = [], 0  # of a backward that broke off
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
         self._mark(True)
+        self._taken, self._bytes = [], 0
 
     def finish(self) -> None:
         """Zero what has had no delivery since `begin`. From here on `gradient` is the whole sum."""
@@ -72,8 +81,18 @@ class Accumulators:
                 del slot.parameter.main_grad
         self._hooks = []
 
-
-def _move_into_main(parameter: Any) -> None:
-    if parameter.grad is not None:
-        deliver(parameter, parameter.grad)
+    def _take(self, parameter: Any) -> None:
+        """The gradient that autograd has just finished, into main_grad at the end of this backward pass at the latest."""
+        if parameter.grad is None:
+            return
+        if not self._taken:
+            Variable._execution_engine.queue_callback(self._settle)  # type: ignore[attr-defined]
+        self._taken.append((parameter, parameter.grad))
+        self._bytes += parameter.grad.nbytes
         parameter.grad = None
+        if self._bytes > TOGETHER_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        taken, self._taken, self._bytes = self._taken, [], 0
+        deliver_all(taken)

@@ -41,6 +41,8 @@ class Form:
     """The micro-batches without their tensors: how they are nested, and what in them is no tensor."""
 
     trees: tuple[Tree, ...]
+    uniform: bool
+    """all micro-batches are alike, constants too"""
 
     def fill(self, tensors: list[Tensor]) -> list[Any]:
         rest = iter(tensors)
@@ -55,19 +57,20 @@ def take_apart(batches: list[Any], device: torch.device) -> tuple[list[Tensor], 
     for batch in batches:
         tree = flatten(batch)
         rest: list[tuple[Any] | None] = []
+        of_this: list[tuple] = []
         for path, leaf in zip(tree.paths, tree.leaves):
             if isinstance(leaf, Tensor):
                 _check_device(path, leaf, device)
                 tensors.append(leaf)
                 rest.append(None)
-                keys.append((path, leaf.shape, leaf.dtype))
+                of_this.append((path, leaf.shape, leaf.dtype))
             else:
                 _check_constant(path, leaf)
                 rest.append((leaf,))
-                keys.append((path, leaf))
+                of_this.append((path, leaf))
         trees.append(replace(tree, leaves=rest))
-        keys.append(("end",))
-    return tensors, tuple(keys), Form(tuple(trees))
+        keys.append(tuple(of_this))
+    return tensors, tuple(keys), Form(tuple(trees), len(set(keys)) == 1)
 
 
 def _check_device(path: Path, leaf: Tensor, device: torch.device) -> None:

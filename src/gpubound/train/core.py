@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.aside import beside
+from ..layers import lean
 from .accumulate import Accumulators
 from .fp8 import Sites
 from .loss import CausalLM
@@ -36,9 +37,11 @@ class Core:
         reduce: Reduce | None,
         sites: Sites | None = None,
         overlap: bool = False,
+        keep_all: bool = False,
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
         self.precision, self.reduce, self.sites, self.overlap = precision, reduce, sites, overlap
+        self.keep_all = keep_all
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
@@ -90,12 +93,13 @@ class Core:
 
     def _add(self, batch: Any) -> None:
         scale = self.optimizer.loss_scale
-        if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
-            result = self.loss(self.model, batch, scale=self.one if scale is None else scale.float())
-            total, items = _checked(result, self.device)
-        else:
-            total, items = _checked(self.loss(self.model, batch), self.device)
-            total = total if scale is None else total.float() * scale.float()
+        with lean.recomputing(lean.KEEP_ALL if self.keep_all else lean.LEAST_BYTES):
+            if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
+                result = self.loss(self.model, batch, scale=self.one if scale is None else scale.float())
+                total, items = _checked(result, self.device)
+            else:
+                total, items = _checked(self.loss(self.model, batch), self.device)
+                total = total if scale is None else total.float() * scale.float()
         with beside(self.device if self.overlap else None):
             total.backward()
         self.totals[0].add_(total.detach())

@@ -13,6 +13,7 @@ from .core import Core
 
 MODES = ("auto", "require", "off")
 MOST = 8  # shapes of window: each takes seconds to capture, and some memory beside the pool
+REHEARSED = 2  # micro-batches of a watched call: the first writes its gradients, the second adds, and the rest do the same
 # A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
 # to find, an input or a state that a graph has baked in, is off by the value's own size.
@@ -66,8 +67,13 @@ class Graphs:
         if hasattr(self.core.loss, "prepare"):
             self.core.loss.prepare(self.core.model, form.fill(tensors)[0])
         pool = self.captured[0].pool if self.captured else None
+
+        def rehearsal(*leaves: Tensor) -> Tensor:
+            return self.core.run(form.fill(list(leaves))[:REHEARSED])
+
         state = [self.core.model, *self.core.state()]
-        graph = capture(train_step, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True)
+        options = {"tolerance": self._tolerance(), "rehearsal": rehearsal if form.uniform else None}
+        graph = capture(train_step, *tensors, pool=pool, state=state, clone=True, **options)
         self.captured.append(graph)
         return graph
 

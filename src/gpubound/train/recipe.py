@@ -83,8 +83,8 @@ class Recipe:
     """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
     """auto, require or off: the whole step as one CUDA graph."""
-    recompute: str = "none"
-    """none; blocks: keep only each block's input and compute the rest again; or of how many; or a budget, as in '40 GB'."""
+    recompute: str = "cheap"
+    """In backward. cheap: norms and activations; none; blocks: all but each block's input; how many; or a budget: '40 GB'."""
     overlap: bool = False
     """Weight gradients on a second stream: a gain where the step is bound by launches (135m, micro 1: 3 %)."""
     ema: float = 0.0

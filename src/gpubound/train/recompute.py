@@ -1,5 +1,7 @@
 """Activation checkpointing: a block keeps only its input and computes the rest again in backward.
 
+"cheap" leaves the blocks alone: our layers compute norms and gated activations again (layers/lean.py), "none" not even those.
+
 A third more work for a fraction of the memory: for every block, for the first few, or for as few as keep the measured peak
 within a budget. It is the first blocks that recompute, because backward comes to them last: by then what the others kept has
 been given back, and the block that is computed again has room.
@@ -18,11 +20,11 @@ from ..errors import DeviceError
 from ..feed.where import parse_bytes, readable
 from ..trace import notice
 
-MODES = ("none", "blocks")
+MODES = ("cheap", "none", "blocks")
 
 
 def parse(recompute: str) -> tuple[str, int]:
-    """("none" or "blocks", 0), ("count", blocks) or ("budget", bytes).
+    """(one of MODES, 0), ("count", blocks) or ("budget", bytes).
 
     >>> parse("12"), parse("40 GB")
     (('count', 12), ('budget', 40000000000))
@@ -35,7 +37,7 @@ def parse(recompute: str) -> tuple[str, int]:
         return "budget", parse_bytes("", recompute)
     except ValueError:
         raise ValueError(
-            f"recompute: got {recompute!r}, wanted none, blocks, a number of blocks, or the bytes that a step may take, "
+            f"recompute: got {recompute!r}, wanted cheap, none, blocks, a number of blocks, or the bytes that a step may take, "
             f"as in '40 GB'."
         ) from None
 
@@ -102,7 +104,7 @@ def peak_bytes(rehearse: Callable[[], Any], device: torch.device) -> int:
     if device.type != "cuda":
         raise ValueError(
             f"recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on {device}; "
-            f"take none, blocks, or a number of blocks."
+            f"take cheap, none, blocks, or a number of blocks."
         )
     gc.collect()
     torch.cuda.empty_cache()

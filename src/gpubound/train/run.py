@@ -65,7 +65,7 @@ def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep
         precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
         graph=recipe.graph,
         schedule=recipe.rates,
-        recompute="none" if budget else recipe.recompute,
+        recompute="cheap" if budget else recipe.recompute,
         overlap=recipe.overlap,
         seed=recipe.seed,
     )

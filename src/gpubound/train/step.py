@@ -53,7 +53,8 @@ class TrainStep:
                fp16 (fp32 masters, loss scale), tf32 or fp32
     graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
     schedule   a Schedule; None keeps the rate
-    recompute  none, blocks: keep only each block's input and compute the rest again in backward; a number: of so many blocks
+    recompute  what backward computes again. cheap: norms and gated activations of our layers; none: nothing, for a little less
+               time and more memory; blocks: all of a block but its input; a number: of so many blocks
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
     reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is taken
     """
@@ -69,7 +70,7 @@ class TrainStep:
         precision: str = "bf16",
         graph: str = "auto",
         schedule: Schedule | None = None,
-        recompute: str | int = "none",
+        recompute: str | int = "cheap",
         reduce: Reduce | None = None,
         overlap: bool = False,
         seed: int = 0,
@@ -86,7 +87,7 @@ class TrainStep:
         hasten(("adamw.plan_update",), layout.device, torch.float32)
         hasten(("adamw.adamw",), layout.device, numbers.dtype)
         try:
-            if way != "none":
+            if way in ("blocks", "count"):
                 self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))
             if numbers.dtype != torch.float32:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
@@ -101,7 +102,8 @@ class TrainStep:
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
-        self._graphs = Graphs(Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap), graph)
+        core = Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap, way == "none")
+        self._graphs = Graphs(core, graph)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -182,7 +184,7 @@ def _recompute(recompute: str | int) -> tuple[str, int]:
     way, amount = parse_recompute(str(recompute))
     if way == "budget":
         raise ValueError(
-            f"recompute: got {recompute!r}, wanted none, blocks or a number of blocks; for a budget of bytes call "
+            f"recompute: got {recompute!r}, wanted cheap, none, blocks or a number of blocks; for a budget of bytes call "
             "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes."
         )
     return way, amount

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..accumulate import begins, deliver, main_gradient
 from ._launch import power_of_two
 
-ROWS = 64  # of parts, at a time
-ELEMENTS = 2048  # of a tile: 8 a thread
+ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
+COLUMNS = 32  # of a tile: 8 elements a thread
 
 
 @triton.jit
@@ -65,13 +65,12 @@ def deliver_parts(
     mains = [main_gradient(owner) for owner in owners]
     outs = [torch.empty(t.shape, device=t.device, dtype=t.dtype) if main is None else main for t, main in zip(owners, mains)]
     adds = [main is not None and not begins([main]) for main in mains]
-    rows = min(ROWS, power_of_two(programs))
-    block = min(power_of_two(cols), ELEMENTS // rows)
+    block = min(power_of_two(cols), COLUMNS)
     first, second = (outs[s] if s < sums else parts for s in range(2))
     add_first, add_second = (adds[s] if s < sums else False for s in range(2))
     _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
         parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
-        cols, sums, number is not None, block, rows, add_first, add_second, number is not None and adds[-1], num_warps=8,
+        cols, sums, number is not None, block, ROWS, add_first, add_second, number is not None and adds[-1], num_warps=8,
     )  # fmt: skip
     return tuple(out if main is None else None for out, main in zip(outs, mains))
 

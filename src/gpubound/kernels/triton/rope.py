@@ -55,7 +55,7 @@ def _turn(from_ptr, to_ptr, head, head_from, D: tl.constexpr, inside, c, s, col,
         tl.store(to_ptr + head * D + col, tl.load(from_ptr + head * head_from + col, mask=mask, other=0.0), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "token_tiles"])  # neither bears on how memory is read; one kernel for all lengths
 def _rope_kernel(q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, cos_ptr, sin_ptr, tokens, token_tiles, q_batch, q_token, q_head,
                  k_batch, k_token, k_head, v_batch, v_token, v_head, q_row, k_row, v_row, cos_batch, cos_token,
                  Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,

@@ -1,0 +1,164 @@
+"""What the general body refuses, by its sentence: models, sizes, and forwards that its trial finds wrong."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gpubound.decode.static import StaticBody
+
+from .static_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
+
+
+def refusal(model, max_batch=2, max_length=32) -> str:
+    with pytest.raises(ValueError) as error:
+        StaticBody(model, max_batch, max_length)
+    return str(error.value)
+
+
+def tiny(name: str, **sizes) -> transformers.PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**{"vocab_size": 89, **ENDS, **sizes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+REFUSED = {
+    "which carries a recurrent state from token to token, wanted attention over keys and values alone": (
+        "MambaForCausalLM",
+        lambda: tiny("Mamba", hidden_size=16, num_hidden_layers=1),
+    ),
+    "whose forward takes no position_ids, wanted one that is given its positions, mask and cache": (
+        "BloomForCausalLM",
+        lambda: tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
+    ),
+    "whose forward takes no past_key_values, wanted one that is given its positions, mask and cache": (
+        "OpenAIGPTLMHeadModel",
+        lambda: tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4),
+    ),
+    "whose alibi bias comes from a 2-D mask of one length for all rows, wanted rotary or learned positions": (
+        "FalconForCausalLM",
+        lambda: tiny("Falcon", **{**FALCON, "alibi": True}),
+    ),
+    "which cuts its causal mask out of a table by the cache's length, wanted one that uses the mask it is given": (
+        "GPTNeoForCausalLM",
+        lambda: tiny("GPTNeo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    ),
+    "whose rotary table grows with the longest row ('dynamic'), wanted a table that stays": (
+        "LlamaForCausalLM",
+        lambda: tiny("Llama", **GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ),
+    "whose rotary table changes for all rows when one passes 16 tokens ('longrope'), wanted a max_length of at most 16, "
+    "got 32": (
+        "Phi3ForCausalLM",
+        lambda: tiny("Phi3", **{**GROUPED, "pad_token_id": 0}, rope_parameters=LONGROPE, original_max_position_embeddings=16),
+    ),
+    "with a LinearAttentionLayer in its cache, wanted keys and values of full or sliding attention alone": (
+        "Lfm2ForCausalLM",
+        lambda: tiny("Lfm2", **GROUPED, layer_types=["conv", "full_attention"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED, ids=[name for name, _ in REFUSED.values()])
+def test_models_that_no_static_cache_holds(what):
+    name, make = REFUSED[what]
+    said = refusal(make())
+    assert said == f"StaticBody: model: got {name}{' ' if what.startswith('with') else ', '}{what}."
+
+
+def test_a_long_rotary_table_is_held_below_its_change():
+    _, make = REFUSED[next(what for what in REFUSED if "longrope" in what)]
+    model = make()
+    body = StaticBody(model, 4, 16)
+    rows = go_on(body, *start(body, prompts((1, 5, 3, 8))), 8).tolist()
+    assert rows == [generated(model, prompt, 8) for prompt in prompts((1, 5, 3, 8))]
+
+
+def test_models_that_are_not_ready():
+    t5 = transformers.T5Config(vocab_size=89, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    assert refusal(transformers.T5ForConditionalGeneration(t5).eval()) == (
+        "StaticBody: model: got T5ForConditionalGeneration, an encoder-decoder, wanted a decoder alone."
+    )
+    assert refusal(nn.Linear(2, 2)) == (
+        "StaticBody: model: got Linear, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model pass "
+        "model.get_base_model()."
+    )
+    model = build("gpt2").train()
+    training = (
+        "StaticBody: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() "
+        "first."
+    )
+    assert refusal(model) == training
+    body = StaticBody(model.eval(), 2, 32)
+    with pytest.raises(ValueError) as error:
+        body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))
+    assert str(error.value) == training
+    model.eval()
+    model.quantization_method = transformers.utils.quantization_config.QuantizationMethod.BITS_AND_BYTES
+    assert refusal(model) == (
+        "StaticBody: model: got GPT2LMHeadModel, quantised by bitsandbytes, wanted weights in 16 or 32 bits: no capture of its "
+        "kernels has been proven."
+    )
+    model = build("gpt2")
+    model.config._attn_implementation = "flex_attention"
+    assert refusal(model) == (
+        "StaticBody: model: got GPT2LMHeadModel, whose attention is flex_attention, wanted sdpa or eager, which take a mask "
+        "for every row; call model.set_attn_implementation('sdpa')."
+    )
+    assert refusal(build("gpt2").to("meta")) == (
+        "StaticBody: model: got GPT2LMHeadModel on meta, wanted all of it on one device; move it there."
+    )
+
+
+def test_sizes_out_of_range():
+    model = model_of("gpt2")
+    assert refusal(model, max_length=97) == (
+        "StaticBody: max_length: got 97, wanted at most 96, the positions that GPT2LMHeadModel is made for "
+        "(config.max_position_embeddings); pass a smaller max_length."
+    )
+    assert refusal(model, max_batch=0) == "StaticBody: max_batch: got 0, wanted a positive whole number."
+    body = StaticBody(model, 2, 32)
+    with pytest.raises(ValueError) as error:
+        body.prefill(torch.zeros(3, 4, dtype=torch.long))
+    assert str(error.value) == (
+        "StaticBody.prefill: ids: got (3, 4), wanted at most 2 rows of at most 32 tokens; split the batch, or build the "
+        "decoder larger."
+    )
+    with pytest.raises(ValueError) as error:
+        body.step(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    assert str(error.value) == ("StaticBody.step: got tokens (3,) and positions (3,), wanted one of each for at most 2 rows.")
+
+
+def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
+    """BERT looks both ways unless it is told to be a decoder; a body whose mask shows one place too many is found too."""
+    bert = loud(tiny("Bert", **{**SIZES, "pad_token_id": 0}))
+    sentence = (
+        r"StaticBody: model: got {}, whose logits with a static cache differ from its own by [\d.]+ of the largest, wanted at "
+        r"most 0\.005: its attention does not follow the mask and the positions that it is given\."
+    )
+    assert re.fullmatch(sentence.format("BertLMHeadModel"), refusal(bert))
+    masks = StaticBody._masks
+    monkeypatch.setattr(StaticBody, "_masks", lambda self, place, end: masks(self, place + 1, end))
+    assert re.fullmatch(sentence.format("GPT2LMHeadModel"), refusal(model_of("gpt2")))
+
+
+def test_a_forward_that_fails_with_the_cache_is_refused_with_what_it_said():
+    model = build("gpt2")
+    whole = model.transformer.forward
+
+    def forward(*inputs, past_key_values=None, **named):
+        return whole(*inputs, past_key_values=past_key_values and past_key_values.to_legacy_cache(), **named)
+
+    model.transformer.forward = forward
+    assert refusal(model) == (
+        "StaticBody: model: got GPT2LMHeadModel, whose forward fails with a static cache (AttributeError: 'RowCache' object "
+        "has no attribute 'to_legacy_cache'), wanted one that takes a mask and a position for every row."
+    )

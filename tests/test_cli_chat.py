@@ -1,0 +1,147 @@
+"""`gpubound generate --chat`: conversations out of a pipe and at a terminal, with a model that knows its replies by heart."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpubound.cli.chat import ends_of_turn
+from gpubound.feed.tokenizer import Tokenizer
+from gpubound.models import load_hf, save_hf
+
+from . import by_heart
+from .by_heart import LINE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
+
+
+def test_a_conversation_from_a_pipe_remembers(ckpt, run):
+    code, out, err = run(ckpt, "--chat", stdin="hello\nfine\n")
+    assert (code, out) == (0, "hi, how are you?\ngood to hear.\n")
+    assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])
+    assert run(ckpt, "--chat", stdin="fine\n")[1] == "what is?\n"
+    assert run(ckpt, "--chat", "--system", "be rude", stdin="hello\n")[1] == "go away.\n"
+
+
+def test_a_conversation_as_json(ckpt, run):
+    code, out, _ = run(ckpt, "--chat", "--json", stdin="hello\n")
+    found = json.loads(out)
+    assert code == 0 and found["messages"] == [
+        {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi, how are you?"},
+    ]  # fmt: skip
+    assert found["tokens"] == len(Tokenizer.load(ckpt).encode("hi, how are you?<|end|>"))
+
+
+def test_a_turn_that_fails_is_said_and_forgotten(ckpt, run):
+    code, out, err = run(ckpt, "--chat", "--max-length", "40", stdin=f"hello\n{'fine ' * 50}\nfine\n")
+    assert (code, out) == (2, "hi, how are you?\ngood to hear.\n")
+    assert re.search(
+        r"gpubound generate: prompt 0 has \d+ tokens, which leaves no room in max_length=40; shorten it, or build the decoder "
+        r"longer\.\n/clear forgets what was said before\.\n", err,
+    )  # fmt: skip
+
+
+def test_no_template_no_conversation(ckpt, run, tmp_path):
+    save_hf(load_hf(ckpt), tmp_path)
+    Tokenizer(Tokenizer.load(ckpt).inner, "<|endoftext|>").save(tmp_path)
+    assert run(tmp_path, "--chat", stdin="hello\n")[2].splitlines()[-1] == (
+        f"gpubound generate: {tmp_path}: its tokenizer has no chat template, and a conversation needs one; use --prompt."
+    )
+
+
+def test_the_end_of_a_turn_is_read_off_the_template(ckpt):
+    tokenizer = Tokenizer.load(ckpt)
+    assert [tokenizer.inner.id_to_token(i) for i in ends_of_turn(tokenizer)] == ["<|end|>"]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    assert ends_of_turn(tokenizer) == []
+
+
+# Ctrl-C reaches a process through the terminal that controls it.
+BEHIND = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from gpubound.cli import main; sys.exit(main())"
+
+
+class Terminal:
+    """`gpubound generate ... --chat` behind a terminal of its own."""
+
+    def __init__(self, *argv):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        mine, its = pty.openpty()
+        command = [sys.executable, "-c", BEHIND, "generate", *map(str, argv), "--device", "cpu"]
+        own = {"env": environment | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
+        self.child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, **own)
+        os.close(its)
+        self.file, self.seen = mine, ""
+
+    def until(self, text: str, again: str = "") -> str:
+        """What it shows up to and with `text`; from there on it is read next time. `again` is typed while nothing comes: a
+        Ctrl-C that falls between readline's last look for signals and its wait is only seen with the next key."""
+        deadline = time.monotonic() + 120
+        while text not in self.seen:
+            while again and time.monotonic() < deadline and not select.select([self.file], [], [], 3)[0]:
+                self.type(again)
+            assert select.select([self.file], [], [], max(0, deadline - time.monotonic()))[0], f"only {self.seen!r}"
+            try:
+                more = os.read(self.file, 4096).decode()
+            except OSError:  # its end was closed
+                more = ""
+            assert more, f"it ended with only {self.seen!r}"
+            self.seen += more.replace("\r\n", "\n")
+        shown, _, self.seen = self.seen.partition(text)
+        return shown + text
+
+    def type(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+    def end(self) -> int:
+        return self.child.wait(timeout=60)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+            self.child.wait()
+        os.close(self.file)
+
+
+def test_a_conversation_at_a_terminal(ckpt):
+    """Replies arrive, /clear forgets, Ctrl-D ends with the figures of it all."""
+    with Terminal(ckpt, "--chat") as terminal:
+        assert "Ctrl-C ends a reply, Ctrl-D the conversation.\n" in terminal.until("> ")
+        for said, answer in (("hello", "hi, how are you?"), ("fine", "good to hear.")):
+            terminal.type(f"{said}\n")
+            assert f"\n{answer}\n" in terminal.until("tokens/s")
+            terminal.until("> ")
+        terminal.type("/clear\n")
+        terminal.until("forgotten\n> ")
+        terminal.type("fine\n")
+        assert "\nwhat is?\n" in terminal.until("tokens/s")
+        terminal.until("> ")
+        terminal.type("\x03")
+        terminal.until("Ctrl-D ends the conversation.\n> ", again="\x03")
+        terminal.type("\x04")
+        assert re.search(LINE, terminal.until("(no GPU)\n")) and terminal.end() == 0
+
+
+def test_ctrl_c_ends_a_reply_and_the_conversation_goes_on(ckpt):
+    with Terminal(ckpt, "--chat", "--ignore-eos", "--max-length", "100000", "--verify", "none") as terminal:
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("hi, how are you?")
+        terminal.type("\x03")
+        terminal.until(" ...\n")
+        terminal.until("tokens/s")
+        terminal.until("> ")
+        terminal.type("/help\n")
+        terminal.until("> ")
+        terminal.type("\x04")
+        terminal.until("(no GPU)\n")
+        assert terminal.end() == 0
