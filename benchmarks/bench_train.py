@@ -29,6 +29,7 @@ from .train_worker import CONTENDERS, MARK, Job
 
 SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
 FIRST_STEP_S = 10.0
+BUSY_PERCENT, BUSY_STEPS = 95.0, 30
 SAME_LOSS = 2e-2  # bf16 beside bf16 and fp32, at the first step
 DTYPE_BYTES = 4  # of an accumulator
 
@@ -104,7 +105,7 @@ class Train:
 
 
 class Worker:
-    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: the compiled ones' folder."""
+    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: where compiled ones go."""
 
     def __init__(self, who: str, case: Case, device: str, kernels: str | None = None):
         self.who = who
@@ -181,6 +182,8 @@ def measure_case(
         first_step(bench, f"{name} first step", mine)
         if "syncs" in mine.facts:
             bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+        if mine.facts["captured"] and device == "cuda":
+            bench.figure(f"{name} GPU busy", "%", mine.ask(busy=BUSY_STEPS), {"budget": BUSY_PERCENT}, {"budget": 1.0})
         shape = SHAPES[case.shape]
         rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
         tokens = case.ours.startswith("ours")

@@ -22,7 +22,7 @@ from gpubound import measure
 from gpubound.cli import guarded
 
 FOLDER = Path(__file__).parent / "results"
-MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s"}
+MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
 LESS_IS_BETTER = {"us", "ms", "s", "GiB"}
 COUNTS = {"syncs"}
 UNITS = MORE_IS_BETTER | LESS_IS_BETTER | COUNTS

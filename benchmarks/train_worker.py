@@ -1,7 +1,7 @@
 """One contender of the training benchmark in a process of its own: Liger patches classes, and peaks of memory must not mix.
 
 It builds its step, runs it once, says how that went, and then obeys lines on stdin: {"steps": 5} times five steps,
-{"profile": 1} lists the kernels of one. Every answer is one line on stdout that begins with MARK.
+{"profile": 1} lists the kernels of one, {"busy": 50} tells how busy fifty keep the GPU. Every answer is one line on stdout that begins with MARK.
 """
 
 import json
@@ -234,6 +234,18 @@ def seconds_a_step(step: Step, steps: int, device: str) -> float:
     return (time.perf_counter() - began) / steps
 
 
+def busy_percent(step: Step, steps: int) -> float:
+    """How much of the time the device was inside a step, by events around each. For captured steps: inside others it may idle."""
+    step()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
+    for begin, end in marks:
+        begin.record()
+        step()
+        end.record()
+    settle("cuda")
+    return 100 * sum(begin.elapsed_time(end) for begin, end in marks) / marks[0][0].elapsed_time(marks[-1][1])
+
+
 def kernels_of(step: Step, device: str) -> list[tuple[str, float, int]]:
     """(name, milliseconds, launches) of one step, longest first."""
     activity = torch.profiler.ProfilerActivity
@@ -256,7 +268,10 @@ def main(job: Job) -> None:
     answer(facts)
     for line in sys.stdin:
         wish = json.loads(line)
-        answer(kernels_of(step, job.device) if "profile" in wish else seconds_a_step(step, wish["steps"], job.device))
+        if "profile" in wish:
+            answer(kernels_of(step, job.device))
+        else:
+            answer(busy_percent(step, wish["busy"]) if "busy" in wish else seconds_a_step(step, wish["steps"], job.device))
 
 
 if __name__ == "__main__":
