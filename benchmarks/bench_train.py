@@ -105,7 +105,7 @@ class Train:
 
 
 class Worker:
-    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: where compiled ones go."""
+    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: where they are kept."""
 
     def __init__(self, who: str, case: Case, device: str, kernels: str | None = None):
         self.who = who

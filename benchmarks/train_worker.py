@@ -1,7 +1,8 @@
 """One contender of the training benchmark in a process of its own: Liger patches classes, and peaks of memory must not mix.
 
 It builds its step, runs it once, says how that went, and then obeys lines on stdin: {"steps": 5} times five steps,
-{"profile": 1} lists the kernels of one, {"busy": 50} tells how busy fifty keep the GPU. Every answer is one line on stdout that begins with MARK.
+{"profile": 1} lists the kernels of one, {"busy": 50} tells how busy fifty keep the GPU. Every answer is one line on stdout
+that begins with MARK.
 """
 
 import json
@@ -235,7 +236,7 @@ def seconds_a_step(step: Step, steps: int, device: str) -> float:
 
 
 def busy_percent(step: Step, steps: int) -> float:
-    """How much of the time the device was inside a step, by events around each. For captured steps: inside others it may idle."""
+    """How much of the time the device was inside a step, by events around each. For captured steps: in others it may idle."""
     step()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
     for begin, end in marks:
