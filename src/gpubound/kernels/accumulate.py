@@ -90,16 +90,16 @@ def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
 
 def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     """`deliver` for many (weight, gradient) at once, all of them weights that have a main_grad: few launches for small ones."""
-    written, added = [], []
+    written: list[tuple[Tensor, Tensor]] = []
+    added: list[tuple[Tensor, Tensor]] = []
     for weight, gradient in gradients:
         if (main := main_gradient(weight)) is not None:
             (written if begins([main]) else added).append((main, gradient))
 
     def put() -> None:
-        if written:
-            torch._foreach_copy_(*map(list, zip(*written)))
-        if added:
-            torch._foreach_add_(*map(list, zip(*added)))
+        for op, pairs in ((torch._foreach_copy_, written), (torch._foreach_add_, added)):
+            if pairs:
+                op([main for main, _ in pairs], [gradient for _, gradient in pairs])
 
     aside(put, *(gradient for _, gradient in gradients))
 

@@ -72,8 +72,10 @@ class Graphs:
             return self.core.run(form.fill(list(leaves))[:REHEARSED])
 
         state = [self.core.model, *self.core.state()]
-        options = {"tolerance": self._tolerance(), "rehearsal": rehearsal if form.uniform else None}
-        graph = capture(train_step, *tensors, pool=pool, state=state, clone=True, **options)
+        graph = capture(
+            train_step, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True,
+            rehearsal=rehearsal if form.uniform else None,
+        )  # fmt: skip
         self.captured.append(graph)
         return graph
 
