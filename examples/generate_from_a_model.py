@@ -39,7 +39,7 @@ def main() -> None:
 
     for _, piece in fast.stream("so what", max_new_tokens=120, temperature=0.5, top_p=0.9, seed=1, stop="."):
         print(piece, end="", flush=True)
-    found = fast.generate("a decoder", n=4, max_new_tokens=100, temperature=1.0, logprobs=True)
+    found = fast.generate("a decoder", n=4, max_new_tokens=100, temperature=0.6, logprobs=True)
     best = max(found.sequences, key=lambda sequence: sum(sequence.logprobs))
     print(f"\nlikeliest of 4: {best.text[:40]!r}; {found.count} tokens by {found.launches} launches")
 
