@@ -53,6 +53,15 @@ def sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def usable_bytes(device: torch.device) -> int:
+    """What this process may still allocate on a GPU: what is free there, or what set_per_process_memory_fraction leaves of it,
+    and what torch holds that nobody uses. What is free in a graph's pool is that pool's alone."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
+    return min(free, allowed) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
 def _hidden(name: str) -> str | None:
     """What to say when the variable `name` hides every GPU: CUDA reads it up to the first entry that is no GPU."""
     value = os.environ.get(name)

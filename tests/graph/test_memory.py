@@ -268,17 +268,20 @@ def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
 
 @pytest.mark.gpu
 def test_snapshots_leave_a_device_that_is_too_small():
-    """Memory for the state and the activations, but not for a copy of the state beside them."""
+    """Memory for the state and the activations, but not for a copy of the state beside them. The limit is this process's own:
+    what filled the device would break whoever else is on it."""
     torch.cuda.empty_cache()
     state = torch.ones(1 << 28, device=cuda)  # 1 GiB; fn takes 1.5 more
-    free = torch.cuda.mem_get_info(cuda)[0]
-    blocker = torch.empty(free - int(2.2 * state.nbytes), dtype=torch.uint8, device=cuda)
+    allowed = torch.cuda.memory_reserved(cuda) + int(2.2 * state.nbytes)
 
     def fn(x):
         state.mul_(x)
         return torch.cat([state[: 3 << 26] * 2, x]).sum()
 
-    captured = capture(fn, torch.full((1,), 1.5, device=cuda))
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info(cuda)[1], cuda)
+    try:
+        captured = capture(fn, torch.full((1,), 1.5, device=cuda))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
     assert captured.certificate.snapshot_on == "host memory" and captured.certificate.mutated == ("state",)
     assert state.eq(1).all()
-    del blocker

@@ -88,6 +88,7 @@ def test_a_real_gpu(device):
             a @ a
         torch.cuda.synchronize()
         found = gauges.read()
-    assert found["memory_bytes"] >= a.nbytes and found["memory_reserved_bytes"] >= found["memory_bytes"]
+    peak, allocated, reserved = (found[f"memory_{kind}bytes"] for kind in ("", "allocated_", "reserved_"))
+    assert min(peak, reserved) >= allocated >= a.nbytes, "the peak is the process's, and may be of memory given back since"
     assert 20 < found["power_w"] < 2000
     assert "sm_active" not in found or 0 < found["sm_active"] <= 1

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from ..device import resolve
+from ..device import resolve, usable_bytes
 
 
 def target(device: str | torch.device | None) -> torch.device:
@@ -41,8 +41,7 @@ def concrete(device: torch.device, current: int | None = None) -> torch.device:
 def free_bytes(device: torch.device) -> int | None:
     """Memory that could be allocated on `device` now, as measured; None where nothing measures it."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        return usable_bytes(device)
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import usable_bytes
 from .reach import storage_key
 
 _CHUNK = 1 << 26  # bytes copied at a time
@@ -35,10 +36,7 @@ class Room:
     """Where copies go: the device until they fill half of what was free there, then host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.left: float = float("inf")
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            self.left = (free + _cached(device)) // 2
+        self.left: float = usable_bytes(device) // 2 if device.type == "cuda" else float("inf")
 
     def take(self, live: Tensor) -> Tensor:
         if live.is_cuda and live.numel() > self.left:
@@ -50,12 +48,6 @@ class Room:
     def give_back(self, kept: Tensor | None) -> None:
         if kept is not None and kept.is_cuda:
             self.left += kept.numel()
-
-
-def _cached(device: torch.device) -> int:
-    """Bytes that torch holds and nobody uses. What is free in a graph's pool is that pool's alone."""
-    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 def _apart(some: Tensor, other: Tensor) -> bool:
