@@ -28,7 +28,6 @@ class Options:
     other_inputs: Sequence[tuple] | None
     tolerance: float
     clone: bool
-    rehearsal: Callable | None = None
 
 
 class Captured:
@@ -100,7 +99,7 @@ class Captured:
         """Capture and certify; only then let go of the graph before."""
         options = self._options
         others = [layout.tensors(given) for given in options.other_inputs] if options.other_inputs else None
-        work = Preparation(self.name, self._fn, layout, options.state, options.pool, options.warmup, options.rehearsal)
+        work = Preparation(self.name, self._fn, layout, options.state, options.pool, options.warmup)
         work.capture()
         facts = None
         if options.verify:
@@ -142,7 +141,6 @@ def capture(
     other_inputs: Sequence[tuple] | None = None,
     tolerance: float = 0.0,
     clone: bool = False,
-    rehearsal: Callable | None = None,
 ) -> Captured:
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself; on a CPU, the same checks around eager calls.
 
@@ -158,7 +156,6 @@ def capture(
     other_inputs  a list of argument tuples for the certificate, a round each, where made-up values would not do
     tolerance     how far a replay may be from eager, over the largest value; 0 is bit for bit
     clone         return copies of the outputs, which the next call does not overwrite
-    rehearsal     what the watched calls run instead of fn, where fn takes long: it must do all that fn does, only less often
 
     >>> import torch
     >>> double = capture(lambda x: x * 2, torch.ones(3))
@@ -183,7 +180,7 @@ def capture(
         isinstance(other_inputs, (list, tuple)) and other_inputs and all(isinstance(given, tuple) for given in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    return Captured(fn, example_inputs, Options(pool, state, verify, poison, warmup, other_inputs, tolerance, clone, rehearsal))
+    return Captured(fn, example_inputs, Options(pool, state, verify, poison, warmup, other_inputs, tolerance, clone))
 
 
 def name_of(fn: Callable) -> str:

@@ -22,11 +22,8 @@ from .runner import runner_for
 class Preparation:
     """One capture under way, and what it leaves: `runner`, `outputs`, `guard`."""
 
-    def __init__(
-        self, name: str, fn: Callable, layout: Layout, state: Any, pool: Any, warmup: int, rehearsal: Callable | None = None
-    ) -> None:
+    def __init__(self, name: str, fn: Callable, layout: Layout, state: Any, pool: Any, warmup: int) -> None:
         self.name, self.fn, self.layout, self.state = name, fn, layout, state
-        self.rehearsal = rehearsal or fn
         self.before = Reach(fn, state)
         self.device = choose_device(layout, self.before)
         if torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(self.device.type):
@@ -81,9 +78,6 @@ class Preparation:
 
     def _call(self) -> Any:
         return self.fn(*self.layout.static)
-
-    def _rehearse(self) -> Any:
-        return self.rehearsal(*self.layout.static)
 
     def eager(self, inputs: tuple) -> Any:
         """A call in the graph's own memory, so that activations are not held twice. `poison_results` wipes it afterwards."""
@@ -163,13 +157,13 @@ class Preparation:
     def _warm_up(self, calls: int) -> None:
         """Watched calls, until state that only a first call makes has been made and used."""
         for _ in range(calls):
-            self.runner.run(lambda: self.watch.run(self._rehearse))
+            self.runner.run(lambda: self.watch.run(self._call))
         for generator, state in self.watch.generators:
             self.generators.add(generator, state)
 
     def _look_for_waits(self) -> None:
         """On a GPU: calls in which torch says where it waits for the device, also inside an operation, unseen by the watch."""
-        if found := self.runner.waits(self._rehearse):
+        if found := self.runner.waits(self._call):
             raise explain.refuse(self.name, [explain.Hazard(place, explain.WAIT) for place in found])
 
     def _refuse(self) -> None:
@@ -246,7 +240,7 @@ class Preparation:
     def _altered(self, tensor: Tensor) -> bool:
         """Whether another call changes `tensor`. The state is put back."""
         before = whole(tensor).clone()
-        self.runner.run(self._rehearse)
+        self.runner.run(self._call)
         self.snapshot.restore()
         self.generators.rewind()
         return not torch.equal(before, whole(tensor))

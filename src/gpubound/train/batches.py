@@ -1,6 +1,6 @@
 """The micro-batches of one step: taken from what the user gave, opened to their tensors, and checked before anything runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -37,40 +37,34 @@ def gather(given: Any, accumulate: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The micro-batches without their tensors: how they are nested, and what in them is no tensor."""
+class MicroBatch:
+    """One micro-batch in two parts: its tensors, and how to put it together again."""
 
-    trees: tuple[Tree, ...]
-    uniform: bool
-    """all micro-batches are alike, constants too"""
+    tensors: list[Tensor]
+    key: tuple  # equal for micro-batches of equal shapes, dtypes and constants
+    tree: Tree  # None where a tensor is, (leaf,) where it is something else
 
-    def fill(self, tensors: list[Tensor]) -> list[Any]:
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
-        return [tree.rebuild([next(rest) if leaf is None else leaf[0] for leaf in tree.leaves]) for tree in self.trees]
+        return self.tree.rebuild([next(rest) if leaf is None else leaf[0] for leaf in self.tree.leaves])
 
 
-def take_apart(batches: list[Any], device: torch.device) -> tuple[list[Tensor], tuple, Form]:
-    """(the tensors, a key that is equal for batches of equal shapes and constants, how to put them together again)."""
+def take_apart(batch: Any, device: torch.device) -> MicroBatch:
+    tree = flatten(batch)
     tensors: list[Tensor] = []
-    keys: list[tuple] = []
-    trees = []
-    for batch in batches:
-        tree = flatten(batch)
-        rest: list[tuple[Any] | None] = []
-        of_this: list[tuple] = []
-        for path, leaf in zip(tree.paths, tree.leaves):
-            if isinstance(leaf, Tensor):
-                _check_device(path, leaf, device)
-                tensors.append(leaf)
-                rest.append(None)
-                of_this.append((path, leaf.shape, leaf.dtype))
-            else:
-                _check_constant(path, leaf)
-                rest.append((leaf,))
-                of_this.append((path, leaf))
-        trees.append(replace(tree, leaves=rest))
-        keys.append(tuple(of_this))
-    return tensors, tuple(keys), Form(tuple(trees), len(set(keys)) == 1)
+    key: list[tuple] = []
+    rest: list[tuple[Any] | None] = []
+    for path, leaf in zip(tree.paths, tree.leaves):
+        if isinstance(leaf, Tensor):
+            _check_device(path, leaf, device)
+            tensors.append(leaf)
+            rest.append(None)
+            key.append((path, leaf.shape, leaf.dtype))
+        else:
+            _check_constant(path, leaf)
+            rest.append((leaf,))
+            key.append((path, leaf))
+    return MicroBatch(tensors, tuple(key), replace(tree, leaves=rest))
 
 
 def _check_device(path: Path, leaf: Tensor, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The step itself: what the device does, from zeroed accumulators to updated weights. Straight-line code, run or captured.
 
+It comes in parts, `begin`, `add` and `update`, so that a graph of each serves windows of any length and mixture of shapes.
 Each micro-batch's loss is a sum over its items and goes backward undivided. The number of items of all micro-batches is known
 when the last forward is done, and the one division by it is folded into the update's own factor (kernels/optim.py). So an
 uneven window is exact, nothing need be counted in advance, and the division costs nothing.
@@ -50,25 +51,40 @@ class Core:
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""
-        gradient, totals = self.accumulators.gradient, self.totals
+        self.begin(batches[0])
+        for batch in batches[1:]:
+            self.add(batch)
+        return self.update()
+
+    def begin(self, batch: Any) -> None:
+        """The window's first micro-batch: its gradients are written over the last window's."""
         self.accumulators.zero() if self._compiled else self.accumulators.begin()
-        totals.zero_()
+        self.totals.zero_()
+        self.add(batch)
+        self.accumulators.finish()
+
+    def add(self, batch: Any) -> None:
+        """One more micro-batch: loss, items and gradients are added to those before."""
         if self.sites is not None:
             self.sites.begin()
         with torch.enable_grad(), products(self.precision.products):
-            for batch in batches:
-                self._add(batch)
-        self.accumulators.finish()
+            self._add(batch)
+
+    def update(self) -> Tensor:
+        """The window is whole: the weights take their step."""
         if self.sites is not None:
             self.sites.finish()
         if self.reduce is not None:
-            self.reduce(gradient, totals)
-        return self.optimizer.update(gradient, totals)
+            self.reduce(self.accumulators.gradient, self.totals)
+        return self.optimizer.update(self.accumulators.gradient, self.totals)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.sites is None or self.sites.calibrated
 
     def calibrate(self, batch: Any) -> None:
         """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
-        if self.sites is None or self.sites.calibrated:
-            return
+        assert self.sites is not None
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad(), self.sites.calibrating():

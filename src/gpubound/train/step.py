@@ -1,4 +1,4 @@
-"""TrainStep: one call, one optimizer step, on any nn.Module; the whole of it one launch where it can be captured.
+"""TrainStep: one call, one optimizer step, on any nn.Module; one launch a micro-batch where it can be captured.
 
     feed = gpubound.feed(corpus, seq=1024, batch_size=16)
     schedule = Schedule("cosine", steps=10_000, warmup=0.02)
@@ -103,7 +103,7 @@ class TrainStep:
             self._unwind()
             raise
         core = Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap, way == "none")
-        self._graphs = Graphs(core, graph)
+        self._graphs = Graphs(core, graph, one=accumulate == 1)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -116,8 +116,7 @@ class TrainStep:
             return None
         with span("train.step"):
             self._weights.check()
-            tensors, key, form = take_apart(batches, self.device)
-            result = self._graphs.run(tensors, key, form)
+            result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
             self._weights.stepped()
             return self._mail.post(result)
 
@@ -132,7 +131,8 @@ class TrainStep:
 
     @property
     def captured(self) -> list[Captured]:
-        """The captures, one for each shape of window that runs as a graph, each with its certificate."""
+        """The captures, each with its certificate: of the step, or of a first and a further micro-batch and the update; and of
+        the micro-batches for each further shape."""
         return self._graphs.captured
 
     def state_dict(self) -> dict[str, Tensor]:
