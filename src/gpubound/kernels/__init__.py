@@ -15,6 +15,7 @@ from .experts import routed_gate_up as routed_gate_up
 from .gated import geglu as geglu
 from .gated import swiglu as swiglu
 from .gated import swiglu_backward as swiglu_backward
+from .lookup import add_rows as add_rows
 from .losses import cross_entropy as cross_entropy
 from .losses import linear_cross_entropy as linear_cross_entropy
 from .norms import add_rms_norm as add_rms_norm

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .aside import aside
+from .lookup import add_rows
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
@@ -114,6 +115,15 @@ def deliver_sum(weight: Tensor, partial: Tensor) -> Tensor | None:
     else:
         aside(lambda: main.add_(partial.sum(0)), partial)
     return None
+
+
+def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
+    """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
+    main = main_gradient(weight)
+    assert main is not None
+    if begins([main]):
+        aside(main.zero_)
+    aside(lambda: add_rows(main, ids, rows, without), ids, rows)
 
 
 def begins(mains: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ from .attention import attend as attend
 from .block import Block as Block
 from .block import run_block as run_block
 from .block import run_blocks as run_blocks
+from .embedding import look_up as look_up
 from .head import LMLoss as LMLoss
 from .head import lm_loss as lm_loss
 from .head import shift as shift

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..layers.attention import Attention, Rope
 from ..layers.block import Block, run_blocks
+from ..layers.embedding import look_up
 from ..layers.head import LMLoss, lm_loss
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
@@ -89,7 +90,9 @@ class Trunk(nn.Module):
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        return run_blocks(self.layers, self.norm, self.embed_tokens(input_ids), self.turn(input_ids, position_ids), mask)
+        return run_blocks(
+            self.layers, self.norm, look_up(self.embed_tokens, input_ids), self.turn(input_ids, position_ids), mask
+        )
 
     def turn(self, input_ids: Tensor, position_ids: Tensor | None) -> Rope:
         if position_ids is None:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels import rms_norm
 from ..layers.attention import Attention, attend
 from ..layers.block import run_blocks
+from ..layers.embedding import look_up
 from ..layers.head import lm_loss
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
@@ -154,7 +155,7 @@ class HFDecoder(Fused):
             return delegate(self, why, **kwargs)
         x = kwargs.get("inputs_embeds")
         if x is None:
-            x = self.embed_tokens(kwargs["input_ids"])
+            x = look_up(self.embed_tokens, kwargs["input_ids"])
         if self.window is not None and x.shape[1] > self.window:
             return delegate(self, f"the sequence is longer than the sliding window of {self.window}", **kwargs)
         rope, mask = self._positions(x, kwargs.get("position_ids"), kwargs.get("attention_mask"))

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..accumulate import begins, deliver, main_gradient
+from ..aside import aside
 from ._launch import power_of_two
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
@@ -68,10 +69,17 @@ def deliver_parts(
     block = min(power_of_two(cols), COLUMNS)
     first, second = (outs[s] if s < sums else parts for s in range(2))
     add_first, add_second = (adds[s] if s < sums else False for s in range(2))
-    _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
-        parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
-        cols, sums, number is not None, block, ROWS, add_first, add_second, number is not None and adds[-1], num_warps=8,
-    )  # fmt: skip
+
+    def launch() -> None:
+        _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
+            parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
+            cols, sums, number is not None, block, ROWS, add_first, add_second, number is not None and adds[-1], num_warps=8,
+        )  # fmt: skip
+
+    if all(main is not None for main in mains):
+        aside(launch, parts, *([] if numbers is None else [numbers]))
+    else:  # autograd takes what it writes
+        launch()
     return tuple(out if main is None else None for out, main in zip(outs, mains))
 
 

@@ -1,0 +1,88 @@
+"""Rows added at ids that repeat: both mirrors agree, the sums are autograd's, other rows are let alone, errors read so."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpubound import kernels
+from gpubound.kernels.reference import add_rows as reference
+from gpubound.kernels.triton import add_rows as fast
+
+from .cases import TOLERANCE, assert_inside, banded, draw, same
+
+IDS = {
+    "all apart": [4, 0, 2, 1],
+    "runs of 3 and 2": [2, 5, 2, 5, 2],
+    "one": [6],
+    "a run of two tiles and one": [3] * 17 + [1],
+    "as wide as two tiles": [0] * 16,
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cols", [1, 63, 64, 1030])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_matches(ids, cols, dtype, device):
+    """The sums are in fp32 both times, so that every dtype of rows has fp32's tolerance."""
+    ids, rows, table = (
+        torch.tensor(ids, device=device),
+        draw(device, dtype, len(ids), cols),
+        draw(device, torch.float32, 7, cols),
+    )
+    got, want = (mirror.add_rows(table.clone(), ids, rows, -1) for mirror in (fast, reference))
+    same("table", got, want, 2e-6)
+    untouched = [i for i in range(7) if i not in ids.tolist()]
+    assert torch.equal(got[untouched], table[untouched])
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3])
+def test_it_is_the_gradient_of_a_lookup(padding, device):
+    ids = torch.randint(9, (4, 13), generator=torch.Generator().manual_seed(0)).to(device)
+    table, g = draw(device, torch.float32, 9, 20).requires_grad_(), draw(device, torch.float32, 4, 13, 20, seed=1)
+    want = torch.autograd.grad(F.embedding(ids, table, padding_idx=padding), table, g)[0]
+    got = kernels.add_rows(torch.zeros_like(table), ids, g, -1 if padding is None else padding)
+    same("gradient", got, want, 2e-6)
+
+
+def test_the_same_bits_in_every_run(device):
+    """4,000 rows on 3 ids: atomics would add them in another order each time."""
+    ids = torch.randint(3, (500,), generator=torch.Generator().manual_seed(0)).to(device)
+    rows = draw(device, torch.bfloat16, 500, 40)
+    first, *others = [kernels.add_rows(torch.zeros(3, 40, device=device), ids, rows) for _ in range(4)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_rows_with_gaps_and_no_rows(device):
+    wide, ids = draw(device, torch.float32, 6, 90), torch.tensor([1, 0, 1, 1, 0, 2], device=device)
+    got, want = (m.add_rows(torch.zeros(3, 40, device=device), ids, wide[:, 7:47], -1) for m in (fast, reference))
+    same("table", got, want, 2e-6)
+    table = torch.ones(3, 40, device=device)
+    assert kernels.add_rows(table, ids[:0], wide[:0, :40]) is table and table.eq(1).all()
+
+
+def test_stores_stay_inside(device):
+    whole, table = banded((4, 37), device)
+    table.zero_()
+    fast.add_rows(table, torch.tensor([3, 0, 3], device=device), draw(device, torch.float32, 3, 37), -1)
+    assert_inside(whole, table)
+
+
+ERRORS = {
+    "add_rows: table must be a contiguous torch.float32 matrix, got torch.bfloat16 (3, 4); "
+    "16 bits cannot hold sums of gradients.": (torch.zeros(3, 4, dtype=torch.bfloat16), torch.tensor([1]), torch.ones(1, 4)),
+    "add_rows: rows must hold one row of 4 floats on cpu for each of the ids (2,), got (1, 4) torch.float32 on cpu; "
+    "pass the gradient of what was looked up.": (torch.zeros(3, 4), torch.tensor([1, 2]), torch.ones(1, 4)),
+    "add_rows: ids must be integers on cpu, got torch.float32 on cpu; pass the tokens.": (
+        torch.zeros(3, 4),
+        torch.ones(1),
+        torch.ones(1, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", ERRORS)
+def test_errors_read_exactly(sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        kernels.add_rows(*ERRORS[sentence])
