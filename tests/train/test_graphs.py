@@ -146,6 +146,29 @@ def test_what_cannot_be_captured(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_reference")
+def test_an_update_that_cannot_be_captured(monkeypatch):
+    """A reduction that reads the device, found behind micro-batches that were captured: all of it runs call by call then."""
+
+    def reads(gradient, totals):
+        gradient.mul_(1 + 0 * totals[1].item())
+
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    steps = {
+        mode: TrainStep(small(), summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph=mode, reduce=reads)
+        for mode in ("auto", "off", "require")
+    }
+    before = named(steps["require"].model)
+    with pytest.raises(GraphError, match=r"update.*test_graphs.py:\d+"):
+        steps["require"](cut(draw(4), 2))
+    assert all(p.equal(before[name]) for name, p in steps["require"].model.named_parameters())
+    for i in range(3):
+        window = cut(draw(4, seed=i), 2)
+        assert steps["auto"](window).read() == steps["off"](window).read()
+    (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
+    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
+
+
+@pytest.mark.usefixtures("on_reference")
 def test_auto_runs_call_by_call_on_the_cpu():
     step = TrainStep(small(), summed, precision="fp32")
     step(draw(2))

@@ -119,11 +119,16 @@ def deliver_sum(weight: Tensor, partial: Tensor) -> Tensor | None:
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
     """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
-    main = main_gradient(weight)
-    assert main is not None
-    if begins([main]):
-        aside(main.zero_)
-    aside(lambda: add_rows(main, ids, rows, without), ids, rows)
+    table = main_gradient(weight)
+    assert table is not None
+    fresh = begins([table])
+
+    def put() -> None:
+        if fresh:
+            table.zero_()
+        add_rows(table, ids, rows, without)
+
+    aside(put, ids, rows)
 
 
 def begins(mains: Sequence[Tensor]) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import deliver_rows
+from .product import hooked
 
 
 def look_up(table: Any, ids: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def plain(table: Any) -> bool:
     """True when calling `table` does nothing but weight[ids]: no subclass, no hook, no renormalised or scaled rows."""
     return (
         type(table) is nn.Embedding
-        and not (table._forward_hooks or table._forward_pre_hooks or table._backward_hooks or table._backward_pre_hooks)
+        and not hooked(table)
         and table.max_norm is None
         and not (table.scale_grad_by_freq or table.sparse)
         and type(table._parameters.get("weight")) is nn.Parameter

@@ -77,7 +77,7 @@ class Site:
         return op(*tensors, state, dtype, **options)
 
     def weights(self, whole: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(q, its transpose) of the weight, rounded once for all micro-batches of a step."""
+        """(q, its transpose) of the weight, rounded once for forward and backward of a micro-batch."""
         now = (whole.data_ptr(), whole.shape, *(p._version for p in parameters))
         if self._kept is None or self._kept[0] != now:
             self._kept = (now, *self.rounded(quantize, self.weight, FINE, whole))

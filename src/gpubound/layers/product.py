@@ -128,11 +128,12 @@ def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tens
 
 def plain(layer: Any) -> bool:
     """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
-    return (
-        type(layer) is nn.Linear
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-        and type(layer._parameters.get("weight")) is nn.Parameter
-    )
+    return type(layer) is nn.Linear and not hooked(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+
+
+def hooked(module: Any) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks)
 
 
 class Stacked:

@@ -24,7 +24,7 @@ from ..layers.embedding import look_up
 from ..layers.head import lm_loss
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
-from ..layers.product import describe, plain
+from ..layers.product import describe, hooked, plain
 from ..layers.rope import Rope, RopeTable
 from ..trace import count
 from .swap import Fused
@@ -212,11 +212,6 @@ class HFDecoder(Fused):
 
 
 PARTS = {"input_layernorm": HFNorm, "self_attn": HFAttention, "post_attention_layernorm": HFNorm, "mlp": HFMLP}
-
-
-def hooked(module: Any) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks)
 
 
 # What the loss reads; the rest goes to the decoder.

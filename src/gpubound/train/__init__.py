@@ -1,6 +1,6 @@
 """Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
 
-    TrainStep      micro-batches in, weights updated, one launch where it can be captured     step.py
+    TrainStep      micro-batches in, weights updated, a launch a micro-batch, if captured    step.py
     AdamW, Muon    the numbers of an optimizer                                                optimizer.py, muon.py
     Schedule       learning rates, counted in updates                                         schedule.py
     Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py

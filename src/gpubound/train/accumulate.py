@@ -54,13 +54,11 @@ class Accumulators:
     def zero(self) -> None:
         """Begin a new sum: one memset."""
         self.gradient.zero_()
-        self._mark(False)
-        self._taken, self._bytes = [], 0  # of a backward that broke off
+        self._start(fresh=False)
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
-        self._mark(True)
-        self._taken, self._bytes = [], 0
+        self._start(fresh=True)
 
     def finish(self) -> None:
         """Zero what has had no delivery since `begin`. From here on `gradient` is the whole sum."""
@@ -68,7 +66,8 @@ class Accumulators:
             if begins([slot.parameter.main_grad]):  # type: ignore[attr-defined]
                 slot.parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
-    def _mark(self, fresh: bool) -> None:
+    def _start(self, fresh: bool) -> None:
+        self._taken, self._bytes = [], 0  # of a backward that broke off
         for slot in self.layout.slots:
             slot.parameter.main_grad.fresh = fresh  # type: ignore[attr-defined]
 

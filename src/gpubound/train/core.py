@@ -65,15 +65,15 @@ class Core:
 
     def add(self, batch: Any) -> None:
         """One more micro-batch: loss, items and gradients are added to those before."""
-        if self.sites is not None:
-            self.sites.begin()
         with torch.enable_grad(), products(self.precision.products):
             self._add(batch)
+        if self.sites is not None:
+            self.sites.forget()
 
     def update(self) -> Tensor:
         """The window is whole: the weights take their step."""
         if self.sites is not None:
-            self.sites.finish()
+            self.sites.renew()
         if self.reduce is not None:
             self.reduce(self.accumulators.gradient, self.totals)
         return self.optimizer.update(self.accumulators.gradient, self.totals)

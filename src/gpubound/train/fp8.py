@@ -35,26 +35,25 @@ class Sites:
             slot.parameter.fp8 = site  # type: ignore[attr-defined]
         self._undo = _multiply_by_sites(model)
 
-    def begin(self) -> None:
-        """A step begins: the weights are new, and are rounded once at their first use."""
+    def forget(self) -> None:
+        """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
         for site in self._sites:
             site.forget()
 
-    def finish(self) -> None:
-        """All micro-batches are done: let the rounded weights go, and take the scales from what was seen."""
-        self.begin()
+    def renew(self) -> None:
+        """All micro-batches of a step are done: take the scales from what was seen."""
         renew(self.states)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
         """Inside, every tensor is measured before it is rounded; what is not reached has its scale from the first step on."""
-        self.begin()
+        self.forget()
         self._calibrating = True
         try:
             yield
         finally:
             self._calibrating = False
-            self.begin()
+            self.forget()
         unreached = self.states[..., 0] == 0
         self.states[..., 0].masked_fill_(unreached, SMALLEST)
         self.calibrated = True

@@ -67,12 +67,13 @@ class Graphs:
 
     def _updated(self) -> Tensor:
         """The update, captured at its first time: only behind real gradients does its certificate see weights move."""
-        if self._update is None and not self._off:
+        if self._update is None:
             self._update = self._tried(lambda: self._graph(self.core.update))
-            if self._update is None:  # a step is graphs or calls, so that nobody reads the times of one for those of the other
-                self._off = True
-                self.drop()
-        return self.core.update() if self._update is None else self._update()
+        if self._update is None:  # a step is graphs or calls, so that nobody takes the times of one for those of the other
+            self._off = True
+            self.drop()
+            return self.core.update()
+        return self._update()
 
     def _tried(self, capturing: Callable[[], Any]) -> Any:
         before = len(self.captured)
