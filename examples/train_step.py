@@ -38,7 +38,7 @@ def main() -> None:
             values = previous.read()
             print(f"step {values.updates:3}  loss {values.loss:.3f}  grad norm {values.grad_norm:.2f}  lr {values.lr:.4f}")
         previous = result
-    print(f"step {STEPS:3}  loss {previous.read().loss:.3f}, run as {'a graph' if step.captured else 'single calls'}")
+    print(f"step {STEPS:3}  loss {previous.read().loss:.3f}, run as {'graphs' if step.captured else 'single calls'}")
 
 
 if __name__ == "__main__":
