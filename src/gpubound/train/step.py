@@ -102,7 +102,10 @@ class TrainStep:
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
-        core = Core(model, lossy, accumulators, self._optimizer, numbers, reduce, self._sites, overlap, way == "none")
+        core = Core(
+            model, lossy, accumulators, self._optimizer, numbers,
+            reduce=reduce, sites=self._sites, overlap=overlap, keep_all=way == "none",
+        )  # fmt: skip
         self._graphs = Graphs(core, graph, one=accumulate == 1)
         self._mail = Mail(self.device)
 
