@@ -144,6 +144,16 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.parametrize("words", [["train", "--list"], ["train", "--help"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    """As in `| head`: no complaint, and the code that a shell gives for a closed pipe."""
+    called = [sys.executable, "-m", "gpubound", *words]
+    with subprocess.Popen(called, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (141, b"")
+
+
 def test_a_traceback_on_request(capsys, monkeypatch):
     monkeypatch.setenv("GPUBOUND_TRACEBACK", "1")
     assert cli.guarded("train", lambda argv: int("x"), []) == 2

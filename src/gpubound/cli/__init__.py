@@ -1,7 +1,7 @@
 """The street door: `gpubound COMMAND`. One file a command, imported only when it is called.
 
 Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the user's script failed, 3 could not measure,
-130 Ctrl-C.
+130 Ctrl-C, 141 nobody reads stdout any more.
 """
 
 import ast
@@ -67,7 +67,12 @@ def commands() -> dict[str, Path]:
 def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
     try:
-        return command(argv)
+        code = command(argv)
+        sys.stdout.flush()  # here, where its failure can be told
+        return code
+    except BrokenPipeError:  # whoever read stdout has heard enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        return 141
     except KeyboardInterrupt:
         print("gpubound: interrupted", file=sys.stderr)
         return 130

@@ -82,7 +82,7 @@ class Recipe:
     precision: str = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
-    """auto, require or off: the whole step as one CUDA graph."""
+    """auto, require or off: the step as CUDA graphs."""
     recompute: str = "cheap"
     """In backward. cheap: norms and activations; none; blocks: all but each block's input; how many; or a budget: '40 GB'."""
     overlap: bool = False
