@@ -78,6 +78,18 @@ def test_a_signal_asks_and_the_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("on_reference")
+def test_on_a_cpu_a_record_speaks_of_no_gpu():
+    """A captured step has the same buffers and checks there, but neither graph nor GPU."""
+    seen = []
+    step = TrainStep(small(), summed, precision="fp32", graph="require")
+    loop = Loop(step, seen.append)
+    for number in range(1, 4):
+        loop.launch(number, draw(2))
+    loop.finish()
+    assert step.captured and len(seen) == 3 and not any({"gpu_busy", "host_lead_ms"} & record.keys() for record in seen)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_record_holds_what_the_events_saw(device, monkeypatch):
     model, seen = small().to(device), []

@@ -2,9 +2,9 @@
 
 What a record holds (see monitor/tape.py for the names) is measured: pace from the ends of two steps on the device's own clock,
 `host_lead_ms` as the time the host waited for a number because the device still worked on it, `gpu_busy` from events around
-each step. `gpu_busy` is given for captured steps only: between the launches of an eager step the events see nothing. An early
-step, and one in a thousand after it, runs under the ledger, so that a run says how often its step makes the host wait, and what
-it copies.
+each step. `gpu_busy` is given for steps captured on a GPU only: between the launches of an eager step the events see nothing.
+An early step, and one in a thousand after it, runs under the ledger, so that a run says how often its step makes the host wait,
+and what it copies.
 """
 
 import signal
@@ -131,7 +131,7 @@ class Loop:
         if done.before is not None:
             seconds = done.end.since(done.before)
             record |= {"seconds": seconds, "tokens_per_s": values.tokens / seconds}
-            if self.step.captured:
+            if done.end.event is not None and self.step.captured:
                 record["gpu_busy"] = done.end.since(done.begin) / seconds
         if done.ledger is not None:
             record |= {name: n for name, n in done.ledger.totals.items() if name in ("syncs", "h2d_bytes")}
