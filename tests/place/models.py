@@ -1,9 +1,11 @@
-"""Tiny models of every family, and how two of them are compared."""
+"""Tiny models of every family, placed on the CPU, and how two of them are compared."""
 
 import copy
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+
+import gpubound as gb
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -21,6 +23,14 @@ OPTIONS = {
     "smollm3": {"num_hidden_layers": 4},  # its fourth layer has no positions
 }
 VOCABULARY = 89
+
+
+def place(model, device="cpu", **options):
+    return gb.place(model, device, **options)
+
+
+def rows(placement):
+    return {row.module: row for row in placement.rows}
 
 
 def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):

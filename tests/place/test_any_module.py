@@ -13,15 +13,10 @@ from transformers import (
     LlamaModel,
 )
 
-import gpubound as gb
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place.swap import Fused
 
-from .models import tiny, tokens
-
-
-def place(model, **options):
-    return gb.place(model, "cpu", **options)
+from .models import place, tiny, tokens
 
 
 class Net(nn.Module):

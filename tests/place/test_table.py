@@ -7,15 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import gpubound as gb
 from gpubound import device as facts
 from gpubound.place import Placement
 
-from .models import batch, tiny, tokens, training_run
-
-
-def place(model, **options):
-    return gb.place(model, "cpu", **options)
+from .models import batch, place, tiny, tokens, training_run
 
 
 def figures_hidden(text):

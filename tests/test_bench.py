@@ -1,0 +1,227 @@
+"""What the benchmarks do: nothing wrong is ever timed or kept, and every case's peer computes what ours does."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_graph, bench_kernels, bench_place, doors, harness
+from benchmarks.doors import DOORS, Drawer, linear_cross_entropy
+from benchmarks.harness import Bench
+from benchmarks.results import read
+from benchmarks.shapes import SHAPES
+from gpubound import trace
+from gpubound.cli import guarded
+from gpubound.measure import Prepared
+
+CPU = torch.device("cpu")
+
+
+# --- the harness ---
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A bench that keeps its lines in tmp_path and takes three rounds."""
+    made = Bench("kernels", CPU, "gpubound bench kernels", folder=tmp_path)
+    monkeypatch.setattr(made, "rounds", 3)
+    return made
+
+
+def three(x=3.0):
+    return torch.full((4,), x)
+
+
+def test_a_case_keeps_a_line_a_peer_and_one_for_the_ceiling(bench, tmp_path):
+    works = {"ours": three, "eager": lambda: three() + 0.0}
+    bench.case("c", works, unit="GB/s", amount=16.0, ceiling=("copy rate", 1e15), gates={"copy rate": 0.5, "eager": 1e-9})
+    kept = {line.peer_name: line for line in read(tmp_path)}
+    assert kept.keys() == {"eager", "copy rate"}
+    ceiling = kept["copy rate"]
+    assert ceiling.peer == 1e6 and ceiling.gate == 0.5 and ceiling.short
+    assert ceiling.ratio == pytest.approx(ceiling.ours / ceiling.peer, rel=1e-3)
+    assert kept["eager"].gate == 1e-9 and not kept["eager"].short
+    assert bench.finish() == 1  # a gate is short
+
+
+def test_results_that_disagree_are_never_timed(bench, tmp_path, capsys):
+    timed = []
+    works = {"ours": three, "liger": lambda: timed.append(1) or three(3.1)}
+    assert bench.case("c", works, unit="GB/s", amount=1.0) is None
+    assert len(timed) == 1 and not list(tmp_path.iterdir())
+    assert bench.finish() == 1
+    assert "WRONG       c: ours and liger differ by 3.3e-02 (limit 1e-02); not timed\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [lambda: three(float("nan")), lambda: torch.ones(5)], ids=["nan", "shape"])
+def test_nan_and_another_shape_disagree(bench, wrong):
+    assert bench.case("c", {"ours": three, "peer": wrong}, unit="ms", amount=1) is None
+    assert bench.wrong == ["c: ours and peer differ by inf (limit 1e-02); not timed"]
+
+
+def broken():
+    raise RuntimeError("CUDA error: illegal address\nmore")
+
+
+def test_a_gated_peer_that_fails_is_not_green(bench, capsys):
+    assert bench.case("c", {"ours": three, "liger": broken}, unit="ms", amount=1, gates={"liger": 1.0}) is None
+    assert bench.finish() == 3
+    assert capsys.readouterr().err == (
+        "UNMEASURED  c: liger raised RuntimeError: CUDA error: illegal address\n"
+        "UNMEASURED  c: liger has a gate and was not timed\n"
+    )
+
+
+def test_ours_that_fails_is_wrong_and_the_next_case_goes_on(bench):
+    assert bench.case("c", {"ours": broken, "eager": three}, unit="ms", amount=1) is None
+    assert bench.case("d", {"ours": three, "eager": three}, unit="ms", amount=1) is not None
+    assert bench.wrong == ["c: ours raised RuntimeError: CUDA error: illegal address"] and bench.finish() == 1
+
+
+def test_a_door_that_falls_back_is_not_measured_as_ours(bench):
+    def fallen():
+        trace.fallback("rms_norm", "its self-test failed")
+        return three()
+
+    bench.case("c", {"ours": fallen, "eager": three}, unit="ms", amount=1)
+    assert bench.wrong[0].startswith("c: ours raised FallbackError: rms_norm: would fall back: its self-test failed.")
+
+
+def test_a_dry_run_keeps_nothing(tmp_path, capsys):
+    bench = Bench("kernels", CPU, "gpubound bench kernels --dry", dry=True, folder=tmp_path)
+    bench.case("c", {"ours": three, "eager": three}, unit="ms", amount=1, gates={"eager": 1e9})
+    assert bench.finish() == 0 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().out.endswith("kernels: 1 lines, nothing kept (dry); 1 of 1 gates hold\n")
+
+
+def test_what_a_peer_writes_over_its_inputs_does_not_reach_the_next(bench):
+    """As Liger does: the gradient lands in the upstream gradient's memory, the rotated queries in the queries'."""
+    source = torch.arange(1.0, 5.0)
+    x = source.clone()
+
+    def in_place(t):
+        return t.mul_(2.0)
+
+    works = {"ours": Prepared(lambda: x.copy_(source), lambda t: t * 2.0), "liger": Prepared(lambda: x.copy_(source), in_place)}
+    assert bench.case("c", works, unit="ms", amount=1) is not None and not bench.wrong
+
+
+# --- the cases ---
+
+
+def test_shapes_count_the_weights_that_enter_products():
+    """350m: 24 · (2·1024² + 2·1024·256 + 3·1024·4096) + 32768·1024, as counted by hand."""
+    assert SHAPES["350m"].matrix_params == 398_458_880
+    assert SHAPES["350m"].train_flops_per_token(1024) == 6 * 398_458_880 + 6 * 24 * 1024 * 1024
+
+
+# (forward, backward) in elements moved, for T = 8 tokens, H = 64, I = 128, 4 + 2 + 2 heads of 16, V = 256. N = 8 · 64 = 512.
+ELEMENTS = {
+    "rms_norm": (512 + 64 + 512, 3 * 512 + 2 * 64),  # x, w | y; dy, x, w | dx, dw
+    "add_rms_norm": (4 * 512 + 64, 4 * 512 + 2 * 64),  # x, r, w | y, s; dy, ds, s, w | dx, dw
+    "layer_norm": (2 * 512 + 2 * 64, 3 * 512 + 3 * 64),  # x, w, b | y; dy, x, w | dx, dw, db
+    "group_norm": (2 * 512 + 2 * 64, 3 * 512 + 3 * 64),
+    "dynamic_tanh": (2 * 512 + 2 * 64 + 1, 3 * 512 + 3 * 64 + 1),
+    "rope": (2 * (512 + 256) + 2 * 32, 2 * (512 + 256) + 2 * 32),  # q, k, cos, sin | q, k, and back
+    "rope_qkv": (2 * 1024 + 2 * 32, 2 * 1024 + 2 * 32),
+    "swiglu": (3 * 1024, 5 * 1024),  # gate, up | y; dy, gate, up | dgate, dup
+    "swiglu_packed": (3 * 1024, 5 * 1024),
+    "geglu": (3 * 1024, 5 * 1024),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_bytes_are_counted_once_each(name):
+    door = DOORS[name](SHAPES["tiny"], Drawer(CPU, torch.float32, 2, 4))
+    assert (door.forward_bytes // 4, door.backward_bytes // 4) == ELEMENTS[name]
+
+
+def test_cross_entropy_reads_the_logits_once_and_writes_their_gradient_once():
+    door = doors.cross_entropy(SHAPES["tiny"], Drawer(CPU, torch.float32, 2, 4))
+    assert door.both_bytes == 2 * 8 * 256 * 4 + 8 * 8  # and eight labels
+    assert set(DOORS) == set(ELEMENTS) | {"cross_entropy"}
+
+
+@pytest.mark.parametrize("name", [*DOORS, "linear_cross_entropy"])
+def test_every_cases_peer_computes_what_ours_does(name, monkeypatch):
+    """On the reference kernels, which are what fp64 takes: the benchmark's own eager forms and argument orders are right."""
+    monkeypatch.setattr(trace, "fallbacks", Counter())
+    build = DOORS.get(name, linear_cross_entropy)
+    door = build(SHAPES["tiny"], Drawer(CPU, torch.float64, 2, 4))
+    for make in (door.both,) if door.whole else (door.forward, door.backward):
+        got, want = harness._tensors(make(door.ours)), harness._tensors(make(door.eager))
+        assert max(harness._error(g, w) for g, w in zip(got, want, strict=True)) < 1e-6
+
+
+def run_dry(*arguments):
+    root = Path(harness.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+
+
+def test_bench_kernels_dry():
+    done = run_dry("benchmarks.bench_kernels", "--dry", "--only", "rms_norm,cross_entropy")
+    assert done.returncode == 0, done.stderr
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == [
+        "rms_norm forward tiny",
+        "rms_norm backward tiny",
+        "cross_entropy tiny",
+        "kernels: 6 lines, nothing kept (dry); 0 of 0 gates hold",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "sentence"),
+    [
+        (
+            bench_kernels,
+            ("--only", "rmsnorm"),
+            "gpubound bench: --only: got 'rmsnorm', wanted some of rms_norm, add_rms_norm, ",
+        ),
+        (bench_kernels, ("--peers", "lgr"), "gpubound bench: --peers: got 'lgr', wanted some of eager, compile, liger."),
+        (bench_kernels, ("--widths", "9b"), "gpubound bench: --widths: got '9b', wanted some of 350m, 8b, tiny."),
+        (bench_place, ("--shapes", "2b"), "gpubound bench: --shapes: got '2b', wanted some of 1b, 350m, tiny."),
+        (bench_graph, ("--shape", "2b"), "gpubound bench: --shape: got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_is_measured(capsys, module, arguments, sentence):
+    assert guarded("bench", module.main, arguments) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):
+    """The contest on pretended workers: who disagrees is not timed, everyone is stopped."""
+    stopped = []
+
+    class Pretend:
+        def __init__(self, name, setting, dry):
+            self.name = name
+
+        def read(self):
+            if self.name == "compile":
+                return None  # it could not start
+            loss = {"ours": 5.0, "eager": 5.001, "liger": 5.5}[self.name]
+            return {"loss": loss, "gradient_norm": 1.0, "peak_gib": 1.0}
+
+        def round(self):
+            return {"ours": 0.1, "eager": 0.2}[self.name]
+
+        def stop(self):
+            stopped.append(self.name)
+
+    monkeypatch.setattr(bench_place, "Worker", Pretend)
+    bench = Bench("place", CPU, "gpubound bench place", folder=tmp_path)
+    names = ["ours", "liger", "eager", "compile"]
+    bench_place.contest(bench, bench_place.SETTINGS["1b"], names, rounds=3, flops_per_s=800e12)
+    case = "1b seq 2048 micro 4 forward+backward"
+    assert bench.wrong == [f"{case}: loss is 5 in ours, 5.5 in liger (limit 1%); not timed"]
+    assert bench.unmeasured == [f"{case}: compile could not start"] and stopped == names
+    found = {line.peer_name: line for line in bench.lines}
+    assert found.keys() == {"eager", "bf16 rate"} and found["eager"].ratio == 2.0
+    assert found["eager"].ours == pytest.approx(8192 / 0.1)
+    assert found["bf16 rate"].ratio == pytest.approx(8192 / 0.1 * SHAPES["1b"].train_flops_per_token(2048) / 800e12, rel=1e-3)

@@ -1,0 +1,110 @@
+"""What a run refuses before it begins, in its own words."""
+
+import pytest
+import torch
+
+from gpubound import trace
+from gpubound.errors import DataError, DeviceError
+from gpubound.train.fit import largest_micro_batch
+from gpubound.train.prepare import prepare
+from gpubound.train.recipe import Recipe
+
+from .runs import build_corpus, recipe, train
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def test_not_even_one_row_fits():
+    def attempt(recipe):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(DeviceError) as error:
+        largest_micro_batch(Recipe(micro_batch=2), attempt, torch.device("cpu"))
+    assert str(error.value) == (
+        "auto_batch: not even one row of 512 tokens fits on cpu; take shorter rows, a smaller model, or recompute=blocks."
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"steps": 0}, "recipe: steps must be at least 1, got 0."),
+        ({"save_every": -1}, "recipe: save_every must not be negative, got -1; 0 turns it off."),
+        ({"validation": 1.0}, "recipe: validation must lie between 0 and 1, got 1.0; 0.02 holds out 2 % of the documents."),
+        ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
+        ({"patience": 2}, "recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate."),
+        ({"optimizer": "sgd"}, "recipe: optimizer must be adamw, adamw8bit or muon, got 'sgd'."),
+        ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
+        ({"phases": ({"name": "a", "step": 1},)}, "recipe: phase a: 'step' is unknown; did you mean 'steps'?"),
+        ({"phases": ({"seed": 1},)}, "recipe: phase phase-1: 'seed' is the whole run's, not a phase's."),
+        ({"phases": ({"name": "a"}, {"name": "a"})}, "recipe: phases need names that differ, got a, a."),
+        (
+            {"phases": ({"name": "../a"},)},
+            "recipe: phase '../a': wanted a name of letters, digits, - and _; it names a folder.",
+        ),
+    ],
+)
+def test_a_wrong_recipe(changes, sentence):
+    with pytest.raises(ValueError) as error:
+        Recipe(**changes)
+    assert str(error.value) == sentence
+
+
+def test_what_a_run_cannot_begin_with(corpus, tmp_path):
+    def refusal(kind=ValueError, **changes):
+        with pytest.raises(kind) as error:
+            prepare(recipe(corpus, tmp_path / "new", **changes), progress=False)
+        return str(error.value)
+
+    assert refusal(model="12m").startswith("model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m (-tiny behind ")
+    assert refusal(data=("nowhere.txt",)) == (
+        "data: nowhere.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."
+    )
+    assert refusal(data=()) == "data: got nothing, wanted text files or folders, a built corpus, or 'stdlib'."
+    book = tmp_path / "book.txt"
+    book.write_text("A text. " * 500)
+    bad = tmp_path / "tokenizer.json"
+    bad.write_text("{}")
+    assert refusal(DataError, data=(str(book),), tokenizer=str(bad)).startswith(
+        f"{bad}: is not a tokenizer that the tokenizers library reads: "
+    )
+    assert refusal(DataError, validation=0.004) == (
+        "validation: the held-out documents have 31 tokens, wanted at least one row of 32; "
+        "give more text, a larger --validation or a shorter --seq."
+    )
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_auto_batch_needs_a_gpu(corpus, tmp_path):
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path), auto_batch=True, progress=False)
+    assert str(error.value) == "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."
+
+
+def test_a_folder_with_another_run(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=2))
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=2), progress=False)
+    assert str(error.value) == (
+        f"{tmp_path / 'checkpoints'} already holds step 2 of a run; "
+        f"pass --resume to go on with it, or another --out to begin anew."
+    )
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=2, lr=1e-4, seed=1), resume=True, progress=False)
+    assert str(error.value) == (
+        "resume: the recipe has changed: lr was 0.003, is 0.0001; seed was 0, is 1. "
+        "Give the old values, or begin anew in another --out."
+    )
+
+
+def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    prepare(recipe(corpus, tmp_path), resume=True, progress=False)
+    assert (
+        f"resume: {tmp_path / 'checkpoints'} holds no whole checkpoint; starting from the beginning." in capsys.readouterr().err
+    )
