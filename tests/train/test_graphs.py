@@ -50,7 +50,7 @@ def assert_same(graph: str, precision: str, dropout: float, device: str, capture
 @pytest.mark.usefixtures("on_reference")
 @pytest.mark.parametrize("precision, dropout", [("fp32", 0.2), ("bf16", 0.0), ("bf16-pure", 0.0), ("fp16", 0.0)])
 def test_captured_is_eager_bit_for_bit(precision, dropout):
-    assert_same("require", precision, dropout, "cpu", captures=3)
+    assert_same("require", precision, dropout, "cpu", captures=2)
 
 
 @pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_captured_is_eager_bit_for_bit(precision, dropout):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16-pure", "fp16"])
 def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
     torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
-    assert_same("require", precision, dropout, "cuda", captures=3)
+    assert_same("require", precision, dropout, "cuda", captures=2)
 
 
 def test_through_the_kernels():
@@ -80,9 +80,11 @@ class TestShapes:
         step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
         for rows in (2, 4, 2, 4):
             step(cut(draw(rows), 2))
-        names = ["first_micro_batch", "micro_batch"]
-        assert [graph.name for graph in step.captured] == [*names, "update", *names]
-        assert [graph.replays for graph in step.captured] == [2, 2, 4, 2, 2]
+        assert [(graph.name, graph.replays) for graph in step.captured] == [
+            ("micro_batch", 4),
+            ("update", 4),
+            ("micro_batch", 4),
+        ]
         assert all(graph.certificate.bitwise for graph in step.captured)
         assert step(cut(draw(4), 2)).read().updates == 5, "warm-up and certificate leave no trace"
 
@@ -96,7 +98,7 @@ class TestShapes:
         for window in windows:
             micro_batches = [batches[rows][i % 3] for i, rows in enumerate(window)]
             assert captured(micro_batches).read() == plain(micro_batches).read()
-        assert len(captured.captured) == 5 and not plain.captured
+        assert len(captured.captured) == 3 and not plain.captured
         weights = named(plain.model)
         assert all(parameter.equal(weights[name]) for name, parameter in captured.model.named_parameters())
 

@@ -26,7 +26,10 @@ Reduce = Callable[[Tensor, Tensor], None]
 
 
 class Core:
-    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything."""
+    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything.
+
+    `single`: a step has one micro-batch. `keep_all`: backward computes nothing again that can be kept.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Core:
         optimizer: FlatAdamW,
         precision: Precision,
         *,
+        single: bool,
         reduce: Reduce | None = None,
         sites: Sites | None = None,
         overlap: bool = False,
@@ -43,7 +47,7 @@ class Core:
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
         self.precision, self.reduce, self.sites, self.overlap = precision, reduce, sites, overlap
-        self.keep_all = keep_all
+        self.single, self.keep_all = single, keep_all
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
@@ -52,20 +56,18 @@ class Core:
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""
-        self.begin(batches[0])
-        for batch in batches[1:]:
+        self.begin()
+        for batch in batches:
             self.add(batch)
         return self.update()
 
-    def begin(self, batch: Any) -> None:
-        """The window's first micro-batch: its gradients are written over the last window's."""
-        self.accumulators.zero() if self._compiled else self.accumulators.begin()
+    def begin(self) -> None:
+        """A new window. A single micro-batch writes its gradients over the last ones; of several, all add to zeros."""
+        self.accumulators.begin() if self.single and not self._compiled else self.accumulators.zero()
         self.totals.zero_()
-        self.add(batch)
-        self.accumulators.finish()
 
     def add(self, batch: Any) -> None:
-        """One more micro-batch: loss, items and gradients are added to those before."""
+        """One micro-batch more: its loss, items and gradients are added to those before."""
         with torch.enable_grad(), products(self.precision.products):
             self._add(batch)
         if self.sites is not None:
@@ -73,6 +75,7 @@ class Core:
 
     def update(self) -> Tensor:
         """The window is whole: the weights take their step."""
+        self.accumulators.finish()
         if self.sites is not None:
             self.sites.renew()
         if self.reduce is not None:

@@ -1,11 +1,12 @@
 """The step as graphs: captured for each shape of micro-batch, all in one memory pool; call by call where that cannot be.
 
 A window of many micro-batches is no graph of its own: recording and certifying it took as many times as long as it has
-micro-batches (13.4 s for eight at 1b), and every length and mixture of shapes was another graph.
+micro-batches, and every length and mixture of shapes was another graph. Nor has its first micro-batch a graph of its own, which
+could write gradients instead of adding them to zeros, 0.8 ms of a window at 350m: capturing a second one wants its activations
+once more beside those that the first one's graph holds.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,35 +31,38 @@ class Graphs:
     """Runs the core on given micro-batches: as graphs where the device has them and `mode` allows it.
 
     auto captures on a GPU and runs call by call elsewhere. require always goes through capture(), which on a CPU keeps to the
-    same static buffers and makes the same checks, without a graph. A step of `one` micro-batch is one graph; of more, a graph
-    for the first (it writes the gradients), one for all others (it adds) and one for the update.
+    same static buffers and makes the same checks, without a graph. A step of one micro-batch is one graph; of more, a graph
+    that every micro-batch is a replay of, and one for the update.
     """
 
-    def __init__(self, core: Core, mode: str, one: bool):
-        self.core, self.one = core, one
+    def __init__(self, core: Core, mode: str):
+        self.core = core
         self.captured: list[Captured] = []
         self._off = mode == "off" or (mode == "auto" and not has_graphs(core.device))
         self._required = mode == "require"
-        self._known: dict[tuple, list[Captured] | None] = {}  # by a micro-batch's key; None: it cannot be captured
+        self._known: dict[tuple, Captured | None] = {}  # by a micro-batch's key; None: it cannot be captured
         self._update: Captured | None = None
 
     def run(self, window: list[MicroBatch]) -> Tensor:
         if not self.core.calibrated:
             self.core.calibrate(window[0].fill(window[0].tensors))
-        graphs = [known for batch in window if (known := self._graphs_of(batch)) is not None]
+        graphs = [graph for batch in window if (graph := self._graph_of(batch)) is not None]
         if len(graphs) < len(window):
             return self.core.run([batch.fill(batch.tensors) for batch in window])
-        for index, (batch, known) in enumerate(zip(window, graphs)):
-            result = known[index > 0](*batch.tensors)
-        return result if self.one else self._updated()
+        if self.core.single:
+            return graphs[0](*window[0].tensors)
+        self.core.begin()
+        for batch, graph in zip(window, graphs):
+            graph(*batch.tensors)
+        return self._updated()
 
     def drop(self) -> None:
         self._known.clear()
         self.captured.clear()
         self._update = None
 
-    def _graphs_of(self, batch: MicroBatch) -> list[Captured] | None:
-        """The graph of a whole step, or those of a first and of a further micro-batch; None to run it call by call."""
+    def _graph_of(self, batch: MicroBatch) -> Captured | None:
+        """The graph of a whole step, or that of a micro-batch; None to run it call by call."""
         if self._off:
             return None
         if batch.key not in self._known:
@@ -75,18 +79,16 @@ class Graphs:
             return self.core.update()
         return self._update()
 
-    def _tried(self, capturing: Callable[[], Any]) -> Any:
-        before = len(self.captured)
+    def _tried(self, capturing: Callable[[], Captured]) -> Captured | None:
         try:
             return capturing()
         except (GraphError, torch.OutOfMemoryError) as error:
-            del self.captured[before:]
             if self._required:
                 raise
             fallback("train step as one graph", str(error))
             return None
 
-    def _capture(self, batch: MicroBatch) -> list[Captured]:
+    def _capture(self, batch: MicroBatch) -> Captured:
         if sum(known is not None for known in self._known.values()) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         core = self.core
@@ -96,14 +98,10 @@ class Graphs:
         def train_step(*leaves: Tensor) -> Tensor:
             return core.run([batch.fill(leaves)])
 
-        def first_micro_batch(*leaves: Tensor) -> None:
-            core.begin(batch.fill(leaves))
-
         def micro_batch(*leaves: Tensor) -> None:
             core.add(batch.fill(leaves))
 
-        parts = [train_step] if self.one else [first_micro_batch, micro_batch]
-        return [self._graph(part, *batch.tensors) for part in parts]
+        return self._graph(train_step if core.single else micro_batch, *batch.tensors)
 
     def _graph(self, part: Callable, *tensors: Tensor) -> Captured:
         pool = self.captured[0].pool if self.captured else None

@@ -104,9 +104,9 @@ class TrainStep:
             raise
         core = Core(
             model, lossy, accumulators, self._optimizer, numbers,
-            reduce=reduce, sites=self._sites, overlap=overlap, keep_all=way == "none",
+            single=accumulate == 1, reduce=reduce, sites=self._sites, overlap=overlap, keep_all=way == "none",
         )  # fmt: skip
-        self._graphs = Graphs(core, graph, one=accumulate == 1)
+        self._graphs = Graphs(core, graph)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -134,8 +134,8 @@ class TrainStep:
 
     @property
     def captured(self) -> list[Captured]:
-        """The captures, each with its certificate: of the step, or of a first and a further micro-batch and the update; and of
-        the micro-batches for each further shape."""
+        """The captures, each with its certificate: of the step, or of a micro-batch and of the update; one more for each
+        further shape of micro-batch."""
         return self._graphs.captured
 
     def state_dict(self) -> dict[str, Tensor]:
