@@ -127,6 +127,7 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
         (MeasureError("no kernel was seen."), 3, "gpubound train: no kernel was seen.\n"),
         (BudgetError("1 sync, 0 allowed."), 1, "gpubound train: 1 sync, 0 allowed.\n"),
         (FileNotFoundError(2, "No such file", "run.yaml"), 2, "gpubound train: [Errno 2] No such file: 'run.yaml'\n"),
+        (BrokenPipeError(32, "Broken pipe"), 2, "gpubound train: [Errno 32] Broken pipe\n"),  # a worker's, not stdout
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),
         (SystemExit(2), 2, ""),

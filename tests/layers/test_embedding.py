@@ -71,11 +71,18 @@ def hooked() -> nn.Embedding:
     return module
 
 
+def strided() -> nn.Embedding:
+    module = table()
+    module.weight.data = torch.randn(8, 5).t()
+    return module
+
+
 MORE = {
     "a subclass": lambda: Scaled(5, 8),
     "a hook": hooked,
     "renormalised rows": lambda: table(max_norm=0.5),
     "scaled gradients": lambda: table(scale_grad_by_freq=True),
+    "a strided table": strided,
     "no accumulator": None,
     "frozen": None,
     "no gradient": None,

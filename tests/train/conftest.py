@@ -7,11 +7,18 @@ from torch import Tensor, nn
 
 from gpubound import device as facts
 
+from .runs import build_corpus
+
 
 @pytest.fixture
 def on_reference(monkeypatch):
     """Doors take the reference on the CPU: hundreds of steps in the interpreter would take minutes."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 class Small(nn.Module):

@@ -18,14 +18,9 @@ from gpubound.train.fit import largest_micro_batch
 from gpubound.train.prepare import fitted, hold_out, prepare
 from gpubound.train.recipe import Recipe
 
-from .runs import assert_same, build_corpus, losses, recipe, texts, train
+from .runs import assert_same, losses, recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,9 @@ from gpubound.train.fit import largest_micro_batch
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
-from .runs import build_corpus, recipe, train
+from .runs import recipe, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def test_not_even_one_row_fits():

@@ -7,6 +7,7 @@ Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the use
 import ast
 import difflib
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -70,19 +71,28 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
         code = command(argv)
         sys.stdout.flush()  # here, where its failure can be told
         return code
-    except BrokenPipeError:  # whoever read stdout has heard enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
-        return 141
     except KeyboardInterrupt:
         print("gpubound: interrupted", file=sys.stderr)
         return 130
     except SystemExit as stop:  # how an argument parser says that it has already answered
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except (GpuboundError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141
         if os.environ.get("GPUBOUND_TRACEBACK") == "1":
             traceback.print_exc()
         print(f"gpubound {name}: {_one_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2
+
+
+def _nobody_reads() -> bool:
+    """Whether it is stdout that broke, as in `| head`, and no pipe of the command's own. If so, stdout is silent henceforth."""
+    stdout = select.poll()
+    stdout.register(1, 0)  # 0: tell of errors alone
+    if not stdout.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
+    return True
 
 
 def _one_line(error: BaseException) -> str:

@@ -22,10 +22,10 @@ _LOSS = (-100, 0.1, 5.0, 1e-3, "mean")  # ignore_index, label_smoothing, softcap
 # op -> a function that draws its positional arguments. What `_draw` gives is cast to the dtype of the call and gets its
 # gradient checked; any other tensor is passed as it is (`_draw(g, 4, 8).detach()` stays fp32 and without a gradient).
 EXAMPLES: dict[str, Callable[[torch.Generator], tuple]] = {
-    "add_rows": lambda g: (_draw(g, 9, 40).detach(), _ints(3, 8, 3, 0, 3), _draw(g, 5, 40), 0),
     "adamw.adamw": lambda g: (_draw(g, 70), *_flat(g, 4), _plan(), 0.9, 0.99, 1e-8, 40, None),
     "adamw.plan_update": lambda g: (*_flat(g, 1), _wide(5, 7), _wide(3, 1, 2, 1), _wide(1, 2, 3, 4), 0.9, 0.99, 0.1, 1.0, 2),
     "adamw8": lambda g: (*_coded(g, 300), _plan(), 0.9, 0.99, 1e-8, 40, None),
+    "add_rows": lambda g: (_draw(g, 9, 40).detach(), _ints(3, 8, 3, 0, 3), _draw(g, 5, 40), 0),
     "cross_entropy": lambda g: (_draw(g, 5, 300), _labels(g, 5, 300), *_LOSS),
     "decode_attention": lambda g: (*_decoding(g), None, None, 1e-6, 0.25, 0, *_scratch()),
     "decode_attention.quantized_decode_attention": lambda g: (*_coded_caches(g), None, None, 1e-6, 0.25, 0, *_scratch(g)),

@@ -19,7 +19,8 @@ def look_up(table: Any, ids: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and plain(table)) or torch.compiler.is_compiling():
         return table(ids)
     weight = table._parameters["weight"]
-    if not weight.requires_grad or getattr(weight, "main_grad", None) is None:
+    main = getattr(weight, "main_grad", None)
+    if not weight.requires_grad or main is None or not main.is_contiguous():
         return table(ids)
     return _LookUp.apply(ids, -1 if table.padding_idx is None else table.padding_idx, weight.detach(), weight)
 
@@ -39,10 +40,10 @@ class _LookUp(torch.autograd.Function):
     """The Parameter is kept on ctx for its main_grad, as in layers/product.py."""
 
     @staticmethod
-    def forward(ctx, ids, padding, plain, weight):
+    def forward(ctx, ids, padding, values, weight):
         ctx.save_for_backward(ids)
         ctx.padding, ctx.weight = padding, weight
-        return F.embedding(ids, plain)
+        return F.embedding(ids, values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -44,6 +44,10 @@ class MicroBatch:
     key: tuple  # equal for micro-batches of equal shapes, dtypes and constants
     tree: Tree  # None where a tensor is, (leaf,) where it is something else
 
+    @property
+    def whole(self) -> Any:
+        return self.fill(self.tensors)
+
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
         return self.tree.rebuild([next(rest) if leaf is None else leaf[0] for leaf in self.tree.leaves])

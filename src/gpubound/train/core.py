@@ -68,8 +68,14 @@ class Core:
 
     def add(self, batch: Any) -> None:
         """One micro-batch more: its loss, items and gradients are added to those before."""
+        least = lean.KEEP_ALL if self.keep_all else lean.LEAST_BYTES
         with torch.enable_grad(), products(self.precision.products):
-            self._add(batch)
+            with lean.recomputing(least):
+                total, items = self._loss_of(batch)
+            with beside(self.device if self.overlap else None):
+                total.backward()
+            self.totals[0].add_(total.detach())
+            self.totals[1].add_(items)
         if self.sites is not None:
             self.sites.forget()
 
@@ -91,9 +97,9 @@ class Core:
         assert self.sites is not None
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.enable_grad(), self.sites.calibrating():
+        with torch.random.fork_rng(devices), self.sites.calibrating():
             self.accumulators.zero()
-            self._add(batch)
+            self.add(batch)
         for buffer, before in buffers:
             buffer.copy_(before)
 
@@ -111,19 +117,12 @@ class Core:
             *([] if self.sites is None else [self.sites.states]),
         ]
 
-    def _add(self, batch: Any) -> None:
+    def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale
-        with lean.recomputing(lean.KEEP_ALL if self.keep_all else lean.LEAST_BYTES):
-            if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
-                result = self.loss(self.model, batch, scale=self.one if scale is None else scale.float())
-                total, items = _checked(result, self.device)
-            else:
-                total, items = _checked(self.loss(self.model, batch), self.device)
-                total = total if scale is None else total.float() * scale.float()
-        with beside(self.device if self.overlap else None):
-            total.backward()
-        self.totals[0].add_(total.detach())
-        self.totals[1].add_(items)
+        if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
+            return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
+        total, items = _checked(self.loss(self.model, batch), self.device)
+        return total if scale is None else total.float() * scale.float(), items
 
 
 def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:

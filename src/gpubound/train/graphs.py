@@ -45,10 +45,10 @@ class Graphs:
 
     def run(self, window: list[MicroBatch]) -> Tensor:
         if not self.core.calibrated:
-            self.core.calibrate(window[0].fill(window[0].tensors))
+            self.core.calibrate(window[0].whole)
         graphs = [graph for batch in window if (graph := self._graph_of(batch)) is not None]
         if len(graphs) < len(window):
-            return self.core.run([batch.fill(batch.tensors) for batch in window])
+            return self.core.run([batch.whole for batch in window])
         if self.core.single:
             return graphs[0](*window[0].tensors)
         self.core.begin()
@@ -93,7 +93,7 @@ class Graphs:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         core = self.core
         if hasattr(core.loss, "prepare"):
-            core.loss.prepare(core.model, batch.fill(batch.tensors))
+            core.loss.prepare(core.model, batch.whole)
 
         def train_step(*leaves: Tensor) -> Tensor:
             return core.run([batch.fill(leaves)])
