@@ -53,16 +53,23 @@ def _table(gpu: str, bench: str, lines: list[Line]) -> str:
     cases: dict[tuple[str, str], dict[str, Line]] = {}
     for line in lines:
         cases.setdefault((line.case, line.unit), {})[line.peer_name] = line
-    last = max(lines, key=lambda line: line.date)
     rows = [f"| {bench} | ours | {' | '.join(f'× {peer}' for peer in peers)} |", "|" + "---|" * (len(peers) + 2)]
     for (case, unit), by_peer in cases.items():
         ours = figure(max(by_peer.values(), key=lambda line: line.date).ours, unit)
         rows.append(f"| {case} | {ours} | {' | '.join(_cell(by_peer.get(peer)) for peer in peers)} |")
-    source = f"{gpu}, torch {last.torch}, triton {last.triton}, {last.date[:10]}, commit {last.commit}: `{last.command}`"
-    if len(cases) <= OPEN_ROWS:
-        return "\n".join([*rows, "", source, ""])
-    head = f"<details><summary>{bench}: {len(cases)} cases on {gpu}</summary>"
-    return "\n".join([head, "", *rows, "", "</details>", "", source, ""])
+    if len(cases) > OPEN_ROWS:
+        rows = [f"<details><summary>{bench}: {len(cases)} cases on {gpu}</summary>", "", *rows, "", "</details>"]
+    return "\n".join([*rows, "", *_sources(lines), ""])
+
+
+def _sources(lines: list[Line]) -> list[str]:
+    """Every run that a figure is from, the newest first: a table is rarely measured in one go."""
+    told = [
+        f"{line.gpu}, torch {line.torch}, triton {line.triton}, {line.date[:10]}, commit {line.commit}: `{line.command}`"
+        for line in sorted(lines, key=lambda line: line.date, reverse=True)
+    ]
+    told = list(dict.fromkeys(told))
+    return told if len(told) == 1 else [f"- {run}" for run in told]
 
 
 def _cell(line: Line | None) -> str:

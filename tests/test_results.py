@@ -180,6 +180,18 @@ def test_the_block_shows_wins_and_losses():
     assert figures.block(lines) == BLOCK
 
 
+def test_every_run_that_a_figure_is_from_is_named():
+    older = [replace(LINE, case=f"case {i}", commit="1de191e", date=f"2026-11-20T1{i}:00:00+00:00") for i in range(3)]
+    other = replace(LINE, case="another", command="gpubound bench kernels --only rope", date="2026-11-19T10:00:00+00:00")
+    said = [line for line in figures.block([other, *older, LINE]).splitlines() if "commit" in line]
+    machine = "- NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0"
+    assert said == [
+        f"{machine}, 2026-11-21, commit 0a55bec: `gpubound bench kernels`",
+        f"{machine}, 2026-11-20, commit 1de191e: `gpubound bench kernels`",
+        f"{machine}, 2026-11-19, commit 0a55bec: `gpubound bench kernels --only rope`",
+    ]
+
+
 def test_a_long_table_is_folded():
     text = figures.block([replace(LINE, case=f"case {i}") for i in range(13)])
     assert "<details><summary>kernels: 13 cases on NVIDIA H200</summary>" in text and text.count("| case ") == 13
