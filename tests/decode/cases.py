@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import transformers
 
@@ -104,3 +105,11 @@ class Bytes:
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
+
+
+SPARSE_KINDS = pytest.mark.parametrize("kind", SPARSE)
+PROMPT = prompts(7)[0]
+
+
+def of_decoder(fast, new: int = 24) -> list[int]:
+    return fast.generate(PROMPT, max_new_tokens=new).tokens[0]

@@ -1,16 +1,13 @@
-"""Mixtures of experts: Hugging Face's tokens in every form of a step, what the certificate finds, live weights, no host."""
+"""Mixtures of experts: Hugging Face's tokens in every form of a step, grouped products, no host."""
 
 import functools
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 import gpubound as gb
-from gpubound import trace
-from gpubound.decode import certify, experts, live
+from gpubound.decode import experts, live
 from gpubound.decode.experts import ExpertsBody, each_expert, grouped, not_grouped
 from gpubound.decode.graphs import Way, run_steps
 from gpubound.decode.live_experts import Experts as SparseMLP
@@ -19,21 +16,11 @@ from gpubound.watch import no_stall, watch
 from gpubound.watch.simgpu import simgpu
 
 from . import cases
-
-KINDS = pytest.mark.parametrize("kind", cases.SPARSE)
-PROMPT = cases.prompts(7)[0]
-
-
-def of_model(fast, new: int = 24) -> list[int]:
-    return cases.greedy_by_forwards(fast.model, PROMPT, new)
-
-
-def of_decoder(fast, new: int = 24) -> list[int]:
-    return fast.generate(PROMPT, max_new_tokens=new).tokens[0]
+from .cases import PROMPT, SPARSE_KINDS, of_decoder
 
 
 class TestTokens:
-    @KINDS
+    @SPARSE_KINDS
     def test_a_ragged_batch_gives_hugging_faces(self, kind, device):
         fast = cases.shared(kind, str(device))
         assert fast.path == "" and isinstance(fast.body, ExpertsBody)
@@ -51,7 +38,7 @@ class TestTokens:
         assert fast.path == "" and not isinstance(fast.body, ExpertsBody)
         assert of_decoder(fast) == cases.hugging_face(fast.model, PROMPT, 24)
 
-    @KINDS
+    @SPARSE_KINDS
     def test_beside_any_others_and_in_wide_batches(self, kind, device):
         """Up to 8 rows by the same kernels, 11 grouped by expert: in fp32 the tokens are the same."""
         fast, given = cases.shared(kind, str(device), max_batch=11), cases.prompts(*range(1, 12))
@@ -165,177 +152,8 @@ class TestGroupedProducts:
         assert y.isnan().all(1).tolist() == y.isnan().any(1).tolist() == [False, True, False, True]
 
 
-class TestCertificate:
-    @KINDS
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_it_holds_in_16_bits(self, kind, dtype, device):
-        for rows in (1, 12):
-            made = gb.decoder(cases.build(kind, dtype, device), rows, 32).certificate
-            assert made.logits_error < 1.5 * made.model_error < 0.05
-
-    def test_logits_are_compared_at_the_same_choice(self, device, monkeypatch):
-        """12 layers choose 8 of 32: in bf16 some token gets another expert than in fp32, which says nothing of the kernels."""
-        options = {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 8, "mlp_only_layers": []}
-        model = cases.build("Qwen3Moe", device=device, **options)
-        torch.manual_seed(2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=0.15)
-        made = gb.decoder(model.to(torch.bfloat16), 1, 32).certificate
-        monkeypatch.setattr(certify.Choices, "__bool__", lambda choices: False)
-        apart = gb.decoder(model, 1, 32, verify=False)
-        ids = torch.randint(cases.VOCABULARY, (8,), generator=torch.Generator().manual_seed(0)).to(device)
-        truth = certify.plain.logits(apart.body.exact(), ids)
-        free = ((cases.logits(model, ids.tolist()) - truth).norm() / truth.norm()).item()
-        assert free > 1.5 * made.model_error
-
-    @pytest.mark.parametrize(
-        ("door", "change"),
-        [
-            ("route", lambda found: found[1].mul_(1.001)),
-            ("routed_gate_up", lambda out: out.mul_(1.001)),
-            ("add_routed", lambda x: x.mul_(1.001)),
-            ("grouped", lambda y: y.mul_(1.001)),
-        ],
-    )
-    def test_a_kernel_that_is_off_by_a_thousandth(self, door, change, monkeypatch):
-        own = getattr(experts, door)
-
-        def off(*given, **named):
-            found = own(*given, **named)
-            change(found)
-            return found
-
-        monkeypatch.setattr(experts, door, off)
-        with pytest.raises(gb.GenerateError, match="they do not compute this model; pass fused=False, and report it"):
-            gb.decoder(cases.build("Mixtral"), 9, 32)
-
-    def test_a_choice_that_is_not_the_best(self, monkeypatch):
-        """The kernel takes the third best for the second."""
-        own = experts.route
-
-        def second_best(x, norm, eps, router, normalise, logits, count, ids, weights, *rest):
-            own(x, norm, eps, router, normalise, logits, count, ids, weights, *rest)
-            order, shares = likeliest(logits, 3, False)
-            ids[:, 1], weights[:] = order[:, 2], (shares[:, [0, 2]] / shares[:, [0, 2]].sum(-1, keepdim=True))
-            return ids, weights
-
-        monkeypatch.setattr(experts, "route", second_best)
-        with pytest.raises(gb.GenerateError) as error:
-            gb.decoder(cases.build("Mixtral"), 1, 32)
-        assert re.fullmatch(
-            r"decoder: the kernels choose experts whose scores lie \d\.\de-0\d deviations below the best in fp32, the model "
-            r"itself only 0\.0e\+00: they do not compute this model; pass fused=False, and report it\.",
-            str(error.value),
-        )
-
-    def test_a_model_that_chooses_otherwise(self):
-        model = cases.build("Mixtral")
-        gb.decoder(model, 1, 32)
-        for block in model.model.layers:
-            block.mlp.gate.forward = functools.partial(worst, block.mlp.gate)
-        with pytest.raises(gb.GenerateError) as error:
-            gb.decoder(model, 1, 32)
-        assert re.fullmatch(
-            r"decoder: the model's own routers choose experts whose scores lie \d\.\de\+0\d deviations below the best in fp32 "
-            r"\(limit 1e-04\): it has an option the kernels do not know; pass fused=False\.",
-            str(error.value),
-        )
-
-    def test_a_binding_that_leaves_something_out(self, monkeypatch):
-        own = live.live_experts.routing
-        monkeypatch.setattr(live.live_experts, "routing", lambda model: own(model)._replace(normalise=False))
-        with pytest.raises(gb.GenerateError, match=r"it has an option the kernels do not know; pass fused=False\.$"):
-            gb.decoder(cases.build("Mixtral"), 1, 32)
-
-
-def worst(gate, hidden):
-    """A router that takes the least likely experts."""
-    scores = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
-    least = scores.softmax(-1).topk(gate.top_k, largest=False)
-    return scores, least.values / least.values.sum(-1, keepdim=True), least.indices
-
-
-class TestWeights:
-    @pytest.fixture(autouse=True)
-    def every_notice(self, monkeypatch):
-        monkeypatch.setattr(trace, "_said", set())
-
-    @pytest.fixture
-    def fast(self) -> gb.FastDecoder:
-        return gb.decoder(cases.build("Qwen3Moe"), 2, cases.ROOM)
-
-    def test_a_training_step_is_seen_by_the_next_call(self, fast, capsys):
-        before = of_decoder(fast)
-        optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05)
-        ids = torch.tensor([cases.prompts(20)[0]])
-        fast.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        assert of_decoder(fast) == of_model(fast) != before
-        assert capsys.readouterr().err == ""
-
-    @pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.down_proj", "gate.weight"])
-    def test_data_replaced_is_bound_anew(self, fast, name, capsys):
-        weight = fast.model.get_parameter(f"model.layers.2.mlp.{name}")
-        weight.data = weight.data.flip(0).clone()
-        assert of_decoder(fast) == of_model(fast)
-        assert capsys.readouterr().err == (
-            f"gpubound: decoder: model.layers.2.mlp.{name} is no longer where it was; bound to the weights as they are now, "
-            "graphs captured again\n"
-        )
-
-    def test_a_nan_is_traced_to_its_layer(self, fast):
-        with torch.no_grad():
-            fast.model.model.layers[2].mlp.experts.down_proj[:, 3, 4] = float("nan")
-        with pytest.raises(gb.GenerateError) as error:
-            fast.generate([PROMPT, PROMPT[:3]], max_new_tokens=8)
-        assert str(error.value) == (
-            "sequence 0: the logits at position 6 are not finite; first seen in model.layers.2.mlp. Check the weights (a "
-            "diverged training run?) and the dtype."
-        )
-
-    def test_what_is_read_is_counted(self, fast):
-        """Dense weights once; of 8 experts, 3 a row, as many as are different on average."""
-        body, model = fast.body, fast.model
-        names = {n: p.numel() for n, p in model.named_parameters() if "experts" not in n and "embed" not in n}
-        expert, place = 3 * 24 * 32, 3 * 2 * 2 * 8  # of weights; of keys and values
-        for lengths, chosen in (([5], 3), ([5, 7], 8 * (1 - (5 / 8) ** 2)), ([1] * 99, 8)):
-            want = 4 * (sum(names.values()) + 2 * chosen * expert + place * sum(lengths))
-            assert body.bytes_a_step(lengths) == round(want)
-        wide = gb.decoder(model, 1, 32, speculate=1).body
-        assert wide.bytes_a_step([5]) - body.bytes_a_step([5]) == 4 * 2 * (8 * (1 - (5 / 8) ** 2) - 3) * expert  # of two tokens
-
-
-class TestRefusals:
-    def test_rounded_weights(self):
-        with pytest.raises(ValueError) as error:
-            gb.decoder(cases.build("Mixtral"), 1, 32, weights="int8")
-        assert str(error.value) == ("decoder: weights: got 'int8', but a mixture of experts is read as it is; leave it out.")
-
-    def test_what_the_kernels_cannot_read(self):
-        model = cases.build("Mixtral")
-        handle = model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
-        assert live.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
-        handle.remove()
-        model.model.layers[0].mlp.gate.bias = torch.nn.Parameter(torch.zeros(6))
-        assert live.bind(model) == "model.layers.0.mlp.gate: MixtralTopKRouter, not the family's own"
-        model = cases.build("Mixtral", hidden_act="gelu")
-        assert live.bind(model) == "its activation is 'gelu', the kernels' is silu"
-        other = cases.build("Mixtral", num_experts_per_tok=3)
-        model = cases.build("Mixtral")
-        model.model.layers[1].mlp = other.model.layers[1].mlp
-        assert live.bind(model) == "its sparse layers differ in experts or width"
-
-    def test_another_family(self):
-        """Its experts have a shared one beside them."""
-        config = transformers.Qwen2MoeConfig(**cases.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        assert live.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")
-
-
 class TestHost:
-    @KINDS
+    @SPARSE_KINDS
     @pytest.mark.parametrize("rows", [2, 9])
     def test_steps_never_wait_for_the_device(self, kind, rows, monkeypatch):
         """Prompts and 9 rows are grouped by expert there, with offsets that the host does not see."""
@@ -398,7 +216,7 @@ def served(kind: str, dtype: torch.dtype) -> gb.FastDecoder:
 
 @pytest.mark.gpu
 class TestOnTheDevice:
-    @KINDS
+    @SPARSE_KINDS
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rows", [1, 3, 8, 16])
     def test_graphs_give_what_single_launches_give(self, kind, dtype, rows, monkeypatch):
@@ -410,7 +228,7 @@ class TestOnTheDevice:
         assert found == again == want
         assert len({token for sequence in want for token in sequence.tokens}) > 20
 
-    @KINDS
+    @SPARSE_KINDS
     def test_rows_get_the_same_bits_beside_any_others(self, kind):
         """Texts of one token, for a prompt's own products are torch's, and round by its shape."""
         fast, given = served(kind, torch.bfloat16), [[token] for token in range(3, 11)]
@@ -418,7 +236,7 @@ class TestOnTheDevice:
         for rows in (1, 2, 5):
             assert fast.generate(given[:rows], max_new_tokens=60, logprobs=True).sequences == together[:rows]
 
-    @KINDS
+    @SPARSE_KINDS
     @pytest.mark.parametrize("rows", [1, 16])
     def test_a_request_waits_for_nothing(self, kind, rows):
         fast, given = served(kind, torch.bfloat16), cases.prompts(*range(3, 3 + rows))

@@ -1,0 +1,167 @@
+"""What a ledger says: its table, its dict, and budgets by exact sentence."""
+
+import json
+
+import pytest
+import torch
+
+from gpubound.errors import BudgetError
+from gpubound.watch import watch
+
+QUIET = ("gc", "compiles", "fallbacks", "triton", "calls", "dispatch", "kernels", "allocator", "gputrace")
+
+TABLE = """\
+ledger: 2 steps
+COUNTED
+zero: d2h_copies, d2h_bytes, dead_clones
+not counted: cpu_ops, allocations, frees, alloc_retries, pinned_allocations, recompiles, gc_pauses, gc_ms, fallbacks
+
+kind    what                                 times  amount  WHERE  code
+sync    copy to device                       2              ONE  x = batch.to(sim)
+sync    item                                 2              TWO  return x.sum().item()
+h2d     copy to device [pageable, blocking]  2      4 KiB   ONE  x = batch.to(sim)
+repeat  copy to device                       1      2 KiB   ONE  x = batch.to(sim)
+launch  sum                                  2              TWO  return x.sum().item()
+
+sensors
+  simgpu     every op, copy and sync on the pretend device, in any thread
+did not run
+  kernels    left out
+  allocator  left out
+  gc         left out
+  compiles   left out
+  fallbacks  left out
+  triton     left out
+  calls      left out
+  dispatch   left out
+  gputrace   left out"""
+
+COUNTED = (
+    "counted: syncs 4 (2 a step), h2d_copies 2 (1 a step), h2d_bytes 4096 (2.05e+03 a step), pageable_copies 2 (1 a step), "
+    "repeated_uploads 1 (0.5 a step), launches 2 (1 a step)"
+)
+
+
+def make(batch, sim):
+    x = batch.to(sim)
+    return x.sum().item()
+
+
+def small_ledger(sim, monkeypatch, request):
+    monkeypatch.chdir(request.path.parent)
+    batch = torch.ones(512)
+    with watch(without=QUIET) as ledger:
+        for _ in range(2):
+            make(batch, sim)
+            ledger.step()
+    return ledger
+
+
+def test_the_table(sim, monkeypatch, request):
+    first = make.__code__.co_firstlineno
+    one, two = (f"test_ledger_words.py:{first + n} in make" for n in (1, 2))
+    want = TABLE.replace("WHERE", "where".ljust(len(one))).replace("ONE", one).replace("TWO", two).replace("COUNTED", COUNTED)
+    assert str(small_ledger(sim, monkeypatch, request)) == want
+
+
+def test_as_dict_goes_into_json(sim, monkeypatch, request):
+    got = json.loads(json.dumps(small_ledger(sim, monkeypatch, request).as_dict()))
+    assert got["version"] == 1 and got["steps"] == 2
+    assert got["totals"]["h2d_bytes"] == 4096 and got["per_step"]["syncs"] == 2.0
+    assert list(got["sensors"]) == ["simgpu"] and got["absent"]["gc"] == "left out"
+    assert got["rows"][1] == {
+        "kind": "sync",
+        "what": "item",
+        "detail": "",
+        "count": 2,
+        "bytes": 0,
+        "ms": 0.0,
+        "site": {
+            "file": __file__,
+            "line": make.__code__.co_firstlineno + 2,
+            "function": "make",
+            "code": "return x.sum().item()",
+        },
+        "via": "",
+        "node": "",
+        "built": None,
+        "thread": "",
+    }
+
+
+def test_over_budget_shows_the_lines(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    ledger.assert_within(syncs=4, h2d_bytes=4096)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(syncs=3, d2h_bytes=0, repeated_uploads=0)
+    first = make.__code__.co_firstlineno
+    one, two = f"test_ledger_words.py:{first + 1} in make", f"test_ledger_words.py:{first + 2} in make"
+    assert str(error.value).splitlines() == [
+        "over budget: syncs 4 (allowed 3), repeated_uploads 1 (allowed 0).",
+        f"kind    what            times  amount  {'where'.ljust(len(one))}  code",
+        f"sync    copy to device  2              {one}  x = batch.to(sim)",
+        f"sync    item            2              {two}  return x.sum().item()",
+        f"repeat  copy to device  1      2 KiB   {one}  x = batch.to(sim)",
+    ]
+    assert isinstance(error.value, AssertionError)
+
+
+def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(allocations=0)
+    assert str(error.value) == (
+        "not counted: allocations. A budget cannot pass on what no sensor saw. Run on a GPU or on the pretend device "
+        "(gpubound.watch.simgpu). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
+        "out; compiles: left out; "
+        "fallbacks: left out; triton: left out; calls: left out; dispatch: left out; gputrace: left out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: watch().assert_within(sync=0),
+            "assert_within: got 'sync', wanted one of syncs, h2d_copies, h2d_bytes, d2h_copies, d2h_bytes, pageable_copies, "
+            "repeated_uploads, dead_clones, launches, cpu_ops, allocations, frees, alloc_retries, "
+            "pinned_allocations, recompiles, "
+            "gc_pauses, gc_ms, fallbacks; did you mean syncs?",
+        ),
+        (
+            lambda: watch().assert_within(syncs=-1),
+            "assert_within: syncs: got -1, wanted a number from 0 up; it is the most that may be counted.",
+        ),
+        (
+            lambda: watch(device="cpu"),
+            "watch: device: got 'cpu', wanted an accelerator: the host cannot stall itself.",
+        ),
+        (lambda: watch(device="gpu"), "watch: device: got 'gpu', wanted an accelerator such as 'cuda' or 'simgpu'."),
+        (
+            lambda: watch(without="gputraces"),
+            "watch: without: got 'gputraces', wanted sensors among kernels, allocator, gc, compiles, fallbacks, "
+            "triton, calls, simgpu, "
+            "dispatch, gputrace; did you mean gputrace?",
+        ),
+        (lambda: watch(launches="all"), "watch: launches: got 'all', wanted 'ops' or 'kernels'."),
+        (lambda: watch(gputrace="on"), "watch: gputrace: got 'on', wanted True, False or None."),
+    ],
+)
+def test_bad_arguments(call, sentence):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def test_no_limits():
+    with pytest.raises(ValueError, match=r"^assert_within: got no limits, wanted at least one of syncs, "):
+        watch().assert_within()
+
+
+def test_a_ledger_is_used_once():
+    ledger = watch()
+    with ledger:
+        pass
+    with pytest.raises(ValueError) as error, ledger:
+        pass
+    assert str(error.value) == "watch: this ledger was used already; call watch() again for a new one."
