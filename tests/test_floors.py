@@ -10,7 +10,7 @@ import gpubound
 ROOT = Path(gpubound.__file__).parent
 FLOORS = [
     ["errors", "version"],  # the ground floor, in three steps
-    ["trace"],
+    ["trace", "files"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
     ["graph", "layers", "lora"],

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import DataError
+from ..files import beside, read_json
 from .decoder import Decoder, DecoderConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -120,11 +121,18 @@ def _dtype(about: dict[str, Any]) -> torch.dtype:
 
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    for name in names:
-        if not (path / name).exists():
-            raise DataError(f"{path} has no {name}; download the whole model, in safetensors.")
-    return [path / name for name in names]
+    files = _indexed(index) if index.exists() else [path / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            raise DataError(f"{path} has no {file.name}; download the whole model, in safetensors.")
+    return files
+
+
+def _indexed(index: Path) -> list[Path]:
+    weight_map = read_json(index, "download it again").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index}: weight_map: got {weight_map!r}, wanted a file name for each tensor; download it again.")
+    return sorted({beside(index, name) for name in weight_map.values()})
 
 
 def _check_names(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
