@@ -39,6 +39,14 @@ def can_launch(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and interpreted() and has_triton())
 
 
+def accelerator() -> torch.device | None:
+    """The accelerator that works in this process, or None.
+
+    Without the check torch names the one that it was built for: "cuda" after a plain install on a laptop without a GPU.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def constant(function: Callable) -> Callable:
     """Tell torch.compile to call `function` while it traces and keep the answer.
 

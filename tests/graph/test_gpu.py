@@ -179,8 +179,8 @@ def test_what_cannot_be_captured_is_named_and_leaves_no_harm(name):
 
 
 def test_a_wait_is_named_after_a_ledger_was_used():
-    """GPUTrace stays on, and runs Python at every free: an error that frees tensors on its way would be lost."""
-    with watch():
+    """A ledger's hook must be off again: at a free it would lose the error that is on its way up."""
+    with watch(gputrace=True):
         torch.ones(4, device=cuda).sum().item()
     test_what_cannot_be_captured_is_named_and_leaves_no_harm("wait")
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -131,6 +132,96 @@ def test_a_clean_training_step(options):
         pinned_allocations=0,
         fallbacks=0,
     )
+
+
+class RunsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + too_large(g * 2)
+
+
+def too_large(x):
+    return torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+
+
+def nothing_there(x):
+    raise KeyError("nothing there")
+
+
+def refused(x):
+    with no_stall():
+        torch.linalg.inv(x.repeat(4, 1))
+
+
+def in_backward(function):
+    def run(x):
+        y = x.clone().requires_grad_()
+        z = y * 2
+        if function is not RunsOut.apply:
+            z.register_hook(lambda g: torch.add(g * 2, function(g)))
+        (function(z) if function is RunsOut.apply else z * 3).sum().backward()
+
+    return run
+
+
+# Each frees memory of the device while its exception is on the way up: an argument that waits, an operation's temporaries.
+FAILING = {
+    "out_of_memory": (lambda x: torch.add(x * 2, too_large(x * 3)), torch.OutOfMemoryError),
+    "python": (lambda x: torch.add(x * 2, nothing_there(x * 3)), KeyError),
+    "in_an_operation": (refused, StallError),
+    "in_backward": (in_backward(RunsOut.apply), torch.OutOfMemoryError),
+    "in_a_hook": (in_backward(too_large), torch.OutOfMemoryError),
+    "in_a_hook_python": (in_backward(nothing_there), KeyError),
+}
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["here", "on_a_thread"])
+@pytest.mark.parametrize("when", ["during", "after"])
+@pytest.mark.parametrize("name", FAILING)
+def test_an_exception_arrives_as_itself(name, when, thread):
+    """GPUTrace as torch has it calls Python at each free, and the exception is lost: a SystemError arrives."""
+    run, wanted = FAILING[name]
+    x, met = torch.rand(4, device=CUDA), []
+
+    def caught():
+        for _ in range(3):
+            try:
+                run(x)
+            except BaseException as error:
+                met.append(type(error))
+
+    with watch(gputrace=True) as ledger:
+        x.sum().item()
+        if when == "during":
+            alone(caught) if thread else caught()
+    if when == "after":
+        alone(caught) if thread else caught()
+    assert met == [wanted] * 3
+    assert ledger.totals["syncs"] >= 1
+
+
+def alone(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_after_a_ledger_an_allocation_calls_no_python():
+    from torch.cuda import _gpu_trace
+
+    heard = []
+    with watch(gputrace=True) as ledger:
+        _gpu_trace.MemoryAllocationCallbacks.add_callback(heard.append)
+        torch.rand(1 << 20, device=CUDA).sum().item()
+    _gpu_trace.StreamSynchronizationCallbacks.add_callback(heard.append)
+    torch.rand(1 << 20, device=CUDA).sum().item()
+    _gpu_trace.MemoryAllocationCallbacks.callback_list.clear()
+    _gpu_trace.StreamSynchronizationCallbacks.callback_list.clear()
+    assert heard == [] and ledger.totals["syncs"] == 1
 
 
 def test_a_sync_in_a_cpp_node_leads_to_its_forward_line():

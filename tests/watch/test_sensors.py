@@ -2,15 +2,19 @@
 faked, by hand.
 """
 
+import ctypes
 import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import calls, ops, site, watch
+from gpubound.watch import calls, gpuhook, ops, site, watch
 from gpubound.watch.sensors import kernels, memory
 
 
@@ -62,6 +66,70 @@ def test_gputrace_is_only_turned_on_when_asked():
     with watch(gputrace=False) as ledger:
         pass
     assert ledger.absent["gputrace"] == "left out with gputrace=False"
+
+
+def call(entry: int, name: str) -> None:
+    """As torch does: the object, the device type (1 is CUDA), and what it is about."""
+    two = name.endswith(("_record", "_wait"))
+    arguments = () if name.endswith("device_synchronization") else (7, 8) if two else (7,)
+    signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, *[ctypes.c_size_t] * len(arguments))
+    signature(entry)(None, 1, *arguments)
+
+
+def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
+    """Python called at a free would lose the exception that is on its way up: see gpuhook.py."""
+    from torch.cuda import _gpu_trace
+
+    heard = []
+    for name in [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]:
+        monkeypatch.setattr(_gpu_trace, name, registry := CallbackRegistry(name))
+        registry.add_callback(lambda *values, name=name: heard.append((name, *values)))
+    hook = gpuhook.Hook()
+    for name, entry in zip(hook.names, hook.table[2:], strict=True):
+        if name.startswith("trace_gpu_"):
+            call(entry, name)
+    assert heard == [
+        ("DeviceSynchronizationCallbacks",),
+        ("StreamSynchronizationCallbacks", 7),
+        ("EventSynchronizationCallbacks", 7),
+    ]
+    assert sum(name.startswith("trace_gpu_memory") for name in hook.names) == 2
+
+
+def test_the_hook_is_off_once_the_last_ledger_has_left():
+    hook = gpuhook._make()
+    with watch(gputrace=True):
+        assert hook.flag.value
+        with watch() as inner:
+            assert inner.runs("gputrace")
+        assert hook.flag.value
+    assert not hook.flag.value
+    with watch() as after:
+        assert not after.runs("gputrace")
+
+
+def test_a_trace_that_another_turned_on_stays_on():
+    """CUDA Sanitizer hears every allocation: its table stays in place, before, during and after a ledger."""
+    code = """
+import torch
+from gpubound.watch import gpuhook, watch
+torch._C._activate_gpu_trace()
+hook = gpuhook._make()
+theirs = hook.pointer.value
+with watch(gputrace=True):
+    print(hook.flag.value, hook.pointer.value == theirs)
+print(hook.flag.value, hook.pointer.value == theirs)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["True"] * 4, done.stderr
+
+
+def test_a_torch_whose_table_is_not_known_is_left_alone(monkeypatch):
+    monkeypatch.setattr(gpuhook, "functions", lambda header: ["trace_gpu_memory_allocation"])
+    monkeypatch.setattr(gpuhook, "_make", gpuhook._make.__wrapped__)
+    with watch(gputrace=True) as ledger:
+        pass
+    assert "its header names no synchronizations" in ledger.absent["gputrace"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to count syncs on")
@@ -171,19 +239,62 @@ def test_allocations_with_their_lines(monkeypatch):
     assert memory.site_in([library]) is None
 
 
-def test_on_a_machine_without_a_device_syncs_cannot_pass(monkeypatch):
-    from gpubound.watch import simgpu
-
-    monkeypatch.setattr(simgpu, "ready", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+@pytest.mark.parametrize("build", [None, "cuda", "xpu"], ids=str)
+def test_on_a_machine_without_a_device_syncs_cannot_pass(monkeypatch, build):
+    """Also with a build for a device that is not there: a plain install on a laptop or in CI is a CUDA build."""
+    only(monkeypatch, build, works=False)
     with watch() as ledger:
-        pass
+        torch.ones(3).sum().item()
     ledger.assert_within(fallbacks=0, recompiles=0)
     with pytest.raises(
         BudgetError, match=r"^not counted: syncs\. .* simgpu: simgpu\(\) was not called; dispatch: no GPU and no pretend"
     ):
         ledger.assert_within(syncs=0)
+
+
+def only(monkeypatch, build: str | None, works: bool, count: int = 1) -> None:
+    """Let torch be built for the accelerator `build`, and see `count` of it or none."""
+    from gpubound.watch import simgpu
+
+    def current(check_available=False):
+        return torch.device(build) if build and (works or not check_available) else None
+
+    monkeypatch.setattr(simgpu, "ready", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: build == "cuda" and works)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count if works else 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "counted"), [(None, True), ("xpu", True), ("xpu:1", True), ("xpu:2", False), ("cuda", False)]
+)
+def test_a_device_that_is_not_here_is_not_vouched_for(monkeypatch, device, counted):
+    only(monkeypatch, "xpu", works=True, count=2)
+    with watch(device=device, gputrace=True) as ledger:
+        pass
+    if counted:
+        return ledger.assert_within(syncs=0, launches=0)
+    with pytest.raises(BudgetError, match=rf"^not counted: syncs\. .* dispatch: device='{device}' is not here"):
+        ledger.assert_within(syncs=0)
+
+
+def test_the_pretend_device_must_be_made_first(monkeypatch):
+    only(monkeypatch, None, works=False)
+    with pytest.raises(ValueError, match=r"got 'simgpu', which is not made yet; call .*simgpu\(\) first"):
+        watch(device="simgpu")
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
+    only(monkeypatch, "xpu", works)
+    heard = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    calls.listen(listener := lambda *what: heard.append(what))
+    try:
+        torch.accelerator.synchronize()
+    finally:
+        calls.leave(listener)
+    assert heard == [("torch.accelerator.synchronize", "xpu")] * works
 
 
 @pytest.mark.parametrize(

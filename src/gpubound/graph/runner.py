@@ -115,8 +115,7 @@ class GraphRunner:
     def waits(self, call: Callable[[], Any]) -> list[Place | None]:
         """The lines of a run that wait for the device, also where the wait is inside an operation.
 
-        torch can raise there instead of warning, but with GPUTrace on, which stays on once a ledger used it, tensors freed on
-        the error's way up run Python, and the error is lost (a SystemError without a line).
+        torch warns there. It could raise instead, but then one run would find one line.
         """
         self.run(call)  # whatever compiles or searches at its first unwatched call may wait
         before, found = torch.cuda.get_sync_debug_mode(), []

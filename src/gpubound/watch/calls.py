@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..device import accelerator
+
 Listener = Callable[[str, str], None]  # (what was called, device type)
 
 SCALARS = "torch.tensor of device scalars"
@@ -49,14 +51,14 @@ def _install() -> None:
     )
     for owner, name, what in cuda:
         _wrap(owner, name, lambda *_, what=what: announce(what, "cuda"))
-    _wrap(torch.accelerator, "synchronize", lambda *_: announce("torch.accelerator.synchronize", _accelerator()))
+    _wrap(torch.accelerator, "synchronize", _synchronized)
     _wrap(torch._tensor_str, "_str", _printed)
     _wrap(torch, "tensor", _built)
 
 
-def _accelerator() -> str:
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None else "cpu"
+def _synchronized(*_) -> None:
+    if (found := accelerator()) is not None:
+        announce("torch.accelerator.synchronize", found.type)
 
 
 def _printed(t: torch.Tensor, *_) -> None:

@@ -62,14 +62,8 @@ class Guard(ContextDecorator):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        mode = self._modes().pop()
-        mode.__exit__(kind, error, traceback)
+        self._modes().pop().__exit__(kind, error, traceback)
         calls.leave(_called)
-        # A C++ op that is left by a StallError frees its temporaries on the way. If GPUTrace is on (it stays on once a ledger
-        # asked for it), each free calls into Python, where the pending error gets lost: linalg.inv then ends in SystemError.
-        stall, mode.stall = mode.stall, None  # whose traceback holds the mode, and the op's tensors
-        if stall is not None and isinstance(error, SystemError) and "without setting an exception" in str(error):
-            raise stall from None
 
     def _modes(self) -> list[_GuardMode]:
         if not hasattr(self._entered, "modes"):
@@ -88,8 +82,7 @@ class Guard(ContextDecorator):
             if permitted:
                 self.allowed[str(site)] += 1
                 return
-        mode.stall = StallError(self._sentence(kind, what, device, place, refused))
-        raise mode.stall
+        raise StallError(self._sentence(kind, what, device, place, refused))
 
     def _sentence(self, kind: str, what: str, device: str, place: Place, refused: str) -> str:
         site = place.site or place.built
@@ -111,7 +104,6 @@ class _GuardMode(TorchDispatchMode):
         super().__init__()
         self.guard = guard
         self.origins = Origins()
-        self.stall: StallError | None = None  # the last one raised
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

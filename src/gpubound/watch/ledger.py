@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..device import accelerator
 from ..errors import BudgetError
+from . import simgpu
 from .names import nearest
 from .site import Origins, Place, here
 
@@ -199,6 +201,14 @@ class Ledger:
 
     # What the sensors call.
 
+    @property
+    def device_is_here(self) -> bool:
+        """Whether a real accelerator works here, and is the one that was asked for."""
+        found, asked = accelerator(), self.device
+        if found is None or found.type == simgpu.NAME:
+            return False
+        return asked is None or (asked.type == found.type and (asked.index or 0) < torch.accelerator.device_count())
+
     def runs(self, name: str) -> bool:
         return any(sensor.name == name for sensor in self._running)
 
@@ -266,11 +276,12 @@ def watch(
 ) -> Ledger:
     """A ledger, to be used as `with watch() as ledger:`.
 
-    device    count only what concerns this device ("cuda", "cuda:1", "simgpu"); None: every device but the CPU. gputrace
-    True: turn torch's own sync hook on. It misses nothing that torch does, in any thread, but stays on in this process and
-              costs every allocation 4 µs. None: use it if it is on already. False: never.
-    launches  "ops": one a dispatched device op, and Triton's, with their lines. "kernels": the driver's launch calls, by
-    Kineto. without   names of sensors to leave out.
+    device    count only what concerns this device ("cuda", "cuda:1", "simgpu"). None: every device but the CPU.
+    gputrace  True: let torch itself report each sync on CUDA. Nothing that torch does is missed, in any thread.
+              None: only while another ledger does so. False: never.
+    launches  "ops": count each dispatched device op and each Triton launch, with their lines.
+              "kernels": count the driver's launch calls, through Kineto, without lines.
+    without   names of sensors to leave out.
     """
     from .sensors import NAMES
 
@@ -287,6 +298,8 @@ def watch(
 def _device(spec: str | torch.device | None) -> torch.device | None:
     if spec is None:
         return None
+    if str(spec).partition(":")[0] == simgpu.NAME and not simgpu.ready():
+        raise ValueError(f"watch: device: got {str(spec)!r}, which is not made yet; call gpubound.watch.simgpu.simgpu() first.")
     try:
         device = torch.device(spec)
     except (RuntimeError, TypeError) as error:

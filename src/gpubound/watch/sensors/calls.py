@@ -1,7 +1,5 @@
 """Waits that no op shows: see watch/calls.py."""
 
-import torch
-
 from .. import calls, simgpu
 from .base import Sensor
 
@@ -13,7 +11,7 @@ class Calls(Sensor):
     blind = "a synchronize() that was imported by name before the ledger opened"
 
     def absent(self) -> str | None:
-        return None if torch.cuda.is_available() or simgpu.ready() else "no GPU and no pretend device"
+        return None if self.ledger.device_is_here or simgpu.ready() else "no GPU and no pretend device"
 
     def start(self) -> None:
         calls.listen(self._heard)

@@ -3,6 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...device import accelerator
 from .. import ops, simgpu
 from ..opbook import OpBook
 from .base import Sensor
@@ -41,28 +42,24 @@ class Dispatch(Sensor):
     @property
     def counts(self) -> frozenset[str]:  # type: ignore[override]
         found = {"cpu_ops"}
-        if torch.cuda.is_available() or _other_accelerator():
+        if self.ledger.device_is_here:
             found |= _COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set())
         return frozenset(found)
 
     def absent(self) -> str | None:
-        if torch.cuda.is_available() or _other_accelerator() or simgpu.ready():
+        if self.ledger.device_is_here or simgpu.ready():
             return None
-        return "no GPU and no pretend device"
+        return "no GPU and no pretend device" if accelerator() is None else f"device={str(self.ledger.device)!r} is not here"
 
     def start(self) -> None:
-        self._book = OpBook(self.ledger, beneath=False, syncs=not self.ledger.runs("gputrace"))
+        heard = torch.cuda.is_available() and self.ledger.runs("gputrace")
+        self._book = OpBook(self.ledger, beneath=False, syncs=not heard)
         self._mode = _Mode(self._book)
         self._mode.__enter__()
 
     def stop(self) -> None:
         self._mode.__exit__(None, None, None)
         self._book.close()
-
-
-def _other_accelerator() -> bool:
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type not in ("cpu", simgpu.NAME)
 
 
 class _Mode(TorchDispatchMode):

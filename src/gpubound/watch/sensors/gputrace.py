@@ -1,49 +1,35 @@
-"""torch's own hook at every synchronization it makes: exact, in every thread, with the stack alive.
-
-CUDA Sanitizer is its only other user. Once on it cannot be turned off in this process and costs every allocation 4 µs, so it is
-turned on only when asked. While no ledger listens its registries are empty.
-"""
+"""torch's own hook at every synchronization it makes: exact, in every thread, with the stack alive. See watch/gpuhook.py."""
 
 import torch
 
+from .. import gpuhook
 from .base import Sensor
-
-_activated = False
-
-
-def activated() -> bool:
-    return _activated
 
 
 class GpuTrace(Sensor):
     name = "gputrace"
-    sees = "every sync that torch makes on CUDA, in any thread; it stays on in this process and costs 4 µs an allocation"
+    sees = "every sync that torch makes on CUDA, in any thread"
     blind = "syncs inside other libraries' CUDA code (thrust, in unique(dim=)), and a cudaMalloc's own"
 
     @property
     def counts(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"syncs"} if torch.cuda.is_available() else ())
+        return frozenset({"syncs"} if torch.cuda.is_available() and self.ledger.device_is_here else ())
 
     def absent(self) -> str | None:
-        if self.ledger.asked_gputrace is False:
+        asked = self.ledger.asked_gputrace
+        if asked is False:
             return "left out with gputrace=False"
-        if self.ledger.asked_gputrace is None and not _activated:
+        if asked is None and not gpuhook.listening():
             return "not asked for: watch(gputrace=True)"
-        try:
-            import torch.cuda._gpu_trace
-        except ImportError:
-            return f"torch {torch.__version__} has no GPU trace"
-        return None
+        return gpuhook.why_not()
 
     def start(self) -> None:
-        global _activated
-        if torch.cuda.is_available() and not _activated:
-            torch._C._activate_gpu_trace()
-            _activated = True
         for registry, callback in self._registries():
             registry.add_callback(callback)
+        gpuhook.listen()
 
     def stop(self) -> None:
+        gpuhook.leave()
         for registry, callback in self._registries():
             registry.callback_list.remove(callback)
 
