@@ -155,6 +155,13 @@ def test_a_reader_that_leaves_is_no_error(words):
     assert (process.returncode, said) == (141, b"")
 
 
+def test_a_name_in_a_sentence_does_not_steer_the_terminal(run):
+    """And half a surrogate pair, which is what a file name that is no UTF-8 becomes, can be printed."""
+    said = run("report", "a\x1b[2J\udcff")[2]
+    assert said.startswith("gpubound report: a\\x1b[2J\\udcff is not a run: ")
+    assert run("a\x1b[2J")[2].startswith("gpubound: there is no command ")
+
+
 def test_a_traceback_on_request(capsys, monkeypatch):
     monkeypatch.setenv("GPUBOUND_TRACEBACK", "1")
     assert cli.guarded("train", lambda argv: int("x"), []) == 2

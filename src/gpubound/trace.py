@@ -45,6 +45,15 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
         _recorders.remove(recorder)
 
 
+def printable(text: str) -> str:
+    r"""`text` for a terminal: a control character in a file's name is shown, not obeyed.
+
+    >>> printable("runs/\x1b[2J")
+    'runs/\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 _said: set[str] = set()
 
 
@@ -52,7 +61,7 @@ def notice(text: str) -> None:
     """Print one line on stderr, once in this process."""
     if text not in _said:
         _said.add(text)
-        print(f"gpubound: {text}", file=sys.stderr, flush=True)
+        print(f"gpubound: {printable(text)}", file=sys.stderr, flush=True)
 
 
 fallbacks: Counter[tuple[str, str]] = Counter()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import BudgetError, GpuboundError, MeasureError
+from ..trace import printable
 from ..version import __version__
 
 # Command -> an example of it. Its module is gpubound.cli.<command>, with main(argv) -> int; the first line of that module's
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpubound {__version__}")
         return 0
     if name not in commands():
-        print(f"gpubound: {_unknown(name)}", file=sys.stderr)
+        print(f"gpubound: {printable(_unknown(name))}", file=sys.stderr)
         return 2
     return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
 
@@ -96,7 +97,7 @@ def _nobody_reads() -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(printable(str(error)).split())
     return text or type(error).__name__
 
 

@@ -91,6 +91,8 @@ def _line(frame: _Frame, index: int, series: Series, style: str) -> str:
     pieces: list[list[str]] = [[] for _ in range(len(series.begins) + 1)]
     for x, y in zip(series.x, series.y):
         pieces[sum(x >= begin for begin in series.begins)].append("{:.1f},{:.1f}".format(*frame.at(x, y)))
+    if not series.y:  # nothing of it was finite
+        return ""
     label = f"{escape(series.name)}: last {number(series.y[-1], style)}"
     marks = "".join(
         f'<circle cx="{frame.at(x, y)[0]:.1f}" cy="{frame.at(x, y)[1]:.1f}" r=5>'

@@ -8,6 +8,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..trace import printable
+
 # Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
 LINES = 10
 SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
@@ -27,7 +29,7 @@ def quantity(value: float, unit: str = "") -> str:
 
 def describe(record: dict[str, Any]) -> str:
     """One step in a line. Only what was measured appears."""
-    parts = [record["phase"]] if "phase" in record else []
+    parts = [printable(record["phase"])] if "phase" in record else []
     if "loss" in record:
         parts.append(f"loss {float(record['loss']):.3f}")
     if "held_out" in record:
@@ -61,7 +63,7 @@ class Live:
     """`with Live(steps) as live: live.show(record)`. A bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, steps: int, title: str = "train", console: Console | None = None):
-        self.steps, self.title = steps, title
+        self.steps, self.title = steps, printable(title)
         self.console = console or Console(file=sys.stderr)
         self._every = max(1, steps // LINES)
         self._bar: Progress | None = None
@@ -71,7 +73,8 @@ class Live:
 
     def __enter__(self) -> "Live":
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+            named = TextColumn("{task.description}", markup=False)  # [b] in a name is part of the name
+            columns = (named, BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = _Bar(*columns, console=self.console)
             self._bar.start()
             self._task = self._bar.add_task(self.title, total=self.steps, line="")
@@ -86,9 +89,8 @@ class Live:
         if self._bar:
             self._bar.update(self._task, completed=record["step"], line=describe(record))
         elif record["step"] % self._every == 0 or record["step"] == self.steps or not self._shown:
-            self.console.print(
-                f"{self.title} {record['step']}/{self.steps}  {describe(record)}", highlight=False, soft_wrap=True
-            )
+            line = f"{self.title} {record['step']}/{self.steps}  {describe(record)}"
+            self.console.print(Text(line), highlight=False, soft_wrap=True)
         self._shown = True
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from .chart import Series, line_chart, number
@@ -46,7 +46,8 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
         raise ValueError("write_report: got no run; give at least one run folder.")
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
     out = Path(out) if out else tapes[0].path / "report.html"
-    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=select_autoescape())
+    # Always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
+    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=True)
     environment.filters["words"] = words
     called = names(tapes)
     page = environment.get_template("report.html.j2").render(
@@ -55,7 +56,7 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
         summary=summary(tapes),
         charts=[Markup(chart) for chart in charts(tapes)],  # line_chart escapes what it is given
     )
-    out.write_text(page)
+    out.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half a surrogate pair
     return out
 
 

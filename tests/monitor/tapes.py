@@ -1,0 +1,83 @@
+"""Tapes for tests, and for looking at the page: `python -m tests.monitor.tapes FOLDER` writes some runs and their reports."""
+
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpubound.monitor import Tape, write_report
+
+PLACEMENT = """\
+NVIDIA H200 (cuda:0): 73 modules swapped, 0 refused, verified
+module                          device  kernel             why
+model.layers.0.input_layernorm  cuda:0  rms_norm           agrees with the original, 2e-3 of 1e-2
+model.layers.0.self_attn        cuda:0  rope_qkv + sdpa    agrees with the original, 4e-3 of 1e-2
+model.layers.0.mlp              cuda:0  swiglu_packed      agrees with the original, 3e-3 of 1e-2
+model.norm                      cuda:0  rms_norm           agrees with the original, 1e-3 of 1e-2
+lm_head                         cuda:0  linear_cross_entropy, the logits are never held in memory as a whole"""
+CONFIG: dict[str, Any] = {
+    "model": "350m", "data": ["books/", "chats/"], "tokenizer": None, "seq": 1024, "micro_batch": 16, "lr": 3e-4,
+    "phases": [{"name": "books", "data": ["books/"], "steps": 400}, {"name": "chats", "data": ["chats/"], "steps": 200}],
+}  # fmt: skip
+MACHINE = {"device": "NVIDIA H200 (cuda:0)", "gpubound": "0.2.0", "torch": "2.11.0+cu130", "python": "3.12.3"}
+
+
+def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, lowest: float = 2.4) -> Tape:
+    """A run on a GPU in two phases that went well."""
+    draw = random.Random(seed)
+    tape = Tape.create(
+        folder, name=name, config=CONFIG, machine=MACHINE, placement=PLACEMENT, fallbacks=[], finished=True,
+        verdict=f"{steps} steps on NVIDIA H200 (cuda:0), loss 10.812 to {lowest:.3f}, 184k tokens/s, no fallback.",
+        sample="def main(argv):\n    if len(argv) < 2 and argv[0] <> '<unknown>':\n        return 0",
+        mfu="share of the matrix rate = tokens/s · (6 · 398M parameters in products + 6 · 24 layers · 1024 wide · 1024 tokens) "
+        "/ 790TFLOP/s (bf16, measured on this machine)",
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        phase = "books" if step <= steps * 2 // 3 else "chats"
+        loss = lowest + (10.8 - lowest) * math.exp(-step / 90) + draw.gauss(0, 0.05) + (0.3 if phase == "chats" else 0)
+        record = {"step": step, "phase": phase, "loss": loss, "grad_norm": 0.4 + 3 / step + abs(draw.gauss(0, 0.05))}
+        record |= {"lr": 3e-4 * min(1, step / 30) * (1 - step / steps), "tokens": 16_384, "skipped": 0}
+        if step > 1:
+            seconds = 0.0888 + abs(draw.gauss(0, 0.0004))
+            record |= {"seconds": seconds, "tokens_per_s": 16_384 / seconds, "mfu": 0.46 * 0.0888 / seconds}
+            record |= {"gpu_busy": 0.995, "host_lead_ms": 81 + draw.gauss(0, 2)}
+        if step in (6, 506):
+            record |= {"syncs": 0, "h2d_bytes": 0}
+        if step % 11 == 0:
+            record |= {"power_w": 640 + draw.gauss(0, 8), "sm_active": 0.97, "memory_bytes": 2.37e10}
+            record |= {"memory_allocated_bytes": 1.1e10, "memory_reserved_bytes": 2.5e10}
+        if step % 100 == 0:
+            record |= {"held_out": loss + 0.08}
+        tape.append(record)
+    return tape
+
+
+def cpu_run(folder: Path, steps: int = 12) -> Tape:
+    """A few steps on a CPU, with a fallback."""
+    tape = Tape.create(
+        folder, name="laptop", config={"model": "1m", "data": ["stdlib"], "steps": steps}, finished=True,
+        machine=MACHINE | {"device": "CPU (2 threads)"}, verdict=f"{steps} steps on CPU (2 threads), 3 fallbacks.",
+        fallbacks=[{"what": "rms_norm", "why": "its self-test failed: off by 0.2 where 0.01 is allowed", "times": 3}],
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        tape.append({"step": step, "loss": 7 - step / 9, "tokens": 512, "tokens_per_s": 9_900.0 + step, "memory_bytes": 5e8})
+    return tape
+
+
+def diverged_run(folder: Path, steps: int = 40) -> Tape:
+    """A run whose loss was not finite from step 13 on: those steps were skipped."""
+    tape = Tape.create(folder, name="too hot", config={"lr": 9.0}, machine=MACHINE, verdict="40 steps.", finished=True)
+    for step in range(1, steps + 1):
+        loss = 9 + step * step / 30 if step < 13 else math.nan
+        norm = 10.0**step if step < 13 else math.inf
+        tape.append({"step": step, "loss": loss, "grad_norm": norm, "tokens": 512, "lr": 9.0, "skipped": max(0, step - 12)})
+    return tape
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    one, other = gpu_run(out / "first"), gpu_run(out / "second", "second", seed=1, lowest=2.1)
+    for made in (one, cpu_run(out / "laptop"), diverged_run(out / "hot")):
+        print(write_report([made]))
+    print(write_report([one, other], out / "both.html"))
