@@ -146,17 +146,36 @@ def test_refuses_what_it_may_not_move():
     flat, buffer = linears(), torch.zeros(200, dtype=torch.float64)
     for i, m in enumerate(flat):
         m.weight.data = buffer[i * 40 : i * 40 + m.weight.numel()].view_as(m.weight)
-    assert refused(flat) == ["the weights are slices of a buffer that something else owns (a sharding or flattening wrapper)"]
+    (why,) = refused(flat)
+    assert why.startswith("the weights are slices of a buffer that something else owns")
 
     part = linears()
     part[0].weight.data = torch.zeros(200, dtype=torch.float64)[:30].view(
         6, 5
     )  # one trains in a flat buffer, the others are frozen
-    assert refused(part) == ["the weights are slices of a buffer that something else owns (a sharding or flattening wrapper)"]
+    assert refused(part) == [why]
+
+    tied = linears()
+    tied[2].weight = tied[1].weight
+    (shared,) = refused(tied)
+    assert shared.startswith("two of the layers share one parameter") and tied[2].weight is tied[1].weight
 
     sharded = linears()
     sharded[0]._is_fsdp_managed_module = True
     assert refused(sharded) == ["FSDP shards the weights and manages their memory"]
+
+
+def test_one_by_one_equals_apart_and_adds_a_tied_weight_up():
+    modules, x = linears(bias=True, dtype=torch.float32), x_of(torch.float32)
+    modules[2].weight = modules[1].weight
+    parameters = list(modules.parameters())
+    want = gradients(apart(x, modules), parameters)
+    for p in parameters:
+        p.main_grad = torch.ones_like(p)
+    y = torch.cat(layers.product.one_by_one(x, modules), -1)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y))
+    for p, gradient in zip(parameters, want):
+        torch.testing.assert_close(p.main_grad, 1 + gradient)
 
 
 def test_strict_forbids_separate_products():

@@ -115,9 +115,28 @@ def test_errors():
     assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(torch.ones(2, device="meta"))))) == (
         "parameters: b is on meta, a on cpu; move the model to one device before it is trained."
     )
-    assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(weight.detach()[1:])))) == (
-        "parameters: a and b are two Parameters over the same memory; tie them by giving both modules the one Parameter object."
+
+
+@pytest.mark.parametrize("how", ["trained", "frozen", "a buffer"])
+def test_what_lies_over_a_trained_weight_is_named(how):
+    """The weight moves into a flat buffer; what was over it would stay behind."""
+    weight = nn.Parameter(torch.ones(4, 2))
+    over = nn.Parameter(weight.detach()[1:3], requires_grad=how == "trained")
+    if how == "a buffer":
+        given = {"named": named(a=weight), "others": named(b=over.detach())}
+    else:
+        given = {"named": named(a=weight, b=over, c=nn.Parameter(torch.ones(2)))}
+    assert message(lambda: lay_out(**given)) == (
+        "parameters: a and b are two tensors over the same memory, and a is to move into a flat buffer; "
+        "tie them by giving both modules the one Parameter object."
     )
+
+
+def test_frozen_tensors_may_lie_over_one_another():
+    still = nn.Parameter(torch.ones(4), requires_grad=False)
+    again = nn.Parameter(still.detach()[:2], requires_grad=False)
+    layout = lay_out(named(a=still, b=again, c=nn.Parameter(torch.ones(2))), others=named(d=still.detach()[2:]))
+    assert [slot.name for slot in layout.slots] == ["c"]
 
 
 def test_moved_parameter_is_named():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
 from .norm import RMSNorm
-from .product import Stacked, cut_to_size, linear, plain
+from .product import Stacked, cut_to_size, linear, one_by_one, plain
 from .rope import Rope
 
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
             wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
             q, k, v = packed.split([wide, narrow, narrow], -1)
         else:
-            q, k, v = (layer(x) for layer in layers)
+            q, k, v = one_by_one(x, layers)
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = q.view(shape), k.view(shape), v.view(shape)
         if q_norm is not None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu
 from . import fp8, lean
-from .product import Stacked, cut_to_size, linear, plain, stacked_product
+from .product import Stacked, cut_to_size, linear, one_by_one, plain, stacked_product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         own: dict[str, Any] = down._parameters if plain(down) else {}
         weight, bias = own.get("weight"), own.get("bias")
         if stack is None:
-            y = self._gated(*(layer(x) for layer in layers))
+            y = self._gated(*one_by_one(x, layers))
         else:
             usual = bias is None and self.activation == "silu" and torch.is_grad_enabled()
             trained = weight if usual and weight is not None and weight.requires_grad else None

@@ -7,7 +7,8 @@ The stacked matrix is no parameter of its own. q_proj.weight, k_proj.weight and 
 row slice of one buffer, so everything that goes by name or by Parameter object works as before: state_dict,
 save_pretrained, optimizers, adapters. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
 `load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be
-moved (a sharded or offloaded weight) is multiplied on its own: a fallback, with its reason.
+moved (a sharded or offloaded weight), or cannot lie in two places (one weight that two of the layers share), is multiplied on
+its own: a fallback, with its reason.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
@@ -192,6 +193,11 @@ class Stacked:
         return None
 
 
+def one_by_one(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+    """The layers' outputs, a product each: what is left where `Stacked` refuses."""
+    return [linear(x, layer.weight, layer.bias) if plain(layer) else layer(x) for layer in layers]
+
+
 def stacked_product(x: Tensor, parts: Parts) -> Tensor:
     """x times what `Stacked.parts` gave."""
     return _multiply(x, *parts)
@@ -216,6 +222,8 @@ def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
     """Why these parameters may not be moved into a buffer of ours: somebody else manages the memory they lie in."""
     if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
         return "the weights differ in dtype, device or input width"
+    if len({p.data_ptr() for p in parts}) < len(parts):
+        return "two of the layers share one parameter, which cannot lie in two places of a buffer"
     if join_rows([p.detach() for p in parts]) is not None:
         return None
     for part in parts:
@@ -225,7 +233,10 @@ def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
             return "the weights lie in memory shared between processes"
         home = part.untyped_storage()
         if home.nbytes() != part.nbytes and (before is None or home.data_ptr() != before.untyped_storage().data_ptr()):
-            return "the weights are slices of a buffer that something else owns (a sharding or flattening wrapper)"
+            return (
+                "the weights are slices of a buffer that something else owns (a wrapper that shards or flattens, or another "
+                "layer's buffer, where a weight of it is used here, too)"
+            )
     return None
 
 

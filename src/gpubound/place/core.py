@@ -102,8 +102,9 @@ class _Placer:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def leaves(self, model: nn.Module) -> None:
+        shared = guard.shared_memory(model)
         for candidate in families.leaves(model):
-            why = candidate.refusal or guard.leave_alone(candidate.module)
+            why = candidate.refusal or guard.leave_alone(candidate.module) or _torn(candidate, shared)
             if why:
                 self.refuse(candidate, why)
             else:
@@ -138,9 +139,10 @@ class _Placer:
 
     def settle(self, c: families.Candidate, verdict: Verdict) -> None:
         if verdict.ok:
-            self.decided[c.name] = Note(
-                c.name, c.module, _kernel(c.module, c.kernels, c.ops), f"verified: {verdict}", verdict=verdict
-            )
+            kernels = families.own(c.module) or (c.kernels, c.ops)  # as its verification has run it, not as it was expected to
+            stacked = getattr(c.module, "stacked", None)
+            why = "; ".join([f"verified: {verdict}", *(stacked.fallbacks if stacked else ())])
+            self.decided[c.name] = Note(c.name, c.module, _kernel(c.module, *kernels), why, verdict=verdict)
             return
         if isinstance(c.module, Fused):
             release(c.module)
@@ -182,6 +184,19 @@ class _Placer:
             elif module._parameters and not _within_ours(model, name):
                 notes.append(Note(name, module, "torch", "as it was"))
         return notes
+
+
+def _torn(c: families.Candidate, shared: dict[str, str]) -> str:
+    """Why a module whose weights are to lie side by side may not have them moved; empty when it may, or moves none."""
+    if "stacked" not in c.attributes:
+        return ""
+    for name, _ in c.module.named_parameters(c.name):
+        if name in shared:
+            return (
+                f"{name} and {shared[name]} are two tensors over the same memory, and to be stacked one would move away; "
+                f"tie them by giving both modules the one Parameter object"
+            )
+    return ""
 
 
 def _within_ours(model: nn.Module, name: str) -> bool:

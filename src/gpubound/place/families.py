@@ -5,7 +5,7 @@ subclass of a user's own lives elsewhere, may compute something else, and is lef
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -82,7 +82,7 @@ def own(module: nn.Module) -> tuple[str, tuple[str, ...]] | None:
     if isinstance(module, MLP):
         return _mlp_kernels(module, module.activation)
     if isinstance(module, Attention):
-        return _attention_kernels(module, turns=True)
+        return _attention_kernels(module, getattr(module, "turns", True))
     return LOSS if isinstance(module, LMLoss) else None
 
 
@@ -155,15 +155,21 @@ def _attention(name: str, module: Any, rotary: Any) -> Candidate:
 
 
 def _mlp_kernels(module: Any, activation: str | None) -> tuple[str, tuple[str, ...]]:
-    product = "gate and up as one product" if plain(module.gate_proj) and plain(module.up_proj) else CALLED
+    product = "gate and up as one product" if _one_product(module, ("gate_proj", "up_proj")) else CALLED
     return f"{product}; {{}}", ("swiglu" if activation == "silu" else "geglu",)
 
 
 def _attention_kernels(module: Any, turns: bool) -> tuple[str, tuple[str, ...]]:
-    one = all(plain(projection) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    one = _one_product(module, ("q_proj", "k_proj", "v_proj"))
     product = "q, k, v as one product" if one else CALLED
     op = "rope.rope_qkv" if one and not hasattr(module, "q_norm") else "rope"
     return f"{product}; {{}}; SDPA", (op,) if turns else ()
+
+
+def _one_product(module: Any, names: Sequence[str]) -> bool:
+    """What its calls so far have shown, and before the first one what its projections look like."""
+    stacked = getattr(module, "stacked", None)
+    return all(plain(getattr(module, name)) for name in names) and not (stacked and stacked.fallbacks)
 
 
 def _decoder(name: str, module: Any) -> Candidate:

@@ -6,6 +6,7 @@ Each refusal names what it found.
 import torch
 from torch import Tensor, nn
 
+from ..layers.overlap import overlapping
 from .swap import Fused
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +85,12 @@ def quantised(module: nn.Module) -> str | None:
         if b is not None and "weight" in name and b.dtype not in FLOATS:
             return f"{type(module).__name__}'s {name} is quantised ({b.dtype})"
     return None
+
+
+def shared_memory(model: nn.Module) -> dict[str, str]:
+    """Each parameter or buffer that lies over another one's memory without being the same tensor, and that other's name."""
+    pairs = list(overlapping([*model.named_parameters(), *model.named_buffers()]))
+    return dict(pairs) | {b: a for a, b in pairs}
 
 
 def leave_alone(module: nn.Module) -> str | None:

@@ -9,11 +9,12 @@ stay side by side in the same order: their gradients then come from one product,
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from ..layers.overlap import overlapping
 
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
@@ -75,9 +76,15 @@ def lay_out(
     dtype: torch.dtype | None = None,
     decays: Callable[[str, Parameter], bool] = matrices,
     muon: Callable[[str, Parameter], bool] = lambda name, parameter: False,
+    others: Iterable[tuple[str, Tensor]] = (),
 ) -> Layout:
-    """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own."""
+    """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own.
+
+    `others` are tensors that stay where they are, as a model's buffers: none of them may lie over a trained parameter's memory.
+    """
+    named = list(named)
     chosen = _trained(named)
+    _check_apart(chosen, [*((name, p) for name, p in named if not p.requires_grad), *others])
     kinds = {id(p): (MUON if muon(name, p) else ADAMW, dtype or p.dtype, decays(name, p)) for name, p in chosen}
     names = {id(p): name for name, p in chosen}
     slots, groups, at = [], [], 0
@@ -125,18 +132,17 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
             )
         if parameter.is_meta:
             raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
-    _check_apart(chosen)
     return chosen
 
 
-def _check_apart(chosen: list[tuple[str, Parameter]]) -> None:
-    """Two Parameters over the same memory are one weight to the user, but would be two after the move."""
-    placed = sorted((_begin(p), _end(p), name) for name, p in chosen if p.is_contiguous())
-    for (_, end, name), (begin, _, other) in pairwise(placed):
-        if begin < end and begin[0] == end[0]:
+def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Tensor]]) -> None:
+    """Two tensors over the same memory are one weight to the user, but would be two after the move."""
+    trained = {name for name, _ in chosen}
+    for pair in overlapping([*chosen, *others]):
+        if moved := [name for name in pair if name in trained]:
             raise ValueError(
-                f"parameters: {name} and {other} are two Parameters over the same memory; "
-                f"tie them by giving both modules the one Parameter object."
+                f"parameters: {pair[0]} and {pair[1]} are two tensors over the same memory, and {moved[0]} is to move into a "
+                f"flat buffer; tie them by giving both modules the one Parameter object."
             )
 
 

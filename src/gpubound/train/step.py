@@ -204,10 +204,12 @@ def _check(accumulate: int, clip: float | None, graph: str) -> None:
 
 def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon) -> Layout:
     if isinstance(config, AdamW):
-        return lay_out(model.named_parameters(), numbers.dtype, config.decays)
+        return lay_out(model.named_parameters(), numbers.dtype, config.decays, others=model.named_buffers())
     if numbers.at_random:
         raise ValueError("TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got Muon; take precision='bf16'.")
-    layout = lay_out(model.named_parameters(), numbers.dtype, config.rest.decays, config.chooser(model))
+    layout = lay_out(
+        model.named_parameters(), numbers.dtype, config.rest.decays, config.chooser(model), others=model.named_buffers()
+    )
     for group in layout.groups:
         for slot in layout.slots_of(group) if group.rule == MUON else ():
             if slot.parameter.dim() != 2:
