@@ -32,10 +32,24 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+# In a test every warning is an error, except these. They are marks of each test and no ini setting: that one would also
+# turn what other people's plugins say while pytest starts into errors (pytest-benchmark does, beside xdist).
+WARNINGS = [
+    "error",
+    # torch says this of every op without a deterministic form while the NaN fill is on
+    "ignore:.*does not have a deterministic implementation.*:UserWarning",
+    # and this of every attention backward, once
+    "ignore:.*defaults to a non-deterministic algorithm.*:UserWarning",
+    # torch.cuda.set_sync_debug_mode, which a few gpu tests use beside the ledger
+    "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+]
+
+
 def pytest_collection_modifyitems(items):
     """Without a GPU, what is marked `gpu` is skipped. With one, whatever runs on `device` runs there, and is marked so too."""
     there = torch.cuda.is_available()
     for item in items:
+        item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own marks come later, and win
         if there and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
         elif not there and item.get_closest_marker("gpu"):
