@@ -1,6 +1,7 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
 #   make test     the whole suite on the CPU            make check    lint, format, types
+#   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | decode | checkpoint
 #   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: demo test check format test-gpu bench gates figures docs clean
+.PHONY: demo test test-hard test-newest check format test-gpu bench gates figures docs clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -27,6 +28,16 @@ test: $(VENV)/.installed
 	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu" --ignore=tests/watch $(ARGS)
 	$(PY) -m pytest -m "not gpu" tests/watch
 
+# The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
+test-hard: $(VENV)/.installed
+	$(PY) tests/hard.py $(ARGS)
+
+# The same suite with the newest releases of everything, as a plain install takes them: gigabytes, where torch's is a CUDA build.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -37,17 +48,20 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 # A GPU machine may hold its own torch and no network: the two below use $(PYTHON) as it is.
+# What the caller's PYTHONPATH names stays there, behind ours.
+OURS := PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}"
+
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $(ARGS)
+	$(OURS) $(PYTHON) -m pytest -p no:cacheprovider --dist loadfile -m gpu $(ARGS)
 
 bench:
-	PYTHONPATH=src:. $(PYTHON) -m gpubound bench $(ARGS)
+	$(OURS) $(PYTHON) -m gpubound bench $(ARGS)
 
 gates:
-	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gates
+	$(OURS) $(PYTHON) -m benchmarks.gates
 
 figures:
-	PYTHONPATH=src:. $(PYTHON) -m benchmarks.figures
+	$(OURS) $(PYTHON) -m benchmarks.figures
 
 docs: $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
