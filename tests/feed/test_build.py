@@ -40,8 +40,9 @@ def test_every_document_is_there_in_order_and_whole(corpus):
     assert all(corpus.document(i)[-1] == 256 for i in range(60))
     assert corpus.tokens == sum(map(len, TEXTS)) + 60 and corpus.offsets()[-1] == corpus.tokens
     assert str(corpus) == f"Corpus({corpus.tokens:,} tokens, 60 documents, uint16, vocabulary 257)"
-    with pytest.raises(IndexError, match="there are 60, counted from 0"):
-        corpus.document(60)
+    for number in (60, -1, -61):
+        with pytest.raises(IndexError, match=f"got {number}, there are 60, counted from 0"):
+            corpus.document(number)
 
 
 def test_opened_again_it_is_the_same(corpus):
@@ -224,9 +225,58 @@ def test_damage_is_named_when_it_is_opened(corpus):
         f"{corpus.path / 'shard-00001.gbt'}: is missing, though {corpus.path / MANIFEST} lists it; restore the file or build "
         "the corpus anew."
     )
-    (corpus.path / MANIFEST).write_text(json.dumps({"shards": 3}))
-    with pytest.raises(DataError, match=r"corpus.json: corrupt: TypeError"):
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"shards": 3}, "shards: got 3, wanted the names of the corpus' shards; "),
+        ({"shards": []}, "shards: got [], wanted the names of the corpus' shards; "),
+        ({}, "shards: got None, wanted the names of the corpus' shards; "),
+        ({"shards": ["../other/shard-00000.gbt"]}, "names the file '../other/shard-00000.gbt', wanted the name of a file in"),
+        ({"shards": ["/other/shard-00000.gbt"]}, "names the file '/other/shard-00000.gbt', wanted the name of a file in"),
+        ({"shards": [["shard-00000.gbt"]]}, "names the file ['shard-00000.gbt'], wanted the name of a file in"),
+        ({"shards": ["shard-00000.gbt", "shard-00000.gbt"]}, "shards: a file is listed twice; "),
+        ([], "holds a JSON list, wanted an object; "),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_lies(corpus, content, said):
+    (corpus.path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(DataError) as error:
         Corpus.open(corpus.path)
+    assert str(error.value).startswith(f"{corpus.path / MANIFEST}: {said}")
+    assert str(corpus.path / MANIFEST) in refused(corpus.path)
+
+
+def test_a_claim_that_is_garbled(tmp_path):
+    (tmp_path / CLAIM).write_text("{")
+    assert refused(tmp_path).startswith(f"{tmp_path / CLAIM}: is not JSON (")
+
+
+def test_another_tokenizer_put_in_the_corpus_folder_is_noticed(tmp_path):
+    """Its ids would be read as other words, and the export would carry the wrong one."""
+    one, other = train_tokenizer(TEXTS, 280), train_tokenizer(["other words " * 9], 280)
+    corpus = build(tmp_path / "c", tokenizer=one)
+    assert Corpus.open(corpus.path).tokenizer().fingerprint == one.fingerprint
+    other.save(corpus.path)
+    with pytest.raises(DataError) as error:
+        Corpus.open(corpus.path).tokenizer()
+    assert str(error.value) == (
+        f"{corpus.path}: its tokenizer.json is not the tokenizer that its tokens were made with (fingerprints "
+        f"{other.fingerprint} and {one.fingerprint}); restore the file or build the corpus anew."
+    )
+
+
+def test_a_tokenizers_library_that_writes_it_differently_is_no_other_tokenizer(tmp_path, monkeypatch):
+    corpus = build(tmp_path / "c", tokenizer=train_tokenizer(TEXTS, 280))
+    corpus.fingerprint = "as an older library wrote it"
+    assert corpus.tokenizer().vocab_size == corpus.vocab_size
+    manifest = json.loads((corpus.path / MANIFEST).read_text())
+    del manifest["tokenizer_files"]  # as corpora were written before these were recorded
+    (corpus.path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="is not the tokenizer that its tokens were made with"):
+        corpus.tokenizer()
 
 
 def test_shards_of_two_corpora_are_not_mixed(corpus, tmp_path):

@@ -1,7 +1,10 @@
 """The shard file: what is written is what is read, and every kind of damage is named."""
 
+import json
+import os
 import struct
 import zlib
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,9 +23,9 @@ def path(tmp_path):
     return tmp_path / "shard-00000.gbt"
 
 
-def write(path, tokens=TOKENS, mask=True):
+def write(path, tokens=TOKENS, mask=True, vocab_size=5000):
     some = (np.arange(len(tokens)) % 2).astype(np.uint8) if mask else None
-    write_shard(path, tokens, DOCUMENTS, some, vocab_size=5000, tokenizer="t", texts_read=3, texts_crc=9)
+    write_shard(path, tokens, DOCUMENTS, some, vocab_size=vocab_size, tokenizer="t", texts_read=3, texts_crc=9)
 
 
 def refused(path, **options):
@@ -35,12 +38,12 @@ def refused(path, **options):
 @pytest.mark.parametrize("mask", [True, False])
 def test_round_trip(tmp_path, dtype, mask):
     tokens = TOKENS.astype(dtype) * 60
-    write(tmp_path / "a.gbt", tokens, mask)
+    write(tmp_path / "a.gbt", tokens, mask, 70_000)
     shard = read_shard(tmp_path / "a.gbt")
     assert shard.tokens.dtype == dtype and np.array_equal(shard.tokens, tokens) and np.array_equal(shard.documents, DOCUMENTS)
     assert (np.array_equal(shard.mask, np.arange(100) % 2)) if mask else shard.mask is None
     header = shard.header
-    assert (header.tokens, header.documents, header.vocab_size, header.tokenizer) == (100, 3, 5000, "t")
+    assert (header.tokens, header.documents, header.vocab_size, header.tokenizer) == (100, 3, 70_000, "t")
     assert [file.name for file in tmp_path.iterdir()] == ["a.gbt"], "nothing temporary is left"
     with pytest.raises(ValueError, match="read-only"):
         shard.tokens[0] = 1
@@ -112,6 +115,64 @@ def test_another_version(path):
     whole[8:12] = struct.pack("<I", 2)
     path.write_bytes(whole)
     assert refused(path) == f"{path}: has format version 2, wanted 1; it was written by another version of gpubound."
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    """An embedding would read out of its table; on a GPU that ends the process."""
+    write(tmp_path / "a.gbt", vocab_size=1099)
+    assert refused(tmp_path / "a.gbt") == (
+        f"{tmp_path / 'a.gbt'}: corrupt: it holds the id 1099, its vocabulary ends at 1098; {CURE}"
+    )
+    write(tmp_path / "b.gbt", vocab_size=1100)
+    read_shard(tmp_path / "b.gbt")
+
+
+def craft(path, text):
+    """Give the shard another header, with a right checksum: what damage cannot do, but a person can."""
+    rest = path.read_bytes()[_PAGE:]
+    path.write_bytes((_FIXED.pack(b"GBTOKENS", 1, len(text), zlib.crc32(text)) + text).ljust(_PAGE, b"\0") + rest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float64"},
+        {"dtype": ["uint16"]},
+        {"tokens": 99},
+        {"tokens": -100},
+        {"tokens": 100.0},
+        {"tokens": True},
+        {"documents": 2},
+        {"vocab_size": 0},
+        {"tokenizer": None},
+        {"texts_read": "3"},
+        {"texts_crc": 1 << 70},
+        {"extra": 1},
+        {"sections": {}},
+        {"sections": []},
+        {"sections": {"tokens": [4096, 200, 0]}},
+        {"sections": {"tokens": [4096, 200], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [-4096, 200, 0], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 32, 0], "more": [0, 0, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 3200, 0]}},
+    ],
+    ids=str,
+)
+def test_a_crafted_header(path, change):
+    craft(path, json.dumps(asdict(read_shard(path).header) | change).encode())
+    for verify in (True, False):
+        assert refused(path, verify=verify).startswith(f"{path}: corrupt: its header is not a shard's (")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"3", b"{}", b"{", b"[" * 3000, b"\xff"], ids=str)
+def test_a_header_that_is_no_header(path, text):
+    craft(path, text)
+    assert refused(path).startswith(f"{path}: corrupt: its header is not a shard's (")
+
+
+def test_a_pipe_in_a_shards_place(tmp_path):
+    os.mkfifo(tmp_path / "a.gbt")
+    assert refused(tmp_path / "a.gbt") == f"{tmp_path / 'a.gbt'}: is a named pipe, wanted a regular file."
 
 
 def test_documents_that_do_not_cover_the_tokens(tmp_path):

@@ -6,7 +6,6 @@ over.
 """
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..files import read_json, write_whole
 from ..trace import notice
-from .corpus import CLAIM, MANIFEST
+from .corpus import CLAIM, MANIFEST, tokenizer_checksums
 from .encode import Encoded, encode_all
-from .shards import DTYPES, SUFFIX, read_shard, write_shard
+from .shards import CURE, DTYPES, SUFFIX, read_shard, write_shard
 from .text import Document, documents, files
 from .tokenizer import Encoder, Tokenizer, adapt
 
@@ -80,8 +80,9 @@ def build(
         "texts": [read.at.texts, read.at.crc],
         "shards": state.names,
         "tokens": state.tokens,
+        "tokenizer_files": tokenizer_checksums(path),
     }
-    _write_json(path / MANIFEST, manifest)
+    write_whole(path / MANIFEST, json.dumps(manifest))
     (path / CLAIM).unlink()
 
 
@@ -106,11 +107,11 @@ def _finished(path: Path, settings: dict[str, Any], sources: Any, texts: Any) ->
     manifest = path / MANIFEST
     if not manifest.exists():
         return False
-    there = json.loads(manifest.read_text())
-    _check_settings(path, there["settings"], settings)
-    if sources is None or there["sources"] != sources:
+    there = read_json(manifest, CURE)
+    _check_settings(path, there.get("settings"), settings)
+    if sources is None or there.get("sources") != sources:
         read = _Reading(documents(texts, settings["separator"]))
-        if not read.skip(Position(*there["texts"])) or next(read.texts, None) is not None:
+        if not read.skip(_position(manifest, there.get("texts"))) or next(read.texts, None) is not None:
             raise DataError(
                 f"{path}: holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
             )
@@ -118,7 +119,15 @@ def _finished(path: Path, settings: dict[str, Any], sources: Any, texts: Any) ->
     return True
 
 
-def _check_settings(path: Path, there: dict[str, Any], settings: dict[str, Any]) -> None:
+def _position(manifest: Path, texts: Any) -> "Position":
+    if not isinstance(texts, list) or len(texts) != 2 or not all(type(n) is int for n in texts):
+        raise DataError(f"{manifest}: texts: got {texts!r}, wanted how many were read and their checksum; {CURE}.")
+    return Position(*texts)
+
+
+def _check_settings(path: Path, there: Any, settings: dict[str, Any]) -> None:
+    if not isinstance(there, dict):
+        raise DataError(f"{path / MANIFEST}: settings: got {there!r}, wanted those of the build; {CURE}.")
     for key, wanted in settings.items():
         if there.get(key) != wanted:
             raise DataError(
@@ -136,8 +145,8 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards"
             raise DataError(
                 f"{path}: is not empty and not a corpus of gpubound; nothing was overwritten; build to another path."
             )
-        _write_json(claim, settings)
-    _check_settings(path, json.loads(claim.read_text()), settings)
+        write_whole(claim, json.dumps(settings))
+    _check_settings(path, read_json(claim, CURE), settings)
     for rest in path.glob("*.partial"):
         rest.unlink()
     if isinstance(encoder, Tokenizer):
@@ -150,12 +159,6 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards"
     if state.names:
         notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.texts_read} texts.")
     return state
-
-
-def _write_json(path: Path, content: Any) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)

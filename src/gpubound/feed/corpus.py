@@ -1,6 +1,6 @@
 """Corpus: tokens on the disk, mapped into memory, with where each document begins and which tokens may be learnt."""
 
-import json
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .shards import SUFFIX, Shard, facts, read_shard
+from ..files import beside, read_json, regular
+from .shards import CURE, SUFFIX, Shard, facts, read_shard
 from .shuffle import mix
 
 MANIFEST = "corpus.json"  # written when a build is complete
@@ -91,19 +92,28 @@ class Corpus:
 
     def document(self, number: int) -> np.ndarray:
         """The ids of one document."""
+        if not 0 <= number < self.documents:
+            raise IndexError(f"Corpus: document: got {number}, there are {self.documents}, counted from 0.")
         for part in self.parts:
             if number < len(part.documents) - 1:
                 return np.asarray(part.tokens[part.documents[number] : part.documents[number + 1]])
             number -= len(part.documents) - 1
-        raise IndexError(f"Corpus: document: there are {self.documents}, counted from 0.")
+        raise AssertionError("the parts hold fewer documents than they count")
 
     def tokenizer(self) -> Any:
-        """The tokenizer that was saved with the corpus."""
+        """The tokenizer that was saved with the corpus. DataError when the files there are another one's by now."""
         from .tokenizer import Tokenizer
 
         if self.path is None or not (self.path / "tokenizer.json").exists():
             raise DataError(f"{self.path or 'Corpus'}: no tokenizer was saved with it; load the one it was built with.")
-        return Tokenizer.load(self.path)
+        found = Tokenizer.load(self.path)
+        # Another version of the tokenizers library may write the same tokenizer differently, and the fingerprint with it.
+        if found.fingerprint != self.fingerprint and not saved_files_are_intact(self.path):
+            raise DataError(
+                f"{self.path}: its tokenizer.json is not the tokenizer that its tokens were made with (fingerprints "
+                f"{found.fingerprint} and {self.fingerprint}); {CURE}."
+            )
+        return found
 
     def split(self, validation: float) -> tuple["Corpus", "Corpus"]:
         """(training, validation): the last documents that make up the fraction `validation` of them, and the ones before."""
@@ -155,6 +165,7 @@ class Corpus:
 
 
 def _listed(folder: Path) -> list[Path]:
+    """The shards of the corpus in `folder`, in order, as its manifest names them."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         if (folder / CLAIM).exists():
@@ -164,14 +175,28 @@ def _listed(folder: Path) -> list[Path]:
                 "texts to finish it."
             )
         raise DataError(f"{folder}: not a corpus of gpubound: it has no {MANIFEST}; wanted a folder that Corpus.build wrote.")
-    try:
-        names = [folder / name for name in json.loads(manifest.read_text())["shards"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{manifest}: corrupt: {error!r}; restore it or build the corpus anew.") from error
+    listed = read_json(manifest, CURE).get("shards")
+    if not isinstance(listed, list) or not listed:
+        raise DataError(f"{manifest}: shards: got {listed!r}, wanted the names of the corpus' shards; {CURE}.")
+    names = [beside(manifest, name) for name in listed]
+    if len(set(names)) < len(names):
+        raise DataError(f"{manifest}: shards: a file is listed twice; {CURE}.")
     for name in names:
         if not name.exists():
-            raise DataError(f"{name}: is missing, though {manifest} lists it; restore the file or build the corpus anew.")
+            raise DataError(f"{name}: is missing, though {manifest} lists it; {CURE}.")
     return names
+
+
+def tokenizer_checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of each file that a tokenizer is saved in; a file that is absent has none."""
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files if file.exists()}
+
+
+def saved_files_are_intact(folder: Path) -> bool:
+    """Whether the tokenizer's files are those that the build wrote. False for a corpus that does not record them."""
+    recorded = read_json(folder / MANIFEST, CURE).get("tokenizer_files")
+    return bool(recorded) and recorded == tokenizer_checksums(folder)
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..files import reading, regular, writing
 
 MAGIC = b"GBTOKENS"
 VERSION = 1
 SUFFIX = ".gbt"
+CURE = "restore the file or build the corpus anew"
 _FIXED = struct.Struct("<8sIII")
 _PAGE = 4096
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -75,43 +77,40 @@ def write_shard(
     text = json.dumps(asdict(header)).encode()
     assert _FIXED.size + len(text) <= _PAGE
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(temporary, "wb") as file:
-        file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
-        for name, array in parts.items():
-            file.seek(sections[name][0])
-            file.write(np.ascontiguousarray(array).data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
+    with writing(path):
+        with open(temporary, "wb") as file:
+            file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
+            for name, array in parts.items():
+                file.seek(sections[name][0])
+                file.write(np.ascontiguousarray(array).data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
 
 
 def read_shard(path: Path | str, verify: bool = True) -> Shard:
-    """Map the shard at `path` into memory. `verify` also reads all of it and compares the checksums."""
+    """Map the shard at `path` into memory. `verify` also reads all of it: checksums, and ids inside the vocabulary."""
     path = Path(path)
     header = _read_header(path)
-    dtype = DTYPES[header.dtype]
-    tokens = _section(path, header, "tokens", dtype, header.tokens, verify)
-    documents = _section(path, header, "documents", np.dtype("<u8"), header.documents + 1, verify)
-    mask = _section(path, header, "mask", np.dtype("u1"), header.tokens, verify) if "mask" in header.sections else None
+    tokens = _section(path, header, "tokens", verify)
+    documents = _section(path, header, "documents", verify)
+    mask = _section(path, header, "mask", verify) if "mask" in header.sections else None
     if documents[0] != 0 or documents[-1] != header.tokens or (np.diff(documents.astype(np.int64)) <= 0).any():
+        raise DataError(f"{path}: corrupt: its documents do not cover its tokens in order; {CURE}.")
+    if verify and tokens.max() >= header.vocab_size:
         raise DataError(
-            f"{path}: corrupt: its documents do not cover its tokens in order; restore the file or build the corpus anew."
+            f"{path}: corrupt: it holds the id {tokens.max()}, its vocabulary ends at {header.vocab_size - 1}; {CURE}."
         )
     return Shard(path, header, tokens, documents, mask)
 
 
 def _read_header(path: Path) -> Header:
-    try:
-        with open(path, "rb") as file:
-            start, size = file.read(_PAGE), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check the path.") from error
+    with reading(path), open(regular(path), "rb") as file:
+        start, size = file.read(_PAGE), os.fstat(file.fileno()).st_size
     if not start.startswith(MAGIC):
         raise DataError(f"{path}: not a token shard of gpubound: it begins with {start[:8]!r}, wanted {MAGIC!r}.")
     if len(start) < _PAGE:
-        raise DataError(
-            f"{path}: truncated: {size} bytes, wanted at least the header's {_PAGE}; restore the file or build the corpus anew."
-        )
+        raise DataError(f"{path}: truncated: {size} bytes, wanted at least the header's {_PAGE}; {CURE}.")
     _, version, length, crc = _FIXED.unpack_from(start)
     if version != VERSION:
         raise DataError(
@@ -119,21 +118,52 @@ def _read_header(path: Path) -> Header:
         )
     text = start[_FIXED.size : _FIXED.size + length]
     if len(text) != length or zlib.crc32(text) != crc:
-        raise DataError(f"{path}: corrupt: the header's checksum is wrong; restore the file or build the corpus anew.")
-    header = Header(**json.loads(text))
+        raise DataError(f"{path}: corrupt: the header's checksum is wrong; {CURE}.")
+    try:
+        header = Header(**json.loads(text))
+        _check_header(header)
+    except (ValueError, TypeError, RecursionError) as error:  # a right checksum: somebody made it so
+        raise DataError(f"{path}: corrupt: its header is not a shard's ({error}); {CURE}.") from error
     end = max(offset + count for offset, count, _ in header.sections.values())
     if size != end:
         state = "truncated" if size < end else "corrupt"
-        raise DataError(f"{path}: {state}: {size} bytes, wanted {end}; restore the file or build the corpus anew.")
+        raise DataError(f"{path}: {state}: {size} bytes, wanted {end}; {CURE}.")
     return header
 
 
-def _section(path: Path, header: Header, name: str, dtype: np.dtype, count: int, verify: bool) -> np.ndarray:
-    offset, size, crc = header.sections[name]
-    assert size == count * dtype.itemsize, (path, name)
-    array = np.memmap(path, dtype, "r", offset, (count,))
+def _check_header(header: Header) -> None:
+    """ValueError unless every field is of its kind and the sections are as long as the counts say."""
+    if header.dtype not in DTYPES or not isinstance(header.tokenizer, str):
+        raise ValueError(f"dtype is {header.dtype!r}, tokenizer {header.tokenizer!r}")
+    for name, least in (("tokens", 1), ("documents", 1), ("vocab_size", 1), ("texts_read", 0), ("texts_crc", 0)):
+        value = getattr(header, name)
+        if type(value) is not int or not least <= value < 1 << 62:
+            raise ValueError(f"{name} is {value!r}")
+    sections = header.sections
+    if not isinstance(sections, dict) or not {"tokens", "documents"} <= sections.keys() <= {"tokens", "documents", "mask"}:
+        raise ValueError(f"sections are {sections!r}")
+    for name, place in sections.items():
+        if not isinstance(place, list) or len(place) != 3 or not all(type(n) is int and 0 <= n < 1 << 62 for n in place):
+            raise ValueError(f"section {name} is {place!r}")
+        dtype, count = _shape(header, name)
+        if place[1] != count * dtype.itemsize:
+            raise ValueError(f"section {name} has {place[1]} bytes for {count} x {dtype.name}")
+
+
+def _shape(header: Header, name: str) -> tuple[np.dtype, int]:
+    """(dtype, elements) of a section."""
+    if name == "documents":
+        return np.dtype("<u8"), header.documents + 1
+    return (DTYPES[header.dtype] if name == "tokens" else np.dtype("u1")), header.tokens
+
+
+def _section(path: Path, header: Header, name: str, verify: bool) -> np.ndarray:
+    dtype, count = _shape(header, name)
+    offset, _, crc = header.sections[name]
+    with reading(path):
+        array = np.memmap(path, dtype, "r", offset, (count,))
     if verify and zlib.crc32(array.data) != crc:
-        raise DataError(f"{path}: corrupt: the checksum of its {name} is wrong; restore the file or build the corpus anew.")
+        raise DataError(f"{path}: corrupt: the checksum of its {name} is wrong; {CURE}.")
     return array
 
 

@@ -3,7 +3,6 @@ to learn."""
 
 import hashlib
 import json
-import os
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
+from ..files import write_whole
 from .text import Document
 
 END_OF_TEXT = "<|endoftext|>"
@@ -109,10 +109,8 @@ class Tokenizer:
             "chat_template": self.chat_template,
         }
         config |= {"bos_token": self.bos_token} if self.bos_token else {}
-        for name, text in (("tokenizer.json", self.inner.to_str()), ("tokenizer_config.json", json.dumps(config))):
-            temporary = folder / f"{name}.{os.getpid()}.partial"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / name)
+        write_whole(folder / "tokenizer_config.json", json.dumps(config))
+        write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
