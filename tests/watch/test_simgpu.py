@@ -4,7 +4,6 @@ import copy
 import io
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -38,15 +37,18 @@ def test_it_is_a_device_of_its_own(sim):
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_training_gives_the_cpu_s_losses_bit_for_bit(sim, options):
+def test_training_gives_the_cpu_s_losses(sim, options):
+    """Within rounding: torch takes other code for the same optimizer on another device. In fp64, because Adam's first steps
+    follow a gradient's sign, however small it is.
+    """
     losses = {}
     for device in (torch.device("cpu"), sim):
         torch.manual_seed(0)
-        model = Block().to(device)
+        model = Block().double().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
         step = make_step(device, model, optimizer, torch.arange(12).view(2, 6) % 13)
         losses[device.type] = [step().item() for _ in range(3)]
-    assert losses["simgpu"] == losses["cpu"]
+    assert losses["simgpu"] == pytest.approx(losses["cpu"], rel=1e-9)
     assert losses["cpu"][-1] < losses["cpu"][0]
 
 
@@ -93,13 +95,27 @@ def test_gradients_through_a_view_written_in_place(sim):
     assert grads[0] == grads[1]
 
 
-def test_backward_runs_on_a_device_thread(sim):
-    threads = []
-    x = torch.ones(3, device=sim).requires_grad_()
-    y = x * 2
-    y.register_hook(lambda g: threads.append(threading.get_ident()))
-    y.sum().backward()
-    assert threads and threads[0] != threading.get_ident()
+BACKWARD = """
+import threading, torch
+from gpubound.watch import watch
+from gpubound.watch.simgpu import simgpu
+
+{before}
+x, threads = torch.ones(3, device=simgpu()).requires_grad_(), []
+y = x * 2
+y.register_hook(lambda g: threads.append(threading.get_ident()))
+with watch() as ledger:
+    y[x > 0].sum().backward()
+inner = torch.utils.checkpoint.checkpoint(lambda z: z.sin(), x, use_reentrant=True)
+inner.sum().backward()
+print(threads == [threading.get_ident()], x.grad.tolist() == (2 + x.cos()).tolist(), ledger.totals["syncs"])
+"""
+
+
+@pytest.mark.parametrize(("earlier", "here"), [("", False), ("torch.ones(2, requires_grad=True).sum().backward()", True)])
+def test_the_thread_of_a_backward(earlier, here):
+    """A device thread, as on CUDA. Autograd makes none after the process's first backward: then it is the calling thread."""
+    assert run_alone(BACKWARD.format(before=earlier)) == f"{here} True 2"
 
 
 def test_an_exception_in_a_hook_comes_out_of_backward(sim):
@@ -124,7 +140,7 @@ def test_activation_checkpointing(sim, reentrant):
     again, plain = linear.weight.grad.clone(), copy.deepcopy(linear)
     plain.zero_grad()
     plain(x.detach()).sin().sum().backward()
-    assert torch.equal(again, plain.weight.grad)
+    torch.testing.assert_close(again, plain.weight.grad)
 
 
 def test_autocast(sim):

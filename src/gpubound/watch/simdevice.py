@@ -88,7 +88,7 @@ def _device_guard():
             """The device type; also asked as an exception leaves a hook on an autograd thread (torch 2.11 to 2.13 at least).
 
             Answering with that exception still pending would end the process. A call makes Python wrap it in a SystemError,
-            which we can catch and keep; `_carry_over` raises it again where backward was called.
+            which we can catch and keep; `_engine` raises it again where backward was called.
             """
             try:
                 _raise_pending()
@@ -103,11 +103,27 @@ def _device_guard():
     return Guard()
 
 
-def _carry_over(run_backward):
+def _has_thread() -> bool:
+    """Whether autograd has a thread for the pretend device. It makes one for each device at the process's first backward."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device=NAME).requires_grad_()
+        try:
+            torch.autograd.grad(x * 2, x)
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            return False
+    return True
+
+
+def _engine(run_backward, threaded: bool):
+    """`run_backward`, on the calling thread where the device has none, and with the exceptions that `type_` above has kept."""
+
     @functools.wraps(run_backward)
     def _engine_run_backward(*args, **kwargs):
         try:
-            return run_backward(*args, **kwargs)
+            with torch.autograd.set_multithreading_enabled(threaded and torch._C._is_multithreading_enabled()):
+                return run_backward(*args, **kwargs)
         except SystemError:
             if not _pending:
                 raise
@@ -123,13 +139,14 @@ def register() -> list[object]:
 
     guard = _device_guard()
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module(), device_guard=guard)
-    torch.autograd._engine_run_backward = _carry_over(torch.autograd._engine_run_backward)
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "PrivateUse1")
     library.impl("_pin_memory", _pin_memory, "CPU")
     library.impl("is_pinned", _is_pinned, "CPU")
-    return [library, guard, *simcast.register(library)]
+    kept = [library, guard, *simcast.register(library)]
+    torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
+    return kept
 
 
 # Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which switches
