@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def quick(monkeypatch):
     """The reference kernels, and 100 kB of Python to learn from instead of 3 MB."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
-    from gpubound.train import prepare
+    from gpubound.train import data
 
-    whole = prepare.python_stdlib_texts
-    monkeypatch.setattr(prepare, "python_stdlib_texts", lambda limit: whole(100_000))
+    whole = data.python_stdlib_texts
+    monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(100_000))
 
 
 def demo(out: Path, *options: str) -> int:

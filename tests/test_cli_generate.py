@@ -205,10 +205,10 @@ def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run)
 
 
 def test_what_demo_leaves(tmp_path, run, monkeypatch, capsys):
-    from gpubound.train import prepare
+    from gpubound.train import data
 
-    whole = prepare.python_stdlib_texts
-    monkeypatch.setattr(prepare, "python_stdlib_texts", lambda limit: whole(60_000))
+    whole = data.python_stdlib_texts
+    monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(60_000))
     assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", "3", "--device", "cpu"]) == 0
     prompt = ["--prompt", "import sys", "--max-new-tokens", "16", "--json"]
     exported = json.loads(run(tmp_path / "demo", *prompt)[1])

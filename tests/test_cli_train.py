@@ -284,11 +284,11 @@ phases:
 
 def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
     """examples/train_from_yaml as it stands, its first phase cut to 30 steps, and its tokenizer made on 100 kB."""
-    from gpubound.train import prepare
+    from gpubound.train import data
 
-    root, whole = Path(__file__).parents[1], prepare.python_stdlib_texts
+    root, whole = Path(__file__).parents[1], data.python_stdlib_texts
     monkeypatch.chdir(root)
-    monkeypatch.setattr(prepare, "python_stdlib_texts", lambda limit: whole(100_000))
+    monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(100_000))
     text = (root / "examples" / "train_from_yaml" / "two_phases.yaml").read_text()
     (tmp_path / "c.yaml").write_text(
         text.replace("steps: 300", "steps: 30").replace("evaluate_every: 60", "evaluate_every: 15")
