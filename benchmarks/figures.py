@@ -1,82 +1,91 @@
-"""README's figures, written from the newest result lines between two markers: `make figures`.
+"""Everything that README and the docs show of the results, written from their newest lines: `make figures`.
 
-python -m benchmarks.figures            rewrite the block
-python -m benchmarks.figures --check    exit code 1 when README does not say what the results say
+python -m benchmarks.figures            write docs/figures.md, README's pictures, and what stands between README's markers
+python -m benchmarks.figures --check    write nothing; exit code 1 when one of them does not say what the results say
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from gpubound.cli import guarded
 
+from .bars import THEMES, described, panels, picture
 from .gates import figure
 from .results import FOLDER, Line, newest, read
+from .tables import page
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
-LEGEND = "Ratios are ours over the peer in the same run: above 1 is better; bold falls short of its gate.\n\n"
-OPEN_ROWS = 12  # a longer table is folded, so that README stays a page one reads
+ROOT = Path(__file__).parents[1]
+PAGE, PICTURE = "docs/figures.md", "docs/images/speed-{theme}.svg"
+MARKERS = {name: (f"<!-- {name} -->\n", f"<!-- /{name} -->") for name in ("figures", "trainer")}
 
 
-def main(argv: Sequence[str], readme: Path = README, folder: Path = FOLDER) -> int:
+def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
     if list(argv) not in ([], ["--check"]):
         print("usage: python -m benchmarks.figures [--check]", file=sys.stderr)
         return 2
+    lines = newest(read(folder)) if folder.exists() else []
+    readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        print(f"{readme.name}: wanted one {BEGIN} and after it one {END}; put them where the figures go.", file=sys.stderr)
-        return 2
-    before, rest = text.split(BEGIN)
-    wanted = before + BEGIN + "\n" + block(newest(read(folder)) if folder.exists() else []) + END + rest.split(END)[1]
-    if wanted == text:
-        return 0
-    if argv:
-        print(f"{readme.name}'s figures are not those of the results: run `make figures`.", file=sys.stderr)
+    for begin, end in MARKERS.values():
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            print(f"README.md: wanted one line {begin.strip()} and after it one {end}; put them back.", file=sys.stderr)
+            return 2
+    wanted = {readme: _between(text, {"figures": shown(lines), "trainer": trainer(lines)}), root / PAGE: page(lines)}
+    wanted |= {root / PICTURE.format(theme=theme): picture(panels(one_gpu(lines)), theme) for theme in THEMES}
+    stale = [path for path, words in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != words]
+    if stale and argv:
+        names = ", ".join(str(path.relative_to(root)) for path in stale)
+        print(f"not what the results say: {names}; run `make figures`.", file=sys.stderr)
         return 1
-    readme.write_text(wanted, encoding="utf-8")
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path], encoding="utf-8")
     return 0
 
 
-def block(lines: list[Line]) -> str:
-    """One table a machine and benchmark: a row a case, a column a peer."""
-    if not lines:
-        return "No figures yet: `make bench ARGS=kernels` on a GPU writes them.\n"
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.gpu, line.bench), []).append(line)
-    return LEGEND + "\n".join(_table(gpu, bench, group) for (gpu, bench), group in groups.items())
+def _between(text: str, blocks: dict[str, str]) -> str:
+    for name, words in blocks.items():
+        begin, end = MARKERS[name]
+        before, rest = text.split(begin)
+        text = before + begin + words + end + rest.split(end)[1]
+    return text
 
 
-def _table(gpu: str, bench: str, lines: list[Line]) -> str:
-    peers = list(dict.fromkeys(line.peer_name for line in lines))
-    cases: dict[tuple[str, str], dict[str, Line]] = {}
-    for line in lines:
-        cases.setdefault((line.case, line.unit), {})[line.peer_name] = line
-    rows = [f"| {bench} | ours | {' | '.join(f'× {peer}' for peer in peers)} |", "|" + "---|" * (len(peers) + 2)]
-    for (case, unit), by_peer in cases.items():
-        ours = figure(max(by_peer.values(), key=lambda line: line.date).ours, unit)
-        rows.append(f"| {case} | {ours} | {' | '.join(_cell(by_peer.get(peer)) for peer in peers)} |")
-    if len(cases) > OPEN_ROWS:
-        rows = [f"<details><summary>{bench}: {len(cases)} cases on {gpu}</summary>", "", *rows, "", "</details>"]
-    return "\n".join([*rows, "", *_sources(lines), ""])
+def one_gpu(lines: Sequence[Line]) -> list[Line]:
+    """The lines of the GPU with the most cases: bars of two machines do not belong side by side."""
+    counts = Counter(line.gpu for line in lines)
+    return [line for line in lines if line.gpu == counts.most_common(1)[0][0]]
 
 
-def _sources(lines: list[Line]) -> list[str]:
-    """Every run that a figure is from, the newest first: a table is rarely measured in one go."""
-    told = [
-        f"{line.gpu}, torch {line.torch}, triton {line.triton}, {line.date[:10]}, commit {line.commit}: `{line.command}`"
-        for line in sorted(lines, key=lambda line: line.date, reverse=True)
-    ]
-    told = list(dict.fromkeys(told))
-    return told if len(told) == 1 else [f"- {run}" for run in told]
+def shown(lines: Sequence[Line]) -> str:
+    """README's picture, in the reader's light or dark, and the sentence below it."""
+    here = one_gpu(lines)
+    found = panels(here)
+    if not found:
+        return "No figures yet: `make bench ARGS=train` on a GPU measures the first.\n"
+    gated = [line for line in lines if line.gate is not None]
+    holding = sum(not line.short for line in gated)
+    dates = sorted(line.date[:10] for line in here)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    dark, light = (PICTURE.format(theme=theme) for theme in ("dark", "light"))
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        f'  <img src="{light}" alt="{described(found)}">\n</picture>\n\n'
+        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {holding} of {len(gated)} gates hold: "
+        f"[all figures]({PAGE}) begin with\nthose that fall short.\n"
+    )
 
 
-def _cell(line: Line | None) -> str:
-    """The ratio; bold where it falls short of its gate, because a loss is printed too."""
-    if line is None:
-        return ""
-    return f"**{line.ratio:.2f}** (gate {line.gate:.2f})" if line.short else f"{line.ratio:.2f}"
+def trainer(lines: Sequence[Line]) -> str:
+    """What one line in a Hugging Face Trainer script brought, if `gpubound bench trainer` has measured it."""
+    found = [line for line in one_gpu(lines) if line.bench == "trainer" and line.unit == "tok/s" and line.case == "350m"]
+    return "".join(
+        f"On one {line.gpu} (350M parameters, bf16 autocast) it brought {figure(line.peer, line.unit)} → "
+        f"{figure(line.ours, line.unit)},\n{line.ratio:.2f} x, with no other change: `{line.command}`, {line.date[:10]}.\n"
+        for line in found[-1:]
+    )
 
 
 if __name__ == "__main__":

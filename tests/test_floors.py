@@ -40,7 +40,7 @@ def imported(path: Path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_import_climbs(path):
     mine = path.relative_to(ROOT).with_suffix("").parts[0]
-    assert mine in FLOOR, f"{path.relative_to(ROOT)} stands on no floor: add it to the picture in README and to FLOORS"
+    assert mine in FLOOR, f"{path.relative_to(ROOT)} stands on no floor: add it to the picture in CONTRIBUTING.md and to FLOORS"
     for name in imported(path):
         parts = name.split(".")
         if parts[0] == "gpubound" and len(parts) > 1 and parts[1] != mine and parts[1] in FLOOR:

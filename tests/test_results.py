@@ -1,13 +1,14 @@
-"""The benchmark house: what a line says, which gates hold, and what README shows."""
+"""Benchmark results: what a line says, which gates hold, and what README and docs show."""
 
 import doctest
 import json
 from dataclasses import asdict, replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from benchmarks import figures, gates, results
+from benchmarks import bars, figures, gates, results, tables
 from benchmarks.results import Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -156,34 +157,42 @@ def test_a_ratio_that_is_no_number_is_short():
     assert replace(LINE, ratio=float("nan")).short
 
 
-# --- README's figures ---
+# --- what README and docs show ---
 
-BLOCK = """\
-Ratios are ours over the peer in the same run: above 1 is better; bold falls short of its gate.
-
-| kernels | ours | × liger | × copy rate |
-|---|---|---|---|
-| rms_norm forward 8b | 3,912 GB/s | 1.09 | **0.77** (gate 0.85) |
-| linear_cross_entropy H1024 V32768 host syncs | 0 syncs | 3.00 |  |
-
-NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-21, commit 0a55bec: `gpubound bench kernels`
-"""
+SYNCS = replace(LINE, case="loss host syncs", unit="syncs", ours=0, peer=3, ratio=4.0, spread=None)
+MISSED = replace(LINE, peer_name="copy rate", ratio=0.765, gate=0.85)
 
 
-def test_the_block_shows_wins_and_losses():
-    case = "linear_cross_entropy H1024 V32768 host syncs"
-    lines = [
-        LINE,
-        replace(LINE, peer_name="copy rate", ratio=0.765, gate=0.85),
-        replace(LINE, case=case, unit="syncs", ours=0, peer=2, ratio=3.0, spread=None),
-    ]
-    assert figures.block(lines) == BLOCK
+def row(text: str, case: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.startswith(f"| {case} |")]
+    return found
+
+
+def test_the_page_shows_wins_and_losses():
+    text = tables.page([LINE, MISSED, replace(LINE, peer_name="eager", ratio=0.9, gate=None)])
+    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 3,912 GB/s | 1.09 | **76%** (gate 85%) | 0.90 |"
+    losses = text[text.index("## Where it falls short") : text.index("## Kernels")]
+    assert "1 of 2 gates hold" in losses
+    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | copy rate | 76% | 85% |" in losses
+    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | 3,600 GB/s | torch, eager | 0.90 |" in losses
+
+
+def test_a_miss_by_a_hair_does_not_look_like_a_pass():
+    assert "**0.998** (gate 1.00)" in tables.page([replace(LINE, ratio=0.998)])
+
+
+def test_counts_and_budgets_are_shown_as_such_never_as_ratios():
+    first = replace(LINE, case="first step", unit="s", ours=12.4, peer=10.0, peer_name="budget", ratio=0.81)
+    text = tables.page([SYNCS, first])
+    assert row(text, "loss host syncs") == "| loss host syncs | 0 syncs | 3 syncs |"
+    assert row(text, "first step") == "| first step | 12.4 s | **at most 10.0 s** |"
+    assert "4.00" not in text
 
 
 def test_every_run_that_a_figure_is_from_is_named():
     older = [replace(LINE, case=f"case {i}", commit="1de191e", date=f"2026-11-20T1{i}:00:00+00:00") for i in range(3)]
     other = replace(LINE, case="another", command="gpubound bench kernels --only rope", date="2026-11-19T10:00:00+00:00")
-    said = [line for line in figures.block([other, *older, LINE]).splitlines() if "commit" in line]
+    said = [line for line in tables.page([other, *older, LINE]).splitlines() if "commit" in line]
     machine = "- NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0"
     assert said == [
         f"{machine}, 2026-11-21, commit 0a55bec: `gpubound bench kernels`",
@@ -192,30 +201,52 @@ def test_every_run_that_a_figure_is_from_is_named():
     ]
 
 
-def test_a_long_table_is_folded():
-    text = figures.block([replace(LINE, case=f"case {i}") for i in range(13)])
-    assert "<details><summary>kernels: 13 cases on NVIDIA H200</summary>" in text and text.count("| case ") == 13
+TRAIN = replace(LINE, bench="train", case="350m", unit="tok/s", ours=190_000, peer=170_000, ratio=1.118, gate=1.15)
 
 
-def test_figures_rewrite_the_block_and_only_it(tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# top\n{figures.BEGIN}\nstale words\n{figures.END}\nrest\n")
-    append([LINE], tmp_path / "results")
-    assert figures.main(["--check"], readme, tmp_path / "results") == 1
-    assert capsys.readouterr().err == "README.md's figures are not those of the results: run `make figures`.\n"
-    assert figures.main([], readme, tmp_path / "results") == 0
+def test_bars_are_as_long_as_the_ratio_of_one_run_says():
+    older = replace(TRAIN, peer_name="hf", ours=180_000, peer=90_000, ratio=2.0, gate=None, date="2026-11-20T10:00:00+00:00")
+    limits = [replace(TRAIN, peer_name=name, ratio=0.6) for name in ("bf16 rate", "budget")]
+    ((_, found),) = bars.panels([TRAIN, older, *limits, replace(TRAIN, unit="GiB")])
+    assert [(bar.name, round(bar.share, 3)) for bar in found] == [("gpubound", 1.0), ("Liger", 0.894), ("Hugging Face", 0.5)]
+    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound: 2.00 x)"
+
+
+def test_a_faster_peer_has_the_longest_bar():
+    found = bars.panels([replace(TRAIN, peer=380_000, ratio=0.5)])
+    root = ElementTree.fromstring(bars.picture(found, "dark"))
+    ours, peer = [int(rect.get("width")) for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert peer == bars.LONGEST and ours * 2 == peer
+
+
+def a_readme(folder):
+    begin, end = figures.MARKERS["figures"]
+    text = f"# top\n{begin}stale words\n{end}\nmiddle\n{''.join(figures.MARKERS['trainer'])}\nrest\n"
+    (folder / "README.md").write_text(text)
+    return folder / "README.md"
+
+
+def test_figures_write_the_page_the_pictures_and_only_the_marked_parts_of_readme(tmp_path, capsys):
+    readme = a_readme(tmp_path)
+    append([TRAIN, MISSED], tmp_path / "results")
+    assert figures.main(["--check"], tmp_path, tmp_path / "results") == 1
+    assert "README.md, docs/figures.md, docs/images/speed-light.svg" in capsys.readouterr().err
+    assert figures.main([], tmp_path, tmp_path / "results") == 0
     text = readme.read_text()
-    assert text.startswith(f"# top\n{figures.BEGIN}\n") and text.endswith(f"{figures.END}\nrest\n")
-    assert "stale" not in text and "3,912 GB/s" in text
-    assert figures.main(["--check"], readme, tmp_path / "results") == 0
+    assert text.startswith("# top\n<!-- figures -->\n<picture>") and "\nmiddle\n" in text and text.endswith("\nrest\n")
+    assert "stale" not in text and "0 of 2 gates hold" in text and "190,000 tok/s" in (tmp_path / "docs/figures.md").read_text()
+    assert figures.main(["--check"], tmp_path, tmp_path / "results") == 0
 
 
-@pytest.mark.parametrize("text", ["nothing", "<!-- /figures --> <!-- figures -->", "<!-- figures -->"])
+def test_what_one_line_in_a_trainer_script_brought_is_told_once_it_is_measured():
+    line = replace(TRAIN, bench="trainer", peer_name="hf-trainer", ours=148_700, peer=91_800, ratio=1.62)
+    assert figures.trainer([TRAIN]) == ""
+    assert "91,800 tok/s → 148,700 tok/s" in figures.trainer([TRAIN, line])
+
+
+@pytest.mark.parametrize("text", ["nothing", "<!-- /figures --> <!-- figures -->\n", "<!-- figures -->\n"])
 def test_a_readme_without_the_markers(tmp_path, capsys, text):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    assert figures.main([], readme, tmp_path) == 2
-    assert capsys.readouterr().err == (
-        "README.md: wanted one <!-- figures --> and after it one <!-- /figures -->; put them where the figures go.\n"
-    )
-    assert readme.read_text() == text
+    (tmp_path / "README.md").write_text(text)
+    assert figures.main([], tmp_path, tmp_path) == 2
+    assert "wanted one line <!-- figures --> and after it one <!-- /figures -->" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == text

@@ -1,0 +1,181 @@
+"""The page docs/figures.md: every measured case as a table, and first of all where the project falls short."""
+
+from collections.abc import Sequence
+
+from .gates import figure
+from .results import COUNTS, Line
+
+NAMES = {
+    "eager": "torch, eager",
+    "liger": "Liger",
+    "liger-autocast": "Liger, bf16 autocast",
+    "hf": "Hugging Face",
+    "hf-trainer": "Hugging Face Trainer as it is",
+    "compile": "torch.compile",
+    "graph": "Hugging Face in a CUDA graph",
+    "frames-usual": "the usual loop",
+    "usual": "the usual loop",
+    "bf16": "ours in bf16",
+    "ours-bf16": "ours in bf16",
+    "accumulate 1": "ours without accumulation",
+    "normal step": "ours without a checkpoint",
+}
+LIMITS = ("copy rate", "bf16 rate", "roofline", "sum of its kernels", "collected")  # shares of these are percentages
+OURSELVES = ("bf16", "ours-bf16", "accumulate 1", "normal step")
+BUDGET = "budget"
+ACCUMULATORS = " + fp32 accumulators"
+UNITS = {
+    "tok/s": "Speed, tokens per second",
+    "steps/s": "Speed, steps per second",
+    "GB/s": "Memory rate",
+    "TFLOP/s": "Arithmetic rate",
+    "GiB": "Peak memory",
+    "syncs": "Host syncs",
+    "%": "GPU busy",
+    "passed": "Tests",
+}
+TITLES = {
+    "kernels": "Kernels",
+    "train": "Training steps",
+    "trainer": "Hugging Face Trainer",
+    "place": "Placed models, forward and backward",
+    "graph": "Captured forward passes",
+    "feed": "Feeding",
+    "decode": "Decoding",
+    "checkpoint": "Checkpoints",
+    "suite": "The test suite on a GPU",
+}
+HEAD = """\
+<!-- `make figures` writes this page from benchmarks/results/*.jsonl. Do not edit it. -->
+# Figures
+
+Every figure was measured on the machine that is named below its table, with the command that is named there
+([how we measure](measuring.md)). Only the newest measurement of each case is shown.
+
+How to read the tables:
+
+- **A peer's column** holds the ratio of ours to the peer, measured in the same run. Above 1, ours is better: faster, or
+  smaller for memory. An empty cell was not measured.
+- **A limit's column** (copy rate, bf16 rate, roofline) holds the share of what this machine was measured to do at best.
+- **A budget's column** holds what the project allows itself, not what a peer does.
+- **Counts** (host syncs) are counts, ours and theirs. They have no ratio.
+- **Bold** marks a figure that misses its gate. A gate is the least that the project accepts; `make gates` lists
+  those that fall short.
+- "with fp32 accumulators" adds 4 bytes per parameter to the peer's memory. Ours holds such a sum of gradients, the peer does
+  not.
+"""
+
+
+def name_of(peer: str) -> str:
+    short = peer.removesuffix(ACCUMULATORS)
+    name = NAMES.get(short, short)
+    return name if short == peer else f"{name}, with fp32 accumulators"
+
+
+def is_peer(line: Line) -> bool:
+    """Whether the line is beside something that a user could run instead, not beside a limit, a budget or ourselves."""
+    short = line.peer_name.removesuffix(ACCUMULATORS)
+    return short not in (*LIMITS, *OURSELVES, BUDGET) and line.unit not in COUNTS
+
+
+def page(lines: Sequence[Line]) -> str:
+    """The whole page, from the newest line of each case."""
+    if not lines:
+        return HEAD + "\nNo figures yet: `make bench ARGS=kernels` on a GPU measures the first.\n"
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.gpu, line.bench), []).append(line)
+    several = len({gpu for gpu, _ in groups}) > 1
+    sections = [_section(bench, group, several) for (_, bench), group in groups.items()]
+    return "\n".join([HEAD, _shortfalls(lines), *sections])
+
+
+def _shortfalls(lines: Sequence[Line]) -> str:
+    """Missed gates, then peers that are ahead although no gate says they must not be."""
+    missed = [line for line in lines if line.short]
+    ahead = [line for line in lines if is_peer(line) and line.ratio < 1 and not line.short]
+    gated = sum(line.gate is not None for line in lines)
+    text = [f"## Where it falls short\n\n{gated - len(missed)} of {gated} gates hold.", ""]
+    if missed:
+        text += ["| missed gate | ours | beside | measured | gate |", "|---|---|---|---|---|", *map(_missed, missed), ""]
+    if ahead:
+        text += [
+            "| a peer is ahead (no gate) | ours | theirs | peer | ratio |",
+            "|---|---|---|---|---|",
+            *map(_ahead, ahead),
+            "",
+        ]
+    return "\n".join(text)
+
+
+def _missed(line: Line) -> str:
+    what = f"{line.bench}: {line.case}"
+    if line.peer_name == BUDGET:
+        return f"| {what} | {figure(line.ours, line.unit)} | budget | {figure(line.ours, line.unit)} | {_allowed(line)} |"
+    return f"| {what} | {figure(line.ours, line.unit)} | {name_of(line.peer_name)} | {_share(line)} | {_wanted(line)} |"
+
+
+def _ahead(line: Line) -> str:
+    ours, theirs = figure(line.ours, line.unit), figure(line.peer, line.unit)
+    return f"| {line.bench}: {line.case} | {ours} | {theirs} | {name_of(line.peer_name)} | {line.ratio:.2f} |"
+
+
+def _section(bench: str, lines: list[Line], several: bool) -> str:
+    title = TITLES.get(bench, bench) + (f", {lines[0].gpu}" if several else "")
+    text = [f"## {title}", ""]
+    for unit in dict.fromkeys(line.unit for line in lines):
+        text += _table(unit, [line for line in lines if line.unit == unit])
+    return "\n".join([*text, *_sources(lines), ""])
+
+
+def _table(unit: str, lines: list[Line]) -> list[str]:
+    """A row per case and a column per peer."""
+    peers = list(dict.fromkeys(line.peer_name for line in lines))
+    cases: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        cases.setdefault(line.case, {})[line.peer_name] = line
+    heads = " | ".join(name_of(peer) for peer in peers)
+    rows = [f"| {UNITS.get(unit, 'Time')} | ours | {heads} |", "|" + "---|" * (len(peers) + 2)]
+    for case, by_peer in cases.items():
+        ours = figure(max(by_peer.values(), key=lambda line: line.date).ours, unit)
+        rows.append(f"| {case} | {ours} | {' | '.join(_cell(by_peer.get(peer)) for peer in peers)} |")
+    return [*rows, ""]
+
+
+def _cell(line: Line | None) -> str:
+    if line is None:
+        return ""
+    if line.peer_name == BUDGET:
+        if line.ratio >= 1:
+            return _allowed(line)
+        return f"**{_allowed(line)}**" + ("" if line.short else " (no gate)")
+    words = _share(line)
+    return f"**{words}** (gate {_wanted(line)})" if line.short else words
+
+
+def _allowed(line: Line) -> str:
+    """A budget in its own unit. Its gate is on the ratio: 1 allows the budget, 1.2 asks for that much more."""
+    least = line.unit in ("tok/s", "steps/s", "%", "GB/s", "TFLOP/s")
+    return f"at {'least' if least else 'most'} {figure(line.peer, line.unit)}"
+
+
+def _share(line: Line) -> str:
+    if line.unit in COUNTS:
+        return figure(line.peer, line.unit)
+    if line.peer_name in LIMITS:
+        return f"{line.ratio:.0%}"
+    return f"{line.ratio:.3f}" if line.short and f"{line.ratio:.2f}" == _wanted(line) else f"{line.ratio:.2f}"
+
+
+def _wanted(line: Line) -> str:
+    assert line.gate is not None
+    return f"{line.gate:.0%}" if line.peer_name in LIMITS else f"{line.gate:.2f}"
+
+
+def _sources(lines: list[Line]) -> list[str]:
+    """Every run that a figure is from, the newest first: a table is rarely measured in one go."""
+    told = [
+        f"- {line.gpu}, torch {line.torch}, triton {line.triton}, {line.date[:10]}, commit {line.commit}: `{line.command}`"
+        for line in sorted(lines, key=lambda line: line.date, reverse=True)
+    ]
+    return list(dict.fromkeys(told))

@@ -1,0 +1,158 @@
+"""README and docs agree with each other and with the code: links, figures, errors, variables, options, public names."""
+
+import ast
+import dataclasses
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import gpubound as gb
+from benchmarks import figures
+
+from .blocks import PAGES, ROOT, blocks, prose
+
+DOCS = ROOT / "docs"
+SOURCE = sorted((ROOT / "src/gpubound").rglob("*.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OTHERS_OPTIONS = {"--strict", "--dist", "--commit"}  # of mkdocs, pytest, git
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
+
+
+def test_the_figures_are_those_of_the_results(capsys):
+    assert figures.main(["--check"]) == 0, capsys.readouterr().err
+
+
+# --- links ---
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and MkDocs make them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ +(.+?)(?: \{#([\w-]+)\})?$", text, flags=re.MULTILINE)
+    return {own or re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head, own in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) + re.findall(r'(?:src|srcset)="([^"]+)"', page.read_text()):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if page.parent == DOCS:
+            assert file.resolve().is_relative_to(DOCS), (
+                f"{page.name}: {target} is outside the site; give its address on the web"
+            )
+        if anchor and not anchor.startswith("only-") and file.name != "api.md":
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_site():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name in site, f"mkdocs.yml: {page.name} is not in the navigation"
+
+
+# --- what the code has, the pages name ---
+
+
+def errors() -> list[str]:
+    return [name for name in gb.__all__ if name.endswith("Error")]
+
+
+@pytest.mark.parametrize("name", errors())
+def test_every_error_has_its_section(name):
+    text = (DOCS / "troubleshooting.md").read_text()
+    section = re.search(rf"^## .*\b{name}\b.*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    assert section and len(section[0]) > 200, f"troubleshooting.md has no section on {name}"
+
+
+def raises() -> str:
+    """Every piece of a message in the source: the literal parts of strings and f-strings."""
+    parts = []
+    for path in SOURCE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(node.value)
+    return "\n".join(parts)
+
+
+def test_quoted_messages_are_in_the_source():
+    """A message in troubleshooting is quoted as a block, its varying parts as <...>."""
+    source = re.sub(r"\s+", " ", raises())
+    quoted = [b for b in blocks(DOCS / "troubleshooting.md") if b.mark == "message"]
+    assert len(quoted) >= len(errors()) - 1
+    for block in quoted:
+        for piece in re.split(r"<[^<>]*>|\n", block.text):
+            piece = re.sub(r"\s+", " ", piece).strip()
+            assert piece in source, f"{block.where}: no message says {piece!r}"
+
+
+def variables() -> set[str]:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE)
+    return set(re.findall(r'"((?:GPUBOUND|CUDA|NVIDIA|TRITON|XDG|HF|LOCAL|WORLD|RANK)(?:_[A-Z]+)+)"', text))
+
+
+def test_every_environment_variable_is_named():
+    page = (DOCS / "environment.md").read_text()
+    named = set(re.findall(r"^\| `([A-Z_]+)", page, flags=re.MULTILINE))
+    assert variables() <= named, f"environment.md lacks {variables() - named}"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE)
+    assert not [name for name in named if name not in text], "environment.md names what nobody reads"
+
+
+def options() -> set[str]:
+    """Every option of every command and benchmark."""
+    modules = [import_module(f"gpubound.cli.{path.stem}") for path in (ROOT / "src/gpubound/cli").glob("[a-z]*.py")]
+    modules += [import_module(f"benchmarks.{path.stem}") for path in (ROOT / "benchmarks").glob("bench_*.py")]
+    kinds = {kind for m in modules for kind in vars(m).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    names = {f.name.replace("_", "-") for kind in kinds for f in dataclasses.fields(kind)}
+    return {f"--{name}" for name in names} | {f"--no-{name}" for name in names} | {"--help", "--version", "--check", "--dry"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page):
+    named = {word for code in re.findall(r"`([^`\n]+)`", prose(page)) for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
+    assert named <= options() | OTHERS_OPTIONS, f"{page.name}: {sorted(named - options() - OTHERS_OPTIONS)}"
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        code = "\n".join([*re.findall(r"`(make [^`\n]+)`", page.read_text()), *(b.text for b in blocks(page))])
+        named = set(re.findall(r"^make ([a-z][\w-]*)", code, flags=re.MULTILINE))
+        assert named <= targets, f"{page.name}: make has no {sorted(named - targets)}"
+
+
+def public() -> list[str]:
+    """What a user may call: the front's names, and those that the packages behind it show."""
+    names = [f"gpubound.{name}" for name in gb.__all__ if name not in ("__version__", "kernels") and not name.endswith("Error")]
+    for package in ("train", "feed", "models", "measure", "kernels"):
+        module = import_module(f"gpubound.{package}")
+        shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        things = [(name, getattr(module, name)) for name in shown]
+        names += [f"gpubound.{package}.{n}" for n, thing in things if callable(thing) and thing.__module__ != "typing"]
+    return sorted(set(names))
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = set(re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+    there = {_place(name) for name in shown}
+    missing = [name for name in public() if _place(name) not in there]
+    assert not missing, f"api.md lacks {missing}"
+
+
+def _place(name: str) -> str:
+    """Where the object behind a dotted name is defined, so that gb.place and gpubound.place.core.place are one."""
+    home, _, last = name.rpartition(".")
+    try:
+        thing = getattr(gb if home == "gpubound" else import_module(home), last)
+    except (ImportError, AttributeError):
+        pytest.fail(f"api.md: there is no {name}")
+    return f"{getattr(thing, '__module__', home)}.{getattr(thing, '__qualname__', last)}"
