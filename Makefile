@@ -51,8 +51,9 @@ format: $(VENV)/.installed
 # What the caller's PYTHONPATH names stays there, behind ours.
 OURS := PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}"
 
+# One thread a process: many processes share the cores, and with torch's default each would start one thread a core.
 test-gpu:
-	$(OURS) $(PYTHON) -m pytest -p no:cacheprovider --dist loadfile -m gpu $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OURS) $(PYTHON) -m pytest -p no:cacheprovider --dist loadfile -m gpu $(ARGS)
 
 bench:
 	$(OURS) $(PYTHON) -m gpubound bench $(ARGS)
