@@ -21,6 +21,14 @@ def message(call) -> str:
     [
         ({"accumulate": 0}, "TrainStep: accumulate must be a whole number of at least 1, got 0."),
         ({"clip": 0.0}, "TrainStep: clip must be above 0, got 0.0; None does not clip."),
+        ({"clip": float("nan")}, "TrainStep: clip must be above 0, got nan; None does not clip."),
+        ({"clip": "1"}, "TrainStep: clip must be above 0, got '1'; None does not clip."),
+        (
+            {"schedule": "cosine"},
+            "TrainStep: schedule must be a Schedule, got 'cosine'; "
+            "say its shape and length, as in Schedule('cosine', steps=10_000), or leave it out to keep the rate.",
+        ),
+        ({"model": "gpt2"}, "TrainStep: model must be a torch.nn.Module, got a str; pass the model itself."),
         ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
         (
             {"recompute": "all"},
@@ -41,7 +49,7 @@ def message(call) -> str:
     ],
 )
 def test_wrong_options(options, sentence):
-    assert message(lambda: TrainStep(small(), **{"loss": summed, **options})) == sentence
+    assert message(lambda: TrainStep(**{"model": small(), "loss": summed, **options})) == sentence
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,19 @@ def test_a_refused_model_is_left_as_it_was():
     assert len(model._forward_pre_hooks) == 1
     step.close()
     assert not model._forward_pre_hooks
+
+
+def test_a_closed_step_says_so():
+    model = small()
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    step(draw(2))
+    step.close()
+    step.close()
+    before = model.mix.weight.detach().clone()
+    assert message(lambda: step(draw(2))) == (
+        "step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...)."
+    )
+    assert model.mix.weight.equal(before) and not hasattr(model.mix.weight, "main_grad")
 
 
 def test_unknown_arguments_raise():

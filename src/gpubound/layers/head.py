@@ -1,9 +1,17 @@
 """The language model's head: its logits, or its loss without ever holding them all."""
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import linear_cross_entropy
+from .product import hooked
+
+# Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
+AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+LARGEST = 300.0  # of the logits that a model is tried with: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
 
 
 class LMLoss(nn.Linear):
@@ -42,3 +50,47 @@ def lm_loss(
     if total is None:
         return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, **options)
     return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum", **options) / total
+
+
+@torch.no_grad()
+def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
+    """None when a model's logits are head(hidden states), else why not. `logits` runs the model, `hidden` all below its head.
+
+    The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. The head is
+    looked at from outside instead: does it read the hidden states, and is what it gives, known and large for this once, what
+    the model gives?
+    """
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"
+        return f"its head (get_output_embeddings) is a {kind}, not a plain nn.Linear"
+    if hooked(head):
+        return "its head carries hooks"
+    read: list[Tensor] = []
+    given: list[Tensor] = []
+
+    def instead(head: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        read.append(inputs[0])
+        given.append(_known(output))
+        return given[-1]
+
+    hook = head.register_forward_hook(instead)
+    try:
+        got = logits()
+    finally:
+        hook.remove()
+    if not read:
+        return "its forward does not call its head"
+    for what, a, b in (("the head's inputs", read[-1], hidden()), ("the logits", got, given[-1])):
+        if a.shape != b.shape:
+            return f"its forward does more than head(hidden states): {what} are {tuple(a.shape)}, not {tuple(b.shape)}"
+        error = ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)).item()
+        if not error <= AGREE.get(b.dtype, AGREE[torch.float32]):
+            return f"its forward does more than head(hidden states): {what} differ by {error:.1e}"
+    return None
+
+
+def _known(logits: Tensor) -> Tensor:
+    """Logits of the same shape that differ from word to word and from token to token."""
+    *_, tokens, words = logits.shape
+    ramp = torch.linspace(-LARGEST, LARGEST, words, device=logits.device, dtype=logits.dtype)
+    return (ramp * torch.linspace(0.5, 1.0, tokens, device=logits.device, dtype=logits.dtype)[:, None]).expand(logits.shape)

@@ -75,7 +75,7 @@ class TrainStep:
         overlap: bool = False,
         seed: int = 0,
     ):
-        _check(accumulate, clip, graph)
+        _check(model, accumulate, clip, graph, schedule)
         way, blocks = _recompute(recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
         layout = _lay_out(model, numbers, config)
@@ -83,6 +83,7 @@ class TrainStep:
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device = model, accumulate, layout.device
+        self._closed = False
         self._undo: list[Callable[[], Any]] = []
         hasten(("adamw.plan_update",), layout.device, torch.float32)
         hasten(("adamw.adamw",), layout.device, numbers.dtype)
@@ -114,6 +115,8 @@ class TrainStep:
 
         None when an iterator has no more. A shorter list, or the rest of an iterator, is a shorter window, and as exact.
         """
+        if self._closed:
+            raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
         batches = gather(micro_batches, self.accumulate)
         if not batches:
             return None
@@ -174,6 +177,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""
+        self._closed = True
         self._graphs.drop()
         self._unwind()
 
@@ -193,11 +197,18 @@ def _recompute(recompute: str | int) -> tuple[str, int]:
     return way, amount
 
 
-def _check(accumulate: int, clip: float | None, graph: str) -> None:
+def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"TrainStep: model must be a torch.nn.Module, got a {type(model).__name__}; pass the model itself.")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"TrainStep: accumulate must be a whole number of at least 1, got {accumulate!r}.")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"TrainStep: clip must be above 0, got {clip}; None does not clip.")
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ValueError(f"TrainStep: clip must be above 0, got {clip!r}; None does not clip.")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"TrainStep: schedule must be a Schedule, got {schedule!r}; "
+            f"say its shape and length, as in Schedule('cosine', steps=10_000), or leave it out to keep the rate."
+        )
     if graph not in GRAPH_MODES:
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
