@@ -24,8 +24,10 @@ def build_corpus(path: Path) -> Path:
     return path
 
 
-def recipe(corpus: Path, out: Path, **changes) -> Recipe:
-    return Recipe(**SMALL | {"data": (str(corpus),), "out": str(out)} | changes)
+def recipe(corpus: Path | str, out: Path, **changes) -> Recipe:
+    """`corpus` "" where `changes` names the data."""
+    data = {"data": (str(corpus),)} if corpus else {}
+    return Recipe(**SMALL | data | {"out": str(out)} | changes)
 
 
 def train(recipe: Recipe, resume: bool = False, until: int | None = None):

@@ -46,14 +46,24 @@ def test_newest_best_and_grid_are_kept(tmp_path):
     assert [p.name for p in store._paths()] == ["step-00000020", "step-00000040", "step-00000050", "step-00000060"]
 
 
-DAMAGED = "is damaged: its {} do not have the checksum that was written with them."
+DAMAGED = "is damaged: its {} does not have the checksum that was written with it."
 DAMAGES = {
-    "cut off": DAMAGED.format("tensors"),
-    "a bit flipped": DAMAGED.format("tensors"),
-    "a fact changed": DAMAGED.format("facts"),
+    "cut off": DAMAGED.format("tensors.safetensors"),
+    "a bit flipped": DAMAGED.format("tensors.safetensors"),
+    "a fact changed": DAMAGED.format("state.json"),
+    "another step": DAMAGED.format("state.json"),
+    "a key lost": DAMAGED.format("state.json"),
+    "no checksum": "is not a whole checkpoint: its state.json is not one that this version of gpubound writes.",
     "no state": "is not a whole checkpoint: [Errno 2] No such file or directory: '{}/state.json'.",
     "half a state": "is not a whole checkpoint: Unterminated string starting at: line 1 column 13 (char 12).",
     "no tensors": "is not a whole checkpoint: [Errno 2] No such file or directory: '{}/tensors.safetensors'.",
+}
+
+
+REWRITTEN = {
+    "another step": ('"step": 5', '"step": 1'),
+    "a key lost": ('"bytes"', '"bites"'),
+    "no checksum": ('"state_crc32"', '"statf_crc32"'),
 }
 
 
@@ -67,6 +77,10 @@ def do_damage(folder, damage) -> None:
         (folder / "tensors.safetensors").write_bytes(payload)
     elif damage == "a fact changed":
         (folder / "state.json").write_text(state.replace('"batch": 5', '"batch": 4'))
+    elif damage in REWRITTEN:
+        old, new = REWRITTEN[damage]
+        assert old in state
+        (folder / "state.json").write_text(state.replace(old, new))
     elif damage == "half a state":
         (folder / "state.json").write_text('{"step": 2, "fa')
     else:

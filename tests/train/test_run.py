@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gpubound.errors import DataError, DeviceError
+from gpubound.monitor import Tape
 from gpubound.train import TrainStep
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.data import hold_out
@@ -91,12 +92,21 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     script = """
         import sys
         import torch
+        from gpubound.monitor import Tape
         from gpubound.train.prepare import prepare
         from gpubound.train.recipe import Recipe
         torch.use_deterministic_algorithms(True, warn_only=True)  # as the suite has it
         torch.set_num_threads(1)
         run = prepare(Recipe(**eval(sys.argv[1])), progress=False)
-        run.go(lambda record: (print(record["step"], flush=True), record["step"] < 25 or sys.stdin.read()))
+        tape = Tape.create(run.folder)
+        run.checkpoints.first = tape.flush
+
+        def on_record(record):
+            tape.append(record)
+            print(record["step"], flush=True)
+            record["step"] < 25 or sys.stdin.read()
+
+        run.go(on_record)
     """
     todo = recipe(corpus, tmp_path / "killed", steps=40, save_every=2)
     child = subprocess.Popen(
@@ -111,7 +121,11 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
         assert any(int(line) == 15 for line in lines), "the child ended by itself"
         child.kill()
         child.wait()
-    assert 12 <= Checkpoints(tmp_path / "killed" / "checkpoints").latest().step <= 26
+    found = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
+    assert 12 <= found.step <= 26
+    tape = Tape.open(tmp_path / "killed")
+    tape.rewind(found.step)
+    assert [record["step"] for record in tape.steps()] == list(range(1, found.step + 1)), "a checkpoint came before its line"
     resumed, _ = train(todo, resume=True)
     whole, _ = train(dataclasses.replace(todo, out=str(tmp_path / "whole")))
     assert resumed.done == 40
@@ -329,7 +343,8 @@ def test_one_text_is_split_inside(corpus, tmp_path):
 
 
 def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
-    """The disk waits for the step behind the one that was saved: were it the other way round, both would wait for good."""
+    """The disk waits for the second step behind the one that was saved (a step's checkpoint is written when its record is out):
+    were it the other way round, both would wait for good."""
     from gpubound.train import checkpoint
 
     launched, in_time, write = threading.Event(), [], checkpoint.save_file
@@ -341,6 +356,84 @@ def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_file", slow_disk)
     run = prepare(recipe(corpus, tmp_path, steps=4, save_every=2), progress=False)
     launch = TrainStep.__call__
-    monkeypatch.setattr(TrainStep, "__call__", lambda step, feed: (run.done >= 2 and launched.set(), launch(step, feed))[1])
+    monkeypatch.setattr(TrainStep, "__call__", lambda step, feed: (run.done >= 3 and launched.set(), launch(step, feed))[1])
     run.go(lambda record: None)
     assert in_time == [True, True] and run.checkpoints.latest().step == 4
+
+
+def test_a_checkpoint_comes_after_the_records_up_to_its_step(corpus, tmp_path, monkeypatch):
+    """And after they are on disk, which `first` sees to."""
+    run = prepare(recipe(corpus, tmp_path, save_every=2, evaluate_every=3), progress=False)
+    seen, written, write = [], [], run.checkpoints._write
+    monkeypatch.setattr(run.checkpoints, "_write", lambda step, *rest: (written.append((step, seen[-1])), write(step, *rest)))
+    flushed = []
+    run.checkpoints.first = lambda: flushed.append(len(seen))
+    run.go(lambda record: seen.append(record["step"]))
+    assert [step for step, _ in written][-1] == 12 and len(written) >= 6 == len(
+        {step for step, _ in written} & {*range(2, 13, 2)}
+    )
+    assert all(record >= step for step, record in written) and len(flushed) == len(written)
+
+
+def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
+    """Not the last ones, which the run keeps for going on."""
+    from gpubound.models import load_hf
+
+    run = prepare(recipe(corpus, tmp_path / "run", steps=12, evaluate_every=3, keep=1, ema=0.5), progress=False)
+    coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12
+    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    run.go(lambda record: None)
+    live = {name: t.clone() for name, t in run.model.state_dict().items()}
+    assert run.best == 6 and [p.name for p in run.checkpoints._paths()] == ["step-00000006", "step-00000012"]
+    exported = dict(load_hf(run.export(tmp_path / "model")).named_parameters())
+    wanted = run.checkpoints.at(6).tensors()
+    assert all(torch.equal(exported[name], wanted[f"average.{name}"]) for name in run.average.average)
+    assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
+
+
+def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkeypatch):
+    run = prepare(recipe(corpus, tmp_path, steps=6, evaluate_every=3), progress=False)
+    coming = iter([1.0, float("nan")])
+    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    run.go(lambda record: None)
+    last, best = (run.checkpoints.at(step).tensors()["model.model.norm.weight"] for step in (6, 3))
+    name = "model.norm.weight"
+    with run.best_weights() as step:
+        assert step == 3 and torch.equal(run.model.state_dict()[name], best)
+    assert torch.equal(run.model.state_dict()[name], last) and not torch.equal(last, best)
+
+
+def test_a_run_that_only_skips_steps_ends(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpubound.train.run.HOPELESS", 5)
+    run = prepare(recipe(corpus, tmp_path, steps=40, lr=1e20, warmup=0.0), progress=False)
+    records = []
+    run.go(records.append)
+    assert run.diverged and not run.finished and 6 <= len(records) <= 12
+    assert [r["skipped"] for r in records[-7:-1]] == list(range(records[-7]["skipped"], records[-7]["skipped"] + 6))
+    assert run.checkpoints.latest() is None, "weights of no use are not saved"
+
+
+def test_a_mistake_in_the_second_phase_is_found_before_the_first_trains(two_phases, tmp_path):
+    first, second = two_phases["phases"]
+    for change, sentence in (
+        ({"micro_batch": 5000}, "phase instruct: data: the training documents have 1,"),
+        ({"seq": 1_000_000}, "phase instruct: data: the training documents have 1,"),
+        ({"validation": 0.001}, "phase instruct: validation: the held-out documents have "),
+    ):
+        with pytest.raises(DataError) as error:
+            prepare(recipe("", tmp_path / "run", **{**two_phases, "phases": (first, second | change)}), progress=False)
+        assert str(error.value).startswith(sentence)
+    prepare(recipe("", tmp_path / "run", **two_phases), progress=False)  # the same folder, once it is mended
+
+
+def test_a_second_phase_without_anything_to_learn(two_phases, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(
+        (json.dumps({"messages": [{"role": "user", "content": "what is it? " * 9}]}) + "\n") * 90
+    )
+    first, second = two_phases["phases"]
+    phases = (first, second | {"data": (str(tmp_path / "asked.jsonl"),)})
+    with pytest.raises(DataError) as error:
+        prepare(recipe("", tmp_path / "run", **{**two_phases, "phases": phases}), progress=False)
+    assert str(error.value) == (
+        "phase instruct: data: the training documents hold no token to learn; give chats with assistants' turns."
+    )

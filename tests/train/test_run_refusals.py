@@ -28,8 +28,30 @@ def test_not_even_one_row_fits():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"steps": 0}, "recipe: steps must be at least 1, got 0."),
-        ({"save_every": -1}, "recipe: save_every must not be negative, got -1; 0 turns it off."),
+        ({"steps": 0}, "recipe: steps must lie between 1 and 10,000,000, got 0."),
+        ({"steps": 10**11}, "recipe: steps must lie between 1 and 10,000,000, got 100,000,000,000."),
+        ({"steps": 2.5}, "recipe: steps must be a whole number, got 2.5."),
+        ({"seed": 1 << 63}, f"recipe: seed must lie between 0 and {(1 << 63) - 1:,}, got {1 << 63:,}."),
+        ({"vocabulary": 0}, "recipe: vocabulary must lie between 261 and 16,777,216, got 0."),
+        ({"data_bytes": 0}, f"recipe: data_bytes must lie between 1 and {1 << 62:,}, got 0."),
+        ({"clip": -1.0}, "recipe: clip must be above 0, got -1.0."),
+        ({"lr": 0.0}, "recipe: lr must be above 0, got 0.0."),
+        ({"lr": float("nan")}, "recipe: lr must be a finite number, got nan."),
+        ({"warmup": float("nan")}, "recipe: warmup must be a finite number, got nan."),
+        ({"graph": "maybe"}, "recipe: graph must be one of auto, require, off, got 'maybe'."),
+        ({"graph": True}, "recipe: graph must be a text, got True."),
+        ({"out": ""}, "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
+        ({"data": ("",)}, "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
+        ({"tokenizer": "a\0b"}, r"recipe: tokenizer must be UTF-8 text, not empty, without control characters, got 'a\x00b'."),
+        ({"out": "\udcff"}, r"recipe: out must be UTF-8 text, not empty, without control characters, got '\udcff'."),
+        ({"data": "books"}, "recipe: data must be a path or a list of them, got 'books'."),
+        (
+            {"precision": "bf16-pure", "optimizer": "muon"},
+            "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16.",
+        ),
+        ({"phases": ({"name": "a"}, {"name": "b", "clip": 0.0})}, "recipe: phase b: clip must be above 0, got 0.0."),
+        ({"phases": (3,)}, "recipe: a phase must have keys and values such as 'steps: 2000', got 3."),
+        ({"save_every": -1}, "recipe: save_every must lie between 0 (off) and 2,147,483,648, got -1."),
         ({"validation": 1.0}, "recipe: validation must lie between 0 and 1, got 1.0; 0.02 holds out 2 % of the documents."),
         ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
         ({"patience": 2}, "recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate."),
@@ -92,7 +114,7 @@ def test_a_folder_with_another_run(corpus, tmp_path):
     with pytest.raises(ValueError) as error:
         prepare(recipe(corpus, tmp_path, steps=2, lr=1e-4, seed=1), resume=True, progress=False)
     assert str(error.value) == (
-        "resume: the recipe has changed: lr was 0.003, is 0.0001; seed was 0, is 1. "
+        "resume: the recipe has changed: seed was 0, is 1; lr was 0.003, is 0.0001. "
         "Give the old values, or begin anew in another --out."
     )
 
@@ -100,6 +122,4 @@ def test_a_folder_with_another_run(corpus, tmp_path):
 def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_said", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
-    assert (
-        f"resume: {tmp_path / 'checkpoints'} holds no whole checkpoint; starting from the beginning." in capsys.readouterr().err
-    )
+    assert f"resume: {tmp_path / 'checkpoints'} holds no checkpoint; starting from the beginning." in capsys.readouterr().err

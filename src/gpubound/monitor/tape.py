@@ -64,6 +64,12 @@ class Tape:
                 f"Free space, then go on with --resume."
             ) from error
 
+    def flush(self) -> None:
+        """Every line is on the disk when this returns: a checkpoint of a step must not outlive its line."""
+        if (self.path / STEPS).exists():
+            with open(self.path / STEPS, "rb") as file:
+                os.fsync(file.fileno())
+
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""
         kept = [json.dumps(record) for record in self._lines() if record["step"] <= step]

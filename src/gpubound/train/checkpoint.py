@@ -6,7 +6,7 @@ of it is on disk. A run killed at any moment therefore leaves the last whole che
 
     <folder>/step-00000120/
         tensors.safetensors    every tensor, by name
-        state.json             step, facts and their crc32, size and crc32 of the tensors' file
+        state.json             step, facts, size and crc32 of the tensors' file, and the crc32 of all of this
 """
 
 import json
@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ..errors import DataError
 from ..trace import fallback, notice, span
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
+WHOLE = "state_crc32"
 _NAME = re.compile(r"step-(\d{8,})$")
 _BLOCK = 1 << 24  # bytes at a time, for a checksum and from the GPU
 
@@ -44,12 +46,18 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run: the `keep` newest stay, every `keep_every`-th step, and the best score."""
+    """The checkpoints of one run: the `keep` newest stay, every `keep_every`-th step, and the best score.
 
-    def __init__(self, folder: str | Path, keep: int = 3, keep_every: int | None = None):
+    `first` is called, on the writing thread, before a checkpoint takes its place: what must be on disk before it.
+    """
+
+    def __init__(
+        self, folder: str | Path, keep: int = 3, keep_every: int | None = None, first: Callable[[], None] = lambda: None
+    ):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
-        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self.folder, self.keep, self.keep_every, self.first = Path(folder), keep, keep_every, first
+        self._snapshot: tuple[Any, ...] | None = None
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -58,15 +66,26 @@ class Checkpoints:
 
         `wait` returns when it is on disk.
         """
-        self.wait()  # one writer at a time; also where an earlier write's failure is raised
-        with span("checkpoint.snapshot"):
-            snapshot = _copied(tensors)
-            done = _mark(snapshot)
-        work = (step, snapshot, done, dict(facts) | ({"score": score} if score is not None else {}))
-        self._writer = threading.Thread(target=self._write_safely, args=work, name="gpubound-checkpoint", daemon=False)
-        self._writer.start()
+        self.snapshot(step, tensors, facts, score)
+        self.write()
         if wait:
             self.wait()
+
+    def snapshot(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None) -> None:
+        """Copy everything as it is now. `write` writes it, later."""
+        self.write()
+        self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
+        with span("checkpoint.snapshot"):
+            copied = _copied(tensors)
+            done = _mark(copied)
+        self._snapshot = (step, copied, done, dict(facts) | ({"score": score} if score is not None else {}))
+
+    def write(self) -> None:
+        """Write the snapshot, if there is one, in the background."""
+        if self._snapshot:
+            work, self._snapshot = self._snapshot, None
+            self._writer = threading.Thread(target=self._write_safely, args=work, name="gpubound-checkpoint", daemon=False)
+            self._writer.start()
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk. Raises what its writing raised."""
@@ -79,6 +98,10 @@ class Checkpoints:
                 f"the checkpoint could not be written: {failure}; earlier checkpoints in {self.folder} are intact. "
                 f"Free space or choose another folder."
             ) from failure
+
+    def exist(self) -> bool:
+        """Whether there is a checkpoint, whole or damaged."""
+        return bool(self._paths())
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint. Damaged ones are skipped, each with a line that says why."""
@@ -111,11 +134,13 @@ class Checkpoints:
         fresh.mkdir(parents=True)
         try:
             save_file(_to_host(snapshot, done), fresh / TENSORS)
-            facts = json.loads(json.dumps(facts))  # as they will be read: with texts for keys
-            state = {"step": step, "facts": facts, "facts_crc32": _crc_of(facts), "bytes": (fresh / TENSORS).stat().st_size}
-            (fresh / STATE).write_text(json.dumps(state | {"crc32": checksum(fresh / TENSORS)}, indent=1))
+            size, crc = (fresh / TENSORS).stat().st_size, checksum(fresh / TENSORS)
+            state = {"step": step, "facts": facts, "bytes": size, "crc32": crc}
+            state = json.loads(json.dumps(state))  # as it will be read: with texts for keys
+            (fresh / STATE).write_text(json.dumps(state | {WHOLE: _crc_of(state)}, indent=1))
             for file in (fresh / TENSORS, fresh / STATE):
                 _flush(file)
+            self.first()
             if final.exists():  # a resumed run reaches a step that it had saved before
                 shutil.rmtree(final)
             os.replace(fresh, final)
@@ -143,24 +168,33 @@ class Checkpoints:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in `path`, after its size and checksum have been verified."""
+    """The checkpoint in `path`, after its size and checksums have been verified."""
     path = Path(path)
     try:
-        state = json.loads((path / STATE).read_text())
-        size, crc, facts_crc = (path / TENSORS).stat().st_size, state["crc32"], state["facts_crc32"]
-    except (OSError, ValueError, KeyError) as error:
+        state, size = _state(path), (path / TENSORS).stat().st_size
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a whole checkpoint: {error}.") from error
-    for what, whole in (
-        ("facts", _crc_of(state["facts"]) == facts_crc),
-        ("tensors", size == state["bytes"] and checksum(path / TENSORS) == crc),
+    for file, whole in (
+        (STATE, state.pop(WHOLE) == _crc_of(state)),
+        (TENSORS, size == state.get("bytes") and checksum(path / TENSORS) == state.get("crc32")),
     ):
         if not whole:
-            raise DataError(f"{path} is damaged: its {what} do not have the checksum that was written with them.")
+            raise DataError(f"{path} is damaged: its {file} does not have the checksum that was written with it.")
     return Checkpoint(path, state["step"], state["facts"])
 
 
-def _crc_of(facts: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except RecursionError:
+        state = None
+    if not isinstance(state, dict) or WHOLE not in state:
+        raise ValueError(f"its {STATE} is not one that this version of gpubound writes")
+    return state
+
+
+def _crc_of(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _number(path: Path) -> int:
@@ -170,8 +204,9 @@ def _number(path: Path) -> int:
 def _score(path: Path) -> Any:
     """None, too, where it cannot be read: what is damaged is not the best."""
     try:
-        return json.loads((path / STATE).read_text())["facts"].get("score")
-    except (OSError, ValueError, KeyError):
+        state = _state(path)
+        return state["facts"].get("score") if state.pop(WHOLE) == _crc_of(state) else None
+    except (OSError, ValueError):
         return None
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..device import resolve
 from ..errors import DataError, GraphError
+from ..feed.corpus import Corpus
 from ..feed.tokenizer import Tokenizer
 from ..models import Decoder, load_hf
 from ..place import place
@@ -17,14 +18,23 @@ from ..trace import notice
 from .checkpoint import Checkpoint, Checkpoints
 from .data import check_data, hold_out, open_data
 from .fit import largest_micro_batch
-from .recipe import MODELS, Recipe, check_model, check_same
-from .run import Run, Stage, make_step
+from .recipe import MODELS, Recipe, check_model
+from .resume import check_same, reopened
+from .run import Run
+from .stage import Stage, make_step
 
 
-def prepare(recipe: Recipe, resume: bool = False, auto_batch: bool = False, progress: bool = True) -> Run:
+def prepare(
+    recipe: Recipe,
+    resume: bool = False,
+    auto_batch: bool = False,
+    progress: bool = True,
+    corpora: list[Corpus] | None = None,
+) -> Run:
     """Build what the recipe names; with `resume`, go on from the newest whole checkpoint in its folder.
 
     `auto_batch` takes the largest micro-batch that fits, and so many fewer of them that a step has as many tokens as before.
+    `corpora` are the phases' own, when `open_data` has opened them already.
     """
     folder, device = Path(recipe.out), resolve(recipe.device)
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None)
@@ -33,13 +43,15 @@ def prepare(recipe: Recipe, resume: bool = False, auto_batch: bool = False, prog
     found = _found(checkpoints, resume)
     if found is not None and auto_batch:  # it was tried when the run began
         recipe = dataclasses.replace(recipe, **{k: found.facts["recipe"][k] for k in ("micro_batch", "accumulate")})
-    if found is not None:
-        check_same(found.facts["recipe"], recipe)
+    for said in check_same(found, recipe) if found is not None else ():
+        notice(said)
     stages = [
         Stage(name, own, *hold_out(corpus, own.validation))
-        for (name, own), corpus in zip(recipe.stages(), open_data(recipe, folder, progress))
+        for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
     ]
     tokenizer = stages[0].training.tokenizer()
+    for stage in stages:
+        stage.check()
     if auto_batch and found is None:
         stages[0] = fitted(stages, tokenizer, device)
         recipe = stages[0].recipe
@@ -51,13 +63,19 @@ def prepare(recipe: Recipe, resume: bool = False, auto_batch: bool = False, prog
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
+        run.over = run.over and not reopened(found, recipe)
     return run
 
 
 def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
     found = checkpoints.latest()
+    if found is None and checkpoints.exist():  # a new run would remove them
+        raise DataError(
+            f"{checkpoints.folder} holds checkpoints, and none of them is whole; "
+            f"restore one, or give another --out to begin anew."
+        )
     if resume and found is None:
-        notice(f"resume: {checkpoints.folder} holds no whole checkpoint; starting from the beginning.")
+        notice(f"resume: {checkpoints.folder} holds no checkpoint; starting from the beginning.")
     if found is not None and not resume:
         raise ValueError(
             f"{checkpoints.folder} already holds step {found.step} of a run; "
@@ -70,7 +88,8 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> D
     if recipe.model in MODELS:
         # Rows of the head, rounded up to a multiple of 64: tensor cores want it, and ids beyond the tokenizer's never occur.
         rows = -(-tokenizer.vocab_size // 64) * 64
-        config = dataclasses.replace(MODELS[recipe.model], vocabulary=rows, positions=max(recipe.seq, 4096))
+        longest = max(own.seq for _, own in recipe.stages())
+        config = dataclasses.replace(MODELS[recipe.model], vocabulary=rows, positions=max(longest, 4096))
         return Decoder(config, device=device)
     model = load_hf(recipe.model, device)
     if tokenizer.vocab_size > model.config.vocabulary:

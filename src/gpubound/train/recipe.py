@@ -1,13 +1,18 @@
 """The recipe of a run: every choice in one place, checked before anything is read or built."""
 
 import difflib
-import json
+import math
 import re
-from dataclasses import asdict, dataclass, fields, replace
+import reprlib
+from dataclasses import Field, dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
+from ..feed.tokenizer import SPECIALS
 from ..models import PRESETS, DecoderConfig
+from .graphs import MODES as GRAPH_MODES
 from .muon import Muon
 from .optimizer import AdamW, AdamW8bit
 from .precision import precision as precision_named
@@ -15,6 +20,7 @@ from .recompute import parse as parse_recompute
 from .schedule import Schedule
 
 STDLIB = "stdlib"
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 OFFERED = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The presets, and one that two CPU cores teach some Python in two minutes (the demo's)."""
 
@@ -35,8 +41,14 @@ PHASED = (
 )  # fmt: skip
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
 
-FREE = ("out", "keep", "keep_every", "save_every", "device", "graph", "recompute", "overlap")
-"""What may differ when a run is resumed: it does not change the numbers."""
+OFF_AT_0 = ("evaluate_every", "patience", "save_every", "keep_every")
+MOST_STEPS = 10_000_000  # the schedule is a table with a rate for each: 80 MB on the device
+LIMITS = (
+    ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, 1 << 16), ("steps", 1, MOST_STEPS),
+    ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
+    ("data_bytes", 1, 1 << 62), ("seed", 0, (1 << 63) - 1),
+)  # fmt: skip
+"""(key, least, most). The most are far above any use; they keep a slip of the hand from filling the memory."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +121,24 @@ class Recipe:
     """Phases trained one after the other, each with a name and its own data, steps, lr and so on. In a config file only."""
 
     def __post_init__(self) -> None:
-        for name in ("seq", "micro_batch", "accumulate", "steps", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe: {name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("evaluate_every", "patience", "save_every", "keep_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"recipe: {name} must not be negative, got {getattr(self, name)}; 0 turns it off.")
+        for field in fields(Recipe):
+            check_kind(field, getattr(self, field.name))
+        for name, least, most in LIMITS:
+            value = getattr(self, name)
+            if not least <= (least if value is None else value) <= most:
+                at_least = "0 (off)" if name in OFF_AT_0 else f"{least:,}"
+                raise ValueError(f"recipe: {name} must lie between {at_least} and {most:,}, got {value:,}.")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"recipe: {name} must be above 0, got {getattr(self, name)}.")
         if not 0 < self.validation < 1:
             raise ValueError(
                 f"recipe: validation must lie between 0 and 1, got {self.validation}; 0.02 holds out 2 % of the documents."
             )
         if not 0 <= self.ema < 1:
             raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
+        if self.graph not in GRAPH_MODES:
+            raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
         if self.patience and not self.evaluate_every:
             raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
         if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
@@ -128,8 +146,10 @@ class Recipe:
                 f"recipe: keep_every must be a multiple of save_every, got {self.keep_every} and {self.save_every}; "
                 f"only what is saved can be kept."
             )
-        if self.precision != "auto":
-            precision_named(self.precision)
+        if self.precision != "auto" and precision_named(self.precision).at_random and self.optimizer == "muon":
+            raise ValueError(
+                "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
+            )
         parse_recompute(self.recompute)
         self.rates, self.numbers  # noqa: B018 (they check what they are given)
         self.stages()
@@ -152,6 +172,9 @@ class Recipe:
         """(name, its own recipe) of each phase; a recipe without phases is its only one."""
         if not self.phases:
             return [("", self)]
+        for phase in self.phases:
+            if not isinstance(phase, dict):
+                raise ValueError(f"recipe: a phase must have keys and values such as 'steps: 2000', got {shown(phase)}.")
         names = [str(phase.get("name", f"phase-{number}")) for number, phase in enumerate(self.phases, 1)]
         if wrong := [name for name in names if not re.fullmatch(r"[\w-]+", name)]:
             raise ValueError(f"recipe: phase {wrong[0]!r}: wanted a name of letters, digits, - and _; it names a folder.")
@@ -164,14 +187,46 @@ class Recipe:
         for key in own.keys() - set(PHASED):
             known = {f.name for f in fields(Recipe)}
             why = "is the whole run's, not a phase's." if key in known else unknown(key, ("name", *PHASED))
-            raise ValueError(f"recipe: phase {name}: {key!r} {why}")
-        return replace(self, phases=(), **own)
+            raise ValueError(f"recipe: phase {name}: {shown(key)} {why}")
+        try:
+            return replace(self, phases=(), **own)
+        except ValueError as error:
+            raise ValueError(f"recipe: phase {name}: {str(error).removeprefix('recipe: ')}") from error
 
 
-def unknown(key: str, known: tuple[str, ...]) -> str:
+def unknown(key: Any, known: tuple[str, ...]) -> str:
     """What to say after a key that nobody knows."""
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(str(key)[:40], known, n=1)
     return f"is unknown; did you mean {near[0]!r}?" if near else f"is unknown; the keys are {', '.join(known)}."
+
+
+def check_kind(field: Field, value: Any) -> None:
+    """Refuse what is not of the field's kind, or not usable whatever the field."""
+    name, kinds = field.name, get_args(field.type) or (field.type,)
+    if name == "phases":
+        if not isinstance(value, tuple):
+            raise ValueError(f"recipe: phases must be a tuple of dicts, got {shown(value)}.")
+        return
+    if name == "data" and not (isinstance(value, tuple) and all(isinstance(part, str) for part in value)):
+        raise ValueError(f"recipe: data must be a path or a list of them, got {shown(value)}.")
+    if value is None and NoneType in kinds:
+        return
+    wanted = kinds[0]
+    right = isinstance(value, {float: Real, int: Integral}.get(wanted, wanted)) if name != "data" else True
+    if not right or (wanted is not bool and isinstance(value, bool)):
+        raise ValueError(f"recipe: {name} must be {KINDS[wanted]}, got {shown(value)}.")
+    if wanted is float and not math.isfinite(value):
+        raise ValueError(f"recipe: {name} must be a finite number, got {value}.")
+    for text in (value,) if isinstance(value, str) else value if name == "data" else ():
+        if not text.strip() or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text):
+            raise ValueError(f"recipe: {name} must be UTF-8 text, not empty, without control characters, got {shown(text)}.")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, 80, 80, 80
+    return brief.repr(value)
 
 
 def check_model(name: str) -> None:
@@ -179,14 +234,4 @@ def check_model(name: str) -> None:
         raise ValueError(
             f"model: got {name!r}, wanted one of {', '.join(OFFERED)} (-tiny behind it: a small one like it), "
             f"or a Hugging Face folder."
-        )
-
-
-def check_same(old: dict[str, Any], recipe: Recipe) -> None:
-    """Only what does not change the numbers may differ between a run and its resumption."""
-    new = json.loads(json.dumps(asdict(recipe)))
-    changed = [f"{key} was {old.get(key)!r}, is {new[key]!r}" for key in new if key not in FREE and old.get(key) != new[key]]
-    if changed:
-        raise ValueError(
-            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
         )

@@ -4,17 +4,15 @@
 """
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DataError
-from ..feed.corpus import Corpus
 from ..feed.tokenizer import Tokenizer
 from ..models import Decoder, save_hf
 from ..place import Placement
@@ -25,50 +23,11 @@ from .loss import CausalLM
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
 from .recompute import parse as parse_recompute
+from .stage import Stage, make_step
 from .step import TrainStep
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
-
-
-@dataclass
-class Stage:
-    """One phase: its recipe and its data."""
-
-    name: str
-    recipe: Recipe
-    training: Corpus
-    held_out: Corpus
-
-    def feed(self, device: torch.device, recipe: Recipe | None = None) -> Any:
-        recipe = recipe or self.recipe
-        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed)
-
-    def held_out_feed(self, device: torch.device) -> Any:
-        rows = (self.held_out.tokens - 1) // self.recipe.seq
-        if rows < 1:
-            raise DataError(
-                f"validation: the held-out documents have {self.held_out.tokens} tokens, wanted at least one row of "
-                f"{self.recipe.seq}; give more text, a larger --validation or a shorter --seq."
-            )
-        return self.held_out.batches(self.recipe.seq, min(self.recipe.micro_batch, rows), device, shuffle=False)
-
-
-def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep:
-    """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
-    budget = parse_recompute(recipe.recompute)[0] == "budget"
-    return TrainStep(
-        model,
-        "next_token",
-        recipe.numbers,
-        accumulate=recipe.accumulate,
-        clip=recipe.clip,
-        precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
-        graph=recipe.graph,
-        schedule=recipe.rates,
-        recompute="cheap" if budget else recipe.recompute,
-        overlap=recipe.overlap,
-        seed=recipe.seed,
-    )
+HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
 
 
 @dataclass
@@ -88,6 +47,7 @@ class Run:
     over: bool = False  # this phase has ended, early or not
     done: int = 0
     evaluations: dict[int, float] = field(default_factory=dict)
+    diverged: bool = False  # ended because step after step was skipped
     step: TrainStep = field(init=False)
     average: Average | None = field(init=False, default=None)
     _loss: CausalLM = field(init=False, default_factory=lambda: CausalLM(shifted=True))
@@ -131,15 +91,20 @@ class Run:
         self.feed.load_state_dict(at)
 
     def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
-        """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done."""
+        """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done.
+
+        Each step's record goes to `on_record` before a checkpoint of that step is written. A run that has diverged ends, and
+        is not saved: its weights are of no use.
+        """
         stop = stop or Stop()
-        while not self.finished:
+        while not self.finished and not self.diverged:
             if self.over:
                 if self.average:
                     self.average.settle()  # what the phase has made is its average
                 self.enter(self.phase + 1)
             self._train(on_record, stop)
-            self.save(wait=True)
+            if not self.diverged:
+                self.save(wait=True)
             if stop.asked:
                 break
         return self.done
@@ -147,10 +112,10 @@ class Run:
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """This phase, from where it is."""
         recipe, last = self.stage.recipe, self.began + self.stage.recipe.steps
-        named = {"phase": self.stage.name} if self.stage.name else {}
-        loop = Loop(self.step, lambda record: on_record(record | named))
-        while self.done < last and not self.over and not stop.asked:
-            loop.launch(self.done + 1, self.feed)
+        loop = Loop(self.step, self._heard(on_record))
+        while self.done < last and not (self.over or self.diverged or stop.asked):
+            loop.launch(self.done + 1, self.feed)  # hands out the record of the step before, so that step may be written
+            self.checkpoints.write()
             self.done += 1
             if self.average:
                 self.average.update()
@@ -160,21 +125,38 @@ class Run:
             if self.done < last and (improved or (recipe.save_every and self.done % recipe.save_every == 0)):
                 self.save()
         loop.finish()
-        self.over = self.over or self.done >= last
+        self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _heard(self, on_record: Callable[[Record], None]) -> Callable[[Record], None]:
+        """`on_record`, told the phase too; notices when step after step is skipped."""
+        named = {"phase": self.stage.name} if self.stage.name else {}
+        skipped, in_a_row = None, 0
+
+        def heard(record: Record) -> None:
+            nonlocal skipped, in_a_row
+            in_a_row = in_a_row + 1 if skipped is not None and record["skipped"] > skipped else 0
+            skipped, self.diverged = record["skipped"], in_a_row >= HOPELESS
+            on_record(record | named)
+
+        return heard
 
     def _evaluate(self, loop: Loop) -> bool:
         """Note the held-out loss; True when it is this phase's best. Out of patience, go back to the best and end the phase."""
-        here = {step: loss for step, loss in self.evaluations.items() if step > self.began}
         loss = self.evaluations[self.done] = self.evaluate()
         loop.note(held_out=loss)
         loop.resume()
-        best = min(here, key=lambda step: here[step], default=self.done)
-        if best == self.done or loss < here[best]:
+        if self.best == self.done:
             return True
         patience = self.stage.recipe.patience
-        if patience and sum(step > best for step in self.evaluations) >= patience:
-            self._return_to(best)
+        if patience and self.best and sum(step > self.best for step in self.evaluations) >= patience:
+            self._return_to(self.best)
         return False
+
+    @property
+    def best(self) -> int | None:
+        """The step of this phase with the lowest held-out loss; of equal ones the first. None where no loss was finite."""
+        here = {step: loss for step, loss in self.evaluations.items() if step > self.began and math.isfinite(loss)}
+        return min(here, key=lambda step: (here[step], step), default=None)
 
     def _return_to(self, step: int) -> None:
         """Take the weights that an earlier step of this phase had, and end the phase with them."""
@@ -195,19 +177,42 @@ class Run:
         self.model.train()
         return (totals[0] / totals[1]).item()
 
-    def export(self, path: str | Path) -> Path:
-        """The model (its average, if it has one) and its tokenizer as a Hugging Face folder."""
+    @contextmanager
+    def best_weights(self) -> Iterator[int]:
+        """Inside, the model has the weights (their average, if there is one) of this phase's lowest held-out loss.
+
+        Gives their step.
+        """
+        best = self.best or self.done
         with self.average.applied() if self.average else nullcontext():
+            kept = None
+            if self.evaluations.get(self.done) != self.evaluations.get(best):
+                kept = {name: t.clone() for name, t in self.model.state_dict().items()}
+                tensors = self.checkpoints.at(best).tensors()
+                self.model.load_state_dict(_part(tensors, "model."))
+                with torch.no_grad():
+                    for name, parameter in self.model.named_parameters():
+                        parameter.copy_(tensors.get(f"average.{name}", parameter))
+            try:
+                yield best
+            finally:
+                if kept is not None:
+                    self.model.load_state_dict(kept)
+
+    def export(self, path: str | Path) -> Path:
+        """The best weights (see `best_weights`) and the tokenizer as a Hugging Face folder."""
+        with self.best_weights():
             self.tokenizer.save(save_hf(self.model, path))
         return Path(path)
 
     def save(self, wait: bool = False) -> None:
-        """Snapshot the state and write it behind the training; `wait` until it is on disk."""
+        """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
         now = (self.done, self.phase, self.over)
         if now != self._saved:
             self._saved = now
             self._snapshot()
         if wait:
+            self.checkpoints.write()
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
@@ -222,8 +227,9 @@ class Run:
             "evaluations": self.evaluations,
         }
         loss = self.evaluations.get(self.done)
-        score = None if loss is None else [-self.phase, loss]  # the best of a later phase before any of an earlier one
-        self.checkpoints.save(self.done, tensors, facts, score)
+        known = loss is not None and math.isfinite(loss)
+        score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one
+        self.checkpoints.snapshot(self.done, tensors, facts, score)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
@@ -237,13 +243,14 @@ class Run:
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-        self.model.load_state_dict(part("model."))
-        self.step.load_state_dict(part("step."))
+        self.model.load_state_dict(_part(tensors, "model."))
+        self.step.load_state_dict(_part(tensors, "step."))
         if self.average:
-            self.average.load(part("average."), updates=self.done - self.began)
+            self.average.load(_part(tensors, "average."), updates=self.done - self.began)
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def tensors_of(model: torch.nn.Module, step: TrainStep) -> dict[str, Tensor]:

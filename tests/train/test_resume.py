@@ -1,0 +1,91 @@
+"""What may change when a run is resumed: more steps, later phases, and what does not touch the numbers."""
+
+import pytest
+
+from gpubound import trace
+from gpubound.train.prepare import prepare
+
+from .runs import assert_same, losses, recipe, state, texts, train
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+
+STEADY = {"schedule": "constant", "warmup": 0.0}
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text("\n".join(texts()))
+    return path
+
+
+def phases(book, *changes, more=()):
+    """Two phases of 3 steps on one text."""
+    both = [{"name": name, "data": (str(book),), "steps": 3} | change for name, change in zip("ab", (*changes, {}, {}))]
+    return {"vocabulary": 300, "phases": (*both, *more)}
+
+
+@pytest.mark.parametrize("until", [None, 5], ids=["finished", "stopped"])
+def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
+    """Under a constant rate, bit for bit; what was done is not done again."""
+    first, before = train(recipe(corpus, tmp_path / "run", steps=8, **STEADY), until=until)
+    longer, after = train(recipe(corpus, tmp_path / "run", steps=12, **STEADY), resume=True)
+    whole, records = train(recipe(corpus, tmp_path / "whole", steps=12, **STEADY))
+    assert first.finished == (until is None) and longer.finished and longer.done == 12
+    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 12
+    assert_same(longer, whole)
+
+
+def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    _, before = train(recipe(corpus, tmp_path, steps=8))
+    _, after = train(recipe(corpus, tmp_path, steps=12), resume=True)
+    assert (
+        f"resume: steps was 8, is 12: from here on the cosine schedule is that of 12 steps, and the learning rate goes from "
+        f"{before[-1]['lr']:.2e} to {after[0]['lr']:.2e}." in capsys.readouterr().err
+    )
+
+
+def test_fewer_steps_than_are_done(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=4))
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=3), resume=True, progress=False)
+    assert str(error.value) == "resume: steps: 4 are done, got 3; give at least so many."
+
+
+def test_a_phase_that_has_not_begun_may_change(book, tmp_path):
+    train(recipe("", tmp_path, **phases(book)), until=2)
+    run, records = train(recipe("", tmp_path, **phases(book, {}, {"lr": 1e-5, "steps": 2})), resume=True)
+    assert run.finished and run.done == 5 and records[-1]["phase"] == "b" and records[-1]["lr"] <= 1e-5
+
+
+def test_a_finished_run_gets_another_phase(book, tmp_path):
+    before, _ = train(recipe("", tmp_path, **phases(book)))
+    old = state(before)
+    run, records = train(
+        recipe("", tmp_path, **phases(book, more=[{"name": "c", "steps": 1, "data": (str(book),)}])), resume=True
+    )
+    assert run.finished and [(r["step"], r["phase"]) for r in records] == [(7, "c")]
+    assert old.keys() == state(run).keys()
+
+
+@pytest.mark.parametrize(
+    "changes, more, said",
+    [
+        (({"lr": 1e-5}, {}), {}, "phase a: lr was 0.003, is 1e-05"),
+        (({"name": "c"}, {}), {}, "phase 1 was a, is c"),
+        (({}, {}), {"seed": 1, "ema": 0.5}, "ema was 0.0, is 0.5; seed was 0, is 1"),
+    ],
+)
+def test_what_was_trained_with_may_not_change(book, tmp_path, changes, more, said):
+    train(recipe("", tmp_path, **phases(book)), until=2)
+    with pytest.raises(ValueError) as error:
+        prepare(recipe("", tmp_path, **phases(book, *changes), **more), resume=True, progress=False)
+    assert str(error.value) == (f"resume: the recipe has changed: {said}. Give the old values, or begin anew in another --out.")
+
+
+def test_phases_may_not_go_away(book, tmp_path):
+    train(recipe("", tmp_path, **phases(book)))
+    for shorter in (phases(book) | {"phases": phases(book)["phases"][:1]}, {"data": (str(book),), "vocabulary": 300}):
+        with pytest.raises(ValueError, match=r"recipe has changed: phase [12] was [ab], is (missing|without a name)\."):
+            prepare(recipe("", tmp_path, **shorter), resume=True, progress=False)
