@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.demo import PROMPT, Demo, recipe_for
+from gpubound.cli.demo import FILES, PROMPT, Demo, as_long_as_useful, clear, files, recipe_for
+from gpubound.monitor import Tape
 from gpubound.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,19 +38,18 @@ def test_the_whole_path(tmp_path, capsys):
     assert tape["finished"] and tape["sample"].startswith(PROMPT) and tape["sample"] in said
     losses = [json.loads(line)["loss"] for line in (out / "steps.jsonl").read_text().splitlines()]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
-    assert f"export: {out / 'model'} (a Hugging Face folder)\nreport: {out / 'report.html'}\n" in said
+    assert f"export: {out / 'model'} (a Hugging Face folder, weights of step 8)\nreport: {out / 'report.html'}\n" in said
     page = (out / "report.html").read_text()
     assert "What it writes" in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (out / "model" / "model.safetensors").exists()
 
 
 def test_a_finished_demo_is_replaced(tmp_path):
-    assert demo(tmp_path / "demo") == 0
-    for old in ("checkpoints/step-00000001", "corpus/old", "model/old"):
-        (tmp_path / "demo" / old).mkdir()
-    assert demo(tmp_path / "demo") == 0
-    assert len(lines(tmp_path / "demo")) == 8 and not list((tmp_path / "demo").glob("*/old"))
-    assert [p.name for p in (tmp_path / "demo" / "checkpoints").iterdir()] == ["step-00000008"]
+    for steps in ("2", "1"):
+        assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", steps, "--device", "cpu"]) == 0
+        assert main(["report", str(tmp_path / "demo")]) == 0  # writes report.html anew
+    assert len(lines(tmp_path / "demo")) == 1
+    assert [p.name for p in (tmp_path / "demo" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_interrupted_and_gone_on_with(tmp_path, capsys, monkeypatch):
@@ -64,7 +65,7 @@ def test_interrupted_and_gone_on_with(tmp_path, capsys, monkeypatch):
         assert demo(out) == 0
     said = capsys.readouterr().err
     assert f"stopped by SIGINT, checkpoint of step 3 in {out / 'checkpoints'}" in said
-    assert f"go on with: gpubound demo --out {out} --resume --steps 8\n" in said
+    assert f"go on with: gpubound demo --out {out} --steps 8 --device cpu --resume\n" in said
     assert Checkpoints(out / "checkpoints").latest().step == 3
     assert demo(out) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -78,17 +79,93 @@ def lines(out: Path) -> list[str]:
     return (out / "steps.jsonl").read_text().splitlines()
 
 
-def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    assert demo(tmp_path) == 2
+def tree(out: Path) -> dict[str, str]:
+    return {str(p.relative_to(out)): p.read_text() if p.is_file() else "folder" for p in sorted(out.rglob("*"))}
+
+
+def finished_demo(out: Path) -> Path:
+    """What `clear` sees of one: a run.json that lists the demo's files."""
+    for name in ("corpus/corpus.json", "checkpoints/step-00000008/state.json", "model/config.json", "report.html"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    Tape.create(out, finished=True).tell(**{FILES: files(out)})
+    return out
+
+
+def test_only_the_demos_own_files_go(tmp_path):
+    out = finished_demo(tmp_path / "demo")
+    (out / "report.html").write_text("written by gpubound report")
+    clear(out, resume=True)
+    assert len(tree(out)) > 5
+    clear(out, resume=False)
+    assert tree(out) == {}
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("corpus/notes.txt", "mine"),
+        ("model/config.json", "my own export, longer than the demo's"),
+        ("checkpoints/step-00000016/state.json", "my training went on"),
+        ("thesis.txt", "years of work"),
+        ("old/", None),
+    ],
+)
+def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys, name, what):
+    """In a demo's folder as in any other, at whatever depth, and under a name that the demo uses, too."""
+    for out in (finished_demo(tmp_path / "demo"), tmp_path / "mine"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(what) if what else (out / name).mkdir()
+        before = tree(out)
+        assert demo(out) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"gpubound demo: demo: {out} holds {name!r}, which no demo wrote; give another folder with --out."
+        )
+        assert tree(out) == before
+
+
+@pytest.mark.parametrize("options", [(), ("--resume",)])
+def test_a_training_run_is_no_demo(tmp_path, capsys, options):
+    Tape.create(tmp_path, name="demo", finished=True)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001").write_text("a week of training")
+    before = tree(tmp_path)
+    assert demo(tmp_path, *options) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound demo: demo: {tmp_path} holds 'thesis.txt', which no demo wrote; give another folder with --out."
+        f"gpubound demo: demo: {tmp_path} holds 'checkpoints/step-00000001', which no demo wrote; "
+        f"give another folder with --out."
     )
+    assert tree(tmp_path) == before
+
+
+def test_a_file_for_a_folder(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
     assert demo(tmp_path / "thesis.txt") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound demo: demo: {tmp_path / 'thesis.txt'} is a file; give a folder with --out."
+        f"gpubound demo: out: {tmp_path / 'thesis.txt'} is a file; give a folder with --out."
     )
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_no_steps_are_not_the_default(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", "0", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "gpubound demo: recipe: steps must lie between 1 and 10,000,000, got 0."
+    )
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    "device, tokens, steps, passes",
+    [("cpu", 1_500_000, 1200, "0.8 passes over 1.5M tokens (what a CPU does in 90 seconds or so)"),
+     ("cpu", 50_000, 189, "4.0 passes over 0.0M tokens (more would be learnt by heart)"),
+     ("cuda:0", 3_000_000, 710, "4.0 passes over 2.9M tokens (more would be learnt by heart)")],
+)  # fmt: skip
+def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
+    recipe = recipe_for(torch.device(device), Demo())
+    settled, said = as_long_as_useful(recipe, SimpleNamespace(tokens=tokens))
+    assert settled.steps == steps
+    assert said == f"demo: {steps:,} steps of {recipe.seq * recipe.micro_batch:,} tokens, {passes}"
 
 
 def test_the_recipes_are_valid_for_both_kinds_of_device():

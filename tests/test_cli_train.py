@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from gpubound.cli.train import from_file, presets
 from gpubound.feed.corpus import Corpus
 from gpubound.train import run
 from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.lock import LOCK, locked
 from gpubound.train.recipe import OFFERED
 
 from .train.runs import build_corpus, texts
@@ -132,7 +135,21 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("phases: 3", "phases must be a list, each with keys and values such as 'steps: 2000'."),
         ("phases: [{name: a, stps: 3}]", "recipe: phase a: 'stps' is unknown; did you mean 'steps'?"),
         ("phases: [{name: a, lr: fast}]", "lr must be a number, got 'fast'."),
-        ("seq: 0", "recipe: seq must be at least 1, got 0."),
+        ("seq: 0", "recipe: seq must lie between 1 and 16,777,216, got 0."),
+        ("steps: 100000000000", "recipe: steps must lie between 1 and 10,000,000, got 100,000,000,000."),
+        ("clip: -1", "recipe: clip must be above 0, got -1.0."),
+        ("warmup: .nan", "recipe: warmup must be a finite number, got nan."),
+        ("lr: 1e999", "recipe: lr must be a finite number, got inf."),
+        (
+            "seed: 99999999999999999999",
+            f"recipe: seed must lie between 0 and {(1 << 63) - 1:,}, got {10**20 - 1:,}.",
+        ),
+        ("vocabulary: 0", "recipe: vocabulary must lie between 261 and 16,777,216, got 0."),
+        ("graph: maybe", "recipe: graph must be one of auto, require, off, got 'maybe'."),
+        ('out: ""', "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
+        ('data: ""', "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
+        ("phases: [{name: a}, {name: b, clip: 0}]", "recipe: phase b: clip must be above 0, got 0.0."),
+        ("phases: &all [{phases: *all}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
     ],
 )
 def test_a_wrong_file(tmp_path, text, sentence):
@@ -237,8 +254,9 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
 
 def test_signals_save_and_say_how_to_go_on(config, tmp_path):
     """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
-    out, environment = tmp_path / "run", {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "gpubound", "train", str(config), "--steps", "100000"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    out = tmp_path / "it's mine"  # to be quoted in the line that goes on
+    command = [sys.executable, "-m", "gpubound", "train", str(config), "--out", str(out), "--steps", "100000"]
     stopped = []
     for more, number in (([], signal.SIGINT), (["--resume"], signal.SIGTERM)):
         before = stopped[-1] if stopped else 0
@@ -246,15 +264,59 @@ def test_signals_save_and_say_how_to_go_on(config, tmp_path):
             [*command, *more], stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}
         )
         with child.stderr as heard:
-            assert any(re.match(r"run \d+/100000  loss", line) for line in heard), "it ended before its first step was done"
+            assert any(re.match(r"it's mine \d+/100000  loss", line) for line in heard), (
+                "it ended before its first step was done"
+            )
             child.send_signal(number)
             said = heard.read()
         assert child.wait() == 0, said
         found = Checkpoints(out / "checkpoints").latest()
         assert f"stopped by {signal.Signals(number).name}, checkpoint of step {found.step} in {out / 'checkpoints'}" in said
-        assert f"go on with: gpubound train {config} --steps 100000 --resume\n" in said
+        assert f"go on with: {shlex.join(['gpubound', *command[3:], '--resume'])}\n" in said
         assert (out / "report.html").exists() and lines(out) == found.step > before
         stopped.append(found.step)
+
+
+def test_a_folder_in_use_is_refused(config, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run"):
+        for options in ([], ["--resume"]):
+            assert main(["train", str(config), *options]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"gpubound train: {tmp_path / 'run'} is in use by process {os.getpid()} on ")
+            assert said.count("\n") == 1 and [p.name for p in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+def test_torchrun_is_refused(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for command in (["train", str(config)], ["demo", "--out", str(tmp_path / "run"), "--device", "cpu"]):
+        assert main(command) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"gpubound {command[0]}: WORLD_SIZE is 2, as torchrun sets it, and this command trains on one GPU; "
+            f"start it without torchrun."
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):
+    assert main(["train", str(config), "--lr", "1e30", "--warmup", "0", "--export", "hf", "--json"]) == 1
+    said = capsys.readouterr()
+    answer = json.loads(said.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert answer["failed"] and answer["finished"] and answer["export"] is None and answer["last"]["step"] == 6
+    assert re.match(r"FAILED, the training is not sound \(try a lower lr or clip\): 6 steps on CPU", answer["verdict"])
+    assert ", 5 of 6 steps skipped because their loss or gradient was not finite, " in answer["verdict"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["verdict"] == answer["verdict"]
+    assert "FAILED" in (tmp_path / "run" / "report.html").read_text() and not (tmp_path / "run" / "hf").exists()
+
+
+def test_what_a_run_s_tape_tells_the_report(config, tmp_path, capsys):
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    first = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert first["command"] == f"gpubound train {config} --steps 2" and first["tokens"] == 2 * 4 * 32
+    assert datetime.fromisoformat(first["began"]).tzinfo and first["seconds"] > 0
+    assert main(["train", str(config), "--steps", "3", "--resume"]) == 0
+    second = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert second["began"] == first["began"] and second["seconds"] > first["seconds"] and second["tokens"] == 3 * 4 * 32
 
 
 def lines(out) -> int:

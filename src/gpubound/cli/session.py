@@ -1,10 +1,17 @@
 """A training run with a screen around it: what `gpubound train` and `gpubound demo` share."""
 
 import dataclasses
+import math
+import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from errno import ENOSPC
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +25,9 @@ from ..monitor.gauges import Gauges
 from ..monitor.live import quantity
 from ..monitor.logs import open_log
 from ..trace import fallbacks, notice
+from ..train.lock import locked
 from ..train.loop import Record, Stop
-from ..train.run import Run
+from ..train.run import HOPELESS, Run
 from ..version import __version__
 
 
@@ -41,20 +49,39 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log: str | None = None) -> Tape:
-    """Train `run` with a live line, a tape, perhaps a logger, and a report at the end.
+@contextmanager
+def alone(out: str) -> Iterator[None]:
+    """Inside, this process is the only one that writes to the run's folder `out`. A full disk is one sentence."""
+    if (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
+        raise ValueError(
+            f"WORLD_SIZE is {world}, as torchrun sets it, and this command trains on one GPU; start it without torchrun."
+        )
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"out: {out} is a file; give a folder with --out.")
+    with disk_of(out), locked(out):
+        yield
 
-    `sample(run)` gives a text that the model writes once it is trained, for the report.
+
+def train(
+    run: Run, title: str, command: Sequence[str], sample: Callable[[Run], str] | None = None, log: str | None = None
+) -> "Outcome":
+    """Train `run` with a live line, a tape, perhaps a logger.
+
+    `command` is what the user typed. `sample(run)` gives a text that the best weights write, for the report.
     """
     config = dataclasses.asdict(run.recipe)
     logger = open_log(log, run.folder, title, config)
-    tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device))
+    tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device), command=shlex.join(command))
     tape.rewind(run.done)
+    run.checkpoints.first = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
-    tape.tell(placement=str(run.placement), mfu=scale.formula, verdict=None, finished=False)
+    began, spent = time.monotonic(), float(tape.about.get("seconds", 0)) if first else 0.0
+    since = tape.about.get("began") if first else None
+    tape.tell(began=since or datetime.now().astimezone().isoformat(timespec="seconds"))
+    tape.tell(placement=str(run.placement), mfu=scale.formula, verdict=None, finished=False, sample=None)
     say(run.placement.summary)
     after = f" after step {first:,}" if first else ""
-    say(f"{title}: {size_of(run)}, {run.steps - first:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
+    say(f"{title}: {size_of(run)}, {max(run.steps - first, 0):,} steps of {quantity(run.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
     with Stop() as stop, logger, gauges, Live(run.steps, title) as live:
@@ -66,14 +93,19 @@ def train(run: Run, title: str, sample: Callable[[Run], str] | None = None, log:
             logger.write(record)
 
         run.go(on_record, stop)
+    outcome = judge(run, tape, stop)
+    if sample and run.finished and not outcome.failed:
+        with run.best_weights():
+            tape.tell(sample=sample(run))
     tape.tell(
-        sample=sample(run) if sample and run.finished else None,
+        seconds=spent + time.monotonic() - began,
+        tokens=sum(record["tokens"] for record in tape.steps()),
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
-        verdict=verdict(run, tape, stop),
+        verdict=outcome.verdict,
         finished=run.finished,
     )
-    say(f"{title}: {tape.about['verdict']}")
-    return tape
+    say(f"{title}: {outcome.verdict}")
+    return outcome
 
 
 class Scale:
@@ -118,23 +150,54 @@ def size_of(run: Run) -> str:
     return f"{quantity(sum(p.numel() for p in run.model.parameters()))} parameters"
 
 
-def verdict(run: Run, tape: Tape, stop: Stop) -> str:
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a run. `failed`: the model is of no use, and the command's exit code is 1."""
+
+    tape: Tape
+    verdict: str
+    failed: bool
+
+
+SEARCH = 16  # steps that fp16 may skip while it finds its loss scale
+TOO_MANY = 0.1  # of all steps skipped: the numbers are not sound, even if the last loss is
+
+
+def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
     """What happened, from the tape."""
     steps = tape.steps()
     losses = [float(r["loss"]) for r in steps]
     paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
+    held_out, skipped = run.evaluations.get(run.done), _skipped(steps)
     parts = [f"{run.done:,} steps on {label(run.device)}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
-    if run.done in run.evaluations:
-        parts.append(f"held out {run.evaluations[run.done]:.3f}")
+    if held_out is not None:
+        parts.append(f"held out {held_out:.3f}")
+    if run.best not in (None, run.done) and run.evaluations[run.best] != held_out:
+        parts.append(f"best held out {run.evaluations[run.best]:.3f} at step {run.best:,}")
     if paces:
         parts.append(f"{quantity(paces[len(paces) // 2])} tokens/s")
-    if stop.asked:
+    if skipped:
+        parts.append(f"{skipped:,} of {len(steps):,} steps skipped because their loss or gradient was not finite")
+    not_finite = any(value is not None and not math.isfinite(value) for value in (*losses[-1:], held_out))
+    failed = run.diverged or not_finite or skipped > max(TOO_MANY * len(steps), SEARCH if run.recipe.precision == "fp16" else 0)
+    if run.diverged:
+        parts.append(f"stopped because the last {HOPELESS} were all skipped, not saved")
+    elif stop.asked:
         parts.append(f"stopped by {stop.asked}, checkpoint of step {run.done} in {run.checkpoints.folder}")
     elif run.done < run.steps:
         parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")
-    return ", ".join(parts) + "."
+    text = ", ".join(parts) + "."
+    return Outcome(tape, f"FAILED, the training is not sound (try a lower lr or clip): {text}" if failed else text, failed)
+
+
+def _skipped(steps: list[Record]) -> int:
+    """How many steps were skipped. A record has the count of its phase so far."""
+    counts: dict[str | None, int] = {}
+    for record in steps:
+        counts[record.get("phase")] = max(counts.get(record.get("phase"), 0), record.get("skipped", 0))
+    return sum(counts.values())
 
 
 def finish(tape: Tape) -> Any:

@@ -8,6 +8,7 @@ gpubound train --list                         the presets
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,9 @@ import yaml
 
 from ..monitor.logs import check_log
 from ..train.prepare import prepare
-from ..train.recipe import OFFERED, Recipe, unknown
+from ..train.recipe import KINDS, OFFERED, Recipe, shown, unknown
 from ..train.recompute import parse as parse_recompute
-from .session import disk_of, finish, say, train
-
-WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+from .session import alone, finish, say, train
 
 
 @dataclass(frozen=True)
@@ -58,46 +57,67 @@ class Train(Recipe):
 
 
 def main(argv: Sequence[str]) -> int:
-    argv = list(argv)
-    file = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    default = from_file(file) if file else Train()
+    typed_in = argv = list(argv)
+    file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    default = from_file(file) if file is not None else Train()
     options = tyro.cli(Train, args=argv, prog="gpubound train", default=default, config=(tyro.conf.FlagCreatePairsOff,))
     if options.list:
         print(presets())
         return 0
     check_log(options.log)
-    recipe = options.recipe()
-    export = Path(recipe.out, "hf") if options.export == "hf" else Path(options.export) if options.export else None
-    if export and export.is_file():
-        raise ValueError(f"export: {export} is a file; give a folder.")
+    recipe, export = options.recipe(), export_folder(options)
     if options.auto_batch and parse_recompute(recipe.recompute)[0] == "budget":
         raise ValueError(
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
             f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
         )
-    with disk_of(recipe.out):
+    with alone(recipe.out):
         run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
-        tape = train(run, Path(recipe.out).name, log=options.log)
-        if not run.finished:
-            say(f"go on with: gpubound train {' '.join([file or '...', *argv])}{'' if options.resume else ' --resume'}")
-        report = finish(tape)
-        if export:
-            say(f"export: {run.export(export)}")
+        command = ["gpubound", "train", *typed_in]
+        outcome = train(run, Path(recipe.out).resolve().name, command, log=options.log)
+        if not (run.finished or run.diverged):
+            say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}")
+        report = finish(outcome.tape)
+        if export and outcome.failed:
+            say(f"export: nothing was written to {export}, for the training is not sound")
+        elif export:
+            say(f"export: {run.export(export)}, the weights of step {run.best or run.done:,}")
     if options.json:
+        tape = outcome.tape
         last = tape.steps()[-1] if tape.steps() else {}
-        about = {"out": recipe.out, "finished": run.finished, "last": last, "verdict": tape.about["verdict"]}
-        print(json.dumps(about | {"report": str(report), "export": str(export) if export else None}))
-    return 0
+        about = {
+            "out": recipe.out,
+            "finished": run.finished,
+            "failed": outcome.failed,
+            "last": last,
+            "verdict": outcome.verdict,
+        }
+        about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
+        written = str(export) if export and not outcome.failed else None
+        print(json.dumps(about | {"report": str(report), "export": written}))
+    return 1 if outcome.failed else 0
+
+
+def export_folder(options: Train) -> Path | None:
+    if options.export is None:
+        return None
+    if not options.export.strip():
+        raise ValueError("export: got an empty text; give hf or a folder.")
+    folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
+    if folder.is_file():
+        raise ValueError(f"export: {folder} is a file; give a folder.")
+    return folder
 
 
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
-        found: Any = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
         ) from error
+    found = {} if found is None else found
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
@@ -118,7 +138,7 @@ def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
                 raise ValueError("phases must be a list, each with keys and values such as 'steps: 2000'.")
             values[key] = tuple(_phase(phase, number) for number, phase in enumerate(value, 1))
         elif key not in known:
-            raise ValueError(f"{where}: {key!r} {unknown(str(key), tuple(known))}")
+            raise ValueError(f"{where}: {shown(key)} {unknown(key, tuple(known))}")
         else:
             values[key] = _as(known[key], value)
     return values
@@ -126,7 +146,7 @@ def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
 
 def _phase(phase: dict[str, Any], number: int) -> dict[str, Any]:
     """A phase's own keys; which of them a phase may have is the recipe's to say."""
-    known = {f.name for f in dataclasses.fields(Recipe)}
+    known = {f.name for f in dataclasses.fields(Recipe)} - {"phases"}
     own = {key: value for key, value in phase.items() if key in known}
     return phase | typed(own, f"phase {phase.get('name', number)}")
 
@@ -136,21 +156,21 @@ def _as(field: dataclasses.Field, value: Any) -> Any:
     if field.name == "data":
         value = tuple(value) if isinstance(value, list) else (value,)
         if not all(isinstance(name, str) for name in value):
-            raise ValueError(f"data must be a path or a list of them, got {value!r}.")
+            raise ValueError(f"data must be a path or a list of them, got {shown(value)}.")
         return value
     kinds = {"data_bytes": int}
     wanted = kinds.get(field.name, str if field.default is None else type(field.default))
     if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass  # the sentence below names the field
     if wanted is str and type(value) is int:  # recompute: 12
         return str(value)
     if value is None and field.default is None:
         return None
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ValueError(f"{field.name} must be {WORDS[wanted]}, got {value!r}.")
+        raise ValueError(f"{field.name} must be {KINDS[wanted]}, got {shown(value)}.")
     return value
 
 
