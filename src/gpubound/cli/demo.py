@@ -15,8 +15,8 @@ import torch
 from ..device import resolve
 from ..feed.corpus import Corpus
 from ..monitor.tape import ABOUT, Tape
+from ..train.data import open_data
 from ..train.lock import LOCK
-from ..train.prepare import open_data
 from ..train.prepare import prepare as prepare_run
 from ..train.recipe import Recipe
 from ..train.run import Run
