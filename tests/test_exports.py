@@ -1,8 +1,10 @@
 """What the package shows is what it says it shows, and showing it costs nothing until it is used."""
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,11 +32,35 @@ def test_importing_a_package_leaves_the_function_its_name(package):
     assert done.stdout == "[]\n", done.stderr
 
 
-@pytest.mark.parametrize("package", ["feed", "graph", "layers", "models", "monitor", "place", "train", "watch"])
+ROOT = Path(gb.__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "cli")  # which is a program
+
+
+def imported(package: str) -> dict[str, str | None]:
+    """The names that a package takes from its own modules, with what it calls each: None for a plain import."""
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    return {alias.name: alias.asname for node in froms for alias in node.names}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_exports_what_it_imports(package):
-    module = importlib.import_module(f"gpubound.{package}")
-    for name in getattr(module, "__all__", []):
-        assert getattr(module, name) is not None
+    """`X as X`, or `X` in __all__: to a type checker a name imported in another way is not the package's own."""
+    module, names = importlib.import_module(f"gpubound.{package}"), imported(package)
+    assert names, f"gpubound.{package} exports nothing"
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        assert {name: name for name in names} == names
+    else:
+        assert sorted(listed) == sorted(set(listed)) == sorted(names)
+    star = {}
+    exec(f"from gpubound.{package} import *", star)
+    for name in names:
+        assert star[name] is getattr(module, name) and name in dir(module)
+
+
+def test_dir_shows_what_can_be_taken():
+    assert set(gb.__all__) <= set(dir(gb)) and "__path__" in dir(gb)
 
 
 def test_an_unknown_name():
@@ -57,7 +83,5 @@ def test_the_kernels_do_not_import_triton_until_one_runs():
 
 
 def test_the_changelog_names_this_version():
-    from pathlib import Path
-
     changelog = Path(__file__).parents[1] / "CHANGELOG.md"
     assert f"\n## {gb.__version__}" in changelog.read_text()

@@ -94,5 +94,8 @@ class _Front(ModuleType):
         setattr(self, name, value)
         return value
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
 
 sys.modules[__name__].__class__ = _Front

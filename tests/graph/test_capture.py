@@ -254,9 +254,16 @@ def test_poison_shows_an_input_that_was_not_given(tape):
         ),
         (
             {"warmup": 1},
-            "warmup: got 1, wanted at least 3: one call for what only a first call does, one to use it, one to see it settled.",
+            "warmup: got 1, wanted an integer of at least 3: one call for what only a first call does, one to use it, "
+            "one to see it settled.",
         ),
-        ({"tolerance": -1.0}, "tolerance: got -1.0, wanted 0 or more; 0 asks for equality bit for bit."),
+        *(
+            (
+                {"tolerance": value},
+                f"tolerance: got {value!r}, wanted a finite number of 0 or more; 0 asks for equality bit for bit.",
+            )
+            for value in (-1.0, float("inf"), float("nan"), "1e-3")
+        ),
         (
             {"other_inputs": torch.ones(2)},
             "other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].",

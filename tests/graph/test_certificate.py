@@ -1,11 +1,18 @@
 """The certificate: a graph that ignores, bakes in or leaves out something does not pass, and the error says what."""
 
 import ctypes
+import datetime as dates
+import random
+import threading
+import time
+from datetime import datetime
+from time import time as now
 
+import numpy as np
 import pytest
 import torch
 
-from gpubound.graph import capture, prepare
+from gpubound.graph import capture, host, prepare
 from gpubound.graph.memory import difference
 from gpubound.graph.vary import vary
 
@@ -105,6 +112,62 @@ def test_a_graph_that_recorded_nothing(monkeypatch):
     )
 
 
+HOST_READS = {
+    "time": lambda x: x * time.time(),
+    "by its own name": lambda x: x * now(),
+    "time_ns": lambda x: x * time.time_ns(),
+    "perf_counter": lambda x: x * int(time.perf_counter() / 1e6),
+    "datetime": lambda x: x * datetime.now().timestamp(),
+    "datetime.utcnow": lambda x: x * float(f"{dates.datetime.now(dates.UTC):%Y}"),
+    "random": lambda x: x * random.random(),
+    "numpy": lambda x: x * float(np.random.rand()),
+    "a choice": lambda x: x * random.choice(range(1000)),
+}
+
+
+@pytest.mark.parametrize("name", HOST_READS)
+def test_what_is_read_from_the_host(runner, name):
+    """The time is one fp32 number for minutes: without other clocks eager would agree with what is baked in."""
+    sentence = said(capture, HOST_READS[name], torch.ones(3))
+    assert sentence.startswith("<lambda>: output 0 of the replay is off by ")
+    assert "reads the time (time, datetime) or random numbers (random, numpy.random) on the host" in sentence
+
+
+def test_the_time_in_what_is_written(tape):
+    last = torch.zeros(1)
+    assert "last of the replay is off by " in said(capture, lambda x: last.fill_(time.time()) * 0 + x, torch.ones(1))
+    assert last.item() == 0
+
+
+def test_timing_and_logging_are_no_reason(runner):
+    took, stamps, seeds = [], [], []
+
+    def fn(x):
+        began = time.perf_counter()
+        stamps.append(isinstance(datetime.now(), datetime) and isinstance(stamps_made, datetime))
+        seeds.append(random.getstate())
+        took.append(time.perf_counter() - began)
+        return x * 2
+
+    stamps_made, before = datetime.now(), random.getstate()
+    assert capture(fn, torch.ones(3)).certificate.bitwise
+    assert all(0 <= seconds < 60 for seconds in took) and all(stamps)
+    assert random.getstate() == before and seeds[0] == before and before not in seeds[-2:-1] * (runner == "tape")
+    assert datetime is dates.datetime and now is time.time and abs(time.time() - stamps_made.timestamp()) < 600
+
+
+def test_other_threads_read_the_true_time():
+    seen = {}
+    with host.varied(0):
+        thread = threading.Thread(target=lambda: seen.update(there=time.time(), date=datetime.now().timestamp()))
+        thread.start()
+        thread.join()
+        seen["here"] = time.time()
+        assert datetime(2000, 1, 1) == dates.datetime(2000, 1, 1) and issubclass(dates.datetime, datetime)
+    assert seen["here"] - time.time() > host.DECADE / 2
+    assert abs(seen["there"] - time.time()) < 600 and abs(seen["date"] - time.time()) < 600
+
+
 def test_other_inputs_are_used_and_named(tape):
     seen = []
 
@@ -138,6 +201,14 @@ def test_other_inputs_must_fit():
     assert said(lambda: capture(lambda x: x, torch.ones(2), other_inputs=[(torch.ones(3),)])) == (
         "input 0: got shape (3,), wanted (2,) as captured; pad it to the captured shape, or capture once for each shape."
     )
+
+
+def test_the_copies_in_words():
+    total, zeros = drawn(1000), torch.zeros(3)
+    without, some = capture(lambda x: x * 2, torch.ones(3)), capture(lambda x: total.add_(x.sum()), torch.ones(3))
+    assert "no snapshot was needed; the graph holds" in str(without.certificate)
+    assert ".0 kB of snapshots in host memory; " in str(some.certificate)
+    assert "snapshots in" not in str(capture(lambda x: zeros.zero_() + x, torch.ones(3)).certificate)
 
 
 def test_a_failed_certificate_leaves_the_state(tape):

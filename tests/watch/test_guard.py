@@ -81,7 +81,7 @@ def test_a_comment_with_a_reason_allows_and_is_counted(sim):
     x = torch.ones(3, device=sim)
     with no_stall() as guard:
         for _ in range(2):
-            x.sum().item()  # gpubound: allow(sync) the loss is printed here
+            x.sum().item()  # a comment; # gpubound: allow(sync) the loss is printed here
         torch.cat(
             [x, torch.ones(2).to(sim)]  # gpubound: allow(h2d, sync) a constant
         )
@@ -97,6 +97,16 @@ def test_a_comment_with_a_reason_allows_and_is_counted(sim):
         (
             lambda x: x.cpu(),  # gpubound: allow(d2g) misspelt
             "The comment there allows 'd2g', which is none of sync, h2d, d2h; did you mean d2h?",
+        ),
+        (lambda x: (x.sum().item(), "# gpubound: allow(sync) said in a string"), ""),
+        (
+            lambda x: x.to(
+                """
+                # gpubound: allow(d2h) said in a string of several lines
+                """
+                and "cpu"
+            ),
+            "",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """gpubound.capture, the one CUDA-graph wrapper, and Captured, which it returns."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,13 +170,13 @@ def capture(
             f"pool: got {type(pool).__name__}, wanted a handle; pass another Captured's .pool, "
             "or torch.cuda.graph_pool_handle()."
         )
-    if warmup < 3:
+    if not isinstance(warmup, int) or warmup < 3:
         raise ValueError(
-            f"warmup: got {warmup}, wanted at least 3: one call for what only a first call does, one to use it, "
-            "one to see it settled."
+            f"warmup: got {warmup!r}, wanted an integer of at least 3: one call for what only a first call does, "
+            "one to use it, one to see it settled."
         )
-    if tolerance < 0:
-        raise ValueError(f"tolerance: got {tolerance}, wanted 0 or more; 0 asks for equality bit for bit.")
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance: got {tolerance!r}, wanted a finite number of 0 or more; 0 asks for equality bit for bit.")
     if other_inputs is not None and not (
         isinstance(other_inputs, (list, tuple)) and other_inputs and all(isinstance(given, tuple) for given in other_inputs)
     ):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..errors import GraphError
+from . import host
 from .calls import Results, Subject, eager_call, replay_call
 from .diagnose import cause
 from .memory import EQUAL, Difference, Memory, Room, difference, where
@@ -53,12 +54,17 @@ class Certificate:
             f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
             + (names and f": {names}"),
             f"{self.inputs - len(self.unvaried)} of {_count(self.inputs, 'input')} varied{unvaried}",
-            f"{self.seconds:.2f} s, {_size(self.snapshot_bytes)} of snapshots in {self.snapshot_on}; "
-            f"the graph holds {_size(self.memory_bytes)}",
+            f"{self.seconds:.2f} s, {self._snapshots}; the graph holds {_size(self.memory_bytes)}",
         ]
         if not self.same_random_state:
             lines.append("a replay leaves the random generators elsewhere than an eager call does")
         return "\n".join(lines)
+
+    @property
+    def _snapshots(self) -> str:
+        if not self.snapshot_bytes:
+            return "no snapshot was needed"
+        return f"{_size(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
 
 
 def _count(number: int, what: str) -> str:
@@ -86,7 +92,7 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
     worst, worst_name, same_random = EQUAL, "", True
     for index, (given, _) in enumerate(rounds):
         last = index == len(rounds) - 1
-        verdicts, random = _round(subject, given, workspace, others is None, first=index == 0, last=last)
+        verdicts, random = _round(subject, given, workspace, others is None, turn=index, last=last)
         same_random = same_random and random
         for name, found in verdicts:
             if not found.bitwise and not found.relative <= tolerance:
@@ -120,15 +126,16 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
 
 
 def _round(
-    subject: Subject, given: list[Tensor], workspace: list[Memory], made_up: bool, first: bool, last: bool
+    subject: Subject, given: list[Tensor], workspace: list[Memory], made_up: bool, turn: int, last: bool
 ) -> tuple[list[tuple[str, Difference]], bool]:
     """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
     before = subject.generators.states()
-    eager = eager_call(subject, given, made_up)
+    with host.varied(turn):
+        eager = eager_call(subject, given, made_up)
     subject.generators.set(before)
     for memory in workspace:
-        memory.keep() if first else memory.swap()
-    if first:
+        memory.keep() if turn == 0 else memory.swap()
+    if turn == 0:
         subject.snapshot.restore()
     replayed = replay_call(subject, given)
     verdicts = _compare(eager, replayed)

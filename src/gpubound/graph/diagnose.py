@@ -1,9 +1,11 @@
 """Why a replay disagrees with eager: it ignores an input, fn differs from itself, or fn keeps something on the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from . import host
 from .calls import Results, Subject, eager_call, replay_call
 from .memory import EQUAL, Difference, difference
 
@@ -23,6 +25,11 @@ def cause(subject: Subject, name: str, given: Sequence[Tensor], examples: Sequen
         return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
     if not noise.bitwise:
         return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
+    if _reads_the_host(subject, name, given):
+        return (
+            f"fn reads {host.SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
+            "or pass the value as an input tensor"
+        )
     if ignored := _ignored(subject, given, examples):
         return (
             f"the replay ignores {' and '.join(ignored)}, which fn takes from the host (a Python number, a NumPy copy, "
@@ -33,14 +40,26 @@ def cause(subject: Subject, name: str, given: Sequence[Tensor], examples: Sequen
 
 def _own_noise(subject: Subject, name: str, given: Sequence[Tensor]) -> Difference:
     """How far two eager calls from one state differ in the tensor called `name`."""
-    seen = []
-    for _ in range(2):
-        subject.reset()
+    return _between(*(_value(subject, name, given, turn=0) for _ in range(2)))
+
+
+def _reads_the_host(subject: Subject, name: str, given: Sequence[Tensor]) -> bool:
+    """Whether another time, or other random numbers, change what eager gives."""
+    return not _between(*(_value(subject, name, given, turn) for turn in range(2))).bitwise
+
+
+def _value(subject: Subject, name: str, given: Sequence[Tensor], turn: int) -> Any:
+    """What an eager call gives in the tensor called `name`."""
+    subject.reset()
+    with host.varied(turn):
         results = eager_call(subject, given, made_up=True)
-        values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
-        values |= {memory.name: memory.tensor.clone() for memory in subject.snapshot.memories.values() if memory.name == name}
-        seen.append(values[name])
-    return difference(*seen) if isinstance(seen[0], Tensor) else EQUAL
+    values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
+    values |= {memory.name: memory.tensor.clone() for memory in subject.snapshot.memories.values() if memory.name == name}
+    return values[name]
+
+
+def _between(one: Any, other: Any) -> Difference:
+    return difference(one, other) if isinstance(one, Tensor) else EQUAL
 
 
 def _ignored(subject: Subject, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:

@@ -180,9 +180,9 @@ class Snapshot:
 
 
 def where(memories: Iterable[Memory]) -> str:
-    """On what the copies lie, in words."""
+    """On what the copies lie, in words; empty where there are none."""
     places = {"host memory" if m.kept.device.type == "cpu" else str(m.kept.device) for m in memories if m.kept is not None}
-    return " and ".join(sorted(places)) or "nowhere"
+    return " and ".join(sorted(places))
 
 
 @dataclass(frozen=True)

@@ -35,5 +35,8 @@ class _Callable(ModuleType):
     def __call__(self, **options):
         return import_module(".ledger", __name__).watch(**options)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
 
 sys.modules[__name__].__class__ = _Callable

@@ -18,9 +18,11 @@ from __future__ import annotations
 import linecache
 import re
 import threading
+import tokenize
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ContextDecorator
+from functools import lru_cache
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -144,9 +146,12 @@ def _called(what: str, device_type: str) -> None:
 
 def comment(site: Site, kind: str) -> tuple[bool, str]:
     """(whether a comment in this statement permits `kind`, what is wrong with one that does not)."""
-    for line in range(site.line, site.end + 1):
-        found = _COMMENT.search(linecache.getline(site.file, line))
-        if found is None:
+    lines = linecache.getlines(site.file)
+    marked = [line for line in range(site.line, site.end + 1) if _COMMENT.search("".join(lines[line - 1 : line]))]
+    said = _comments(tuple(lines)) if marked else {}
+    for line in marked:
+        found = _COMMENT.search(said.get(line, ""))
+        if found is None:  # it stands in a string
             continue
         kinds = [name.strip() for name in found[1].split(",")]
         for name in kinds:
@@ -158,6 +163,13 @@ def comment(site: Site, kind: str) -> tuple[bool, str]:
             return False, "The comment there gives no reason."
         return False, f"The comment there allows {', '.join(kinds)} only."
     return False, ""
+
+
+@lru_cache(maxsize=64)
+def _comments(lines: tuple[str, ...]) -> dict[int, str]:
+    """The comment of each line that has one."""
+    tokens = tokenize.generate_tokens(iter(lines).__next__)
+    return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
 
 def no_stall(allow: Iterable[str] = (), message: str | None = None) -> Guard:
