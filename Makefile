@@ -51,9 +51,12 @@ format: $(VENV)/.installed
 # What the caller's PYTHONPATH names stays there, behind ours.
 OURS := PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}"
 
-# One thread a process: many processes share the cores, and with torch's default each would start one thread a core.
+# ARGS='-n 14' deals the tests out to 14 processes. One thread each: with torch's default each would start one thread a core.
+# What measures time, or all of the card's memory, runs afterwards and alone.
+GPU_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OURS) $(PYTHON) -m pytest -p no:cacheprovider
 test-gpu:
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OURS) $(PYTHON) -m pytest -p no:cacheprovider --dist loadfile -m gpu $(ARGS)
+	$(GPU_TESTS) -m "gpu and not alone" $(if $(findstring -n,$(ARGS)),--dist worksteal) $(ARGS)
+	$(GPU_TESTS) -m "gpu and alone"
 
 bench:
 	$(OURS) $(PYTHON) -m gpubound bench $(ARGS)

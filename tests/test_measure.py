@@ -314,9 +314,10 @@ def test_machine_facts():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("options", [{}, {"cold_l2": True, "host_ahead": True}, {"graph": True}], ids=str)
 def test_the_ruler_on_a_known_length(options):
-    """A spin of twice the cycles takes twice as long, by each way of timing it; another process on the GPU may spoil a try."""
+    """A spin of twice the cycles takes twice as long, by each way of timing it."""
     found = []
     for _ in range(5):
         short, long = (
@@ -330,6 +331,7 @@ def test_the_ruler_on_a_known_length(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_host_ahead_leaves_launch_gaps_out():
     """Thirty tiny kernels behind a slow host: the events see the host's pauses unless the device was kept waiting for it."""
     from time import sleep
@@ -360,6 +362,7 @@ def test_work_that_cannot_be_captured():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_gpus_ceilings(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = torch.backends.cuda.matmul.fp32_precision
