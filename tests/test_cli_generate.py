@@ -155,13 +155,12 @@ def test_another_architecture_through_transformers(ckpt, run, tmp_path):
 def test_without_transformers_other_architectures_are_refused(ckpt, run, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     Tokenizer.load(ckpt).save(tmp_path)
-    monkeypatch.setattr("gpubound.cli.saved.find_spec", lambda name: None)
-    assert run(tmp_path, "--prompt", "x") == (
-        2,
-        "",
-        f"gpubound generate: {tmp_path}: it is a 'gpt2' model beyond our own decoder, which transformers reads, and it is not "
-        "installed: pip install 'gpubound[hf]'.\n",
+    monkeypatch.setattr("gpubound.models.foreign.find_spec", lambda name: None)
+    code, out, err = run(tmp_path, "--prompt", "x")
+    assert (code, out) == (2, "") and err.endswith(
+        "transformers reads it, and it is not installed: pip install 'gpubound[hf]'.\n"
     )
+    assert err.startswith(f"gpubound generate: {tmp_path}: it is a 'gpt2' model beyond our own decoder: ")
 
 
 def test_the_ends_that_the_models_files_name(ckpt, tmp_path):
@@ -221,7 +220,7 @@ def test_what_demo_leaves(tmp_path, run, monkeypatch, capsys):
 
 
 def sentences(folder: Path):
-    wanted = "wanted a Hugging Face folder, or a run of gpubound train or demo"
+    wanted = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
     return [
         (["nowhere", "--prompt", "x"], f"nowhere: there is no such folder; {wanted}."),
         ([__file__, "--prompt", "x"], f"{__file__}: this is a file; {wanted}."),
@@ -235,9 +234,12 @@ def sentences(folder: Path):
         (["CKPT", "--prompt", "x", "--n", "0"], "n: got 0, wanted at least 1."),
         (["CKPT", "--prompt", "x", "--batch", "0"], "batch: got 0, wanted at least 1."),
         (["CKPT", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens: got 0, wanted at least 1."),
-        (["CKPT", "--prompt", "x", "--temperature", "-1"], "temperature: got -1.0, wanted 0 (greedy) or more."),
+        (["CKPT", "--prompt", "x", "--temperature", "-1"], "temperature: got -1.0, wanted 0 (greedy) or more, up to 1e+30."),
+        (["CKPT", "--prompt", "x", "--temperature", "1e40"], "temperature: got 1e+40, wanted 0 (greedy) or more, up to 1e+30."),
+        (["CKPT", "--prompt", "x", "--max-length", "0"], "max_length: got 0, wanted at least 2."),
+        (["CKPT", "--prompt", os.fsdecode(b"caf\xe9")], "prompt: is not a text in UTF-8 (at character 4); convert it first."),
         (["CKPT", "--prompt", "x", "--top-p", "0"], "top_p: got 0.0, wanted more than 0 and at most 1 (off)."),
-        (["CKPT", "--prompt", "x", "--k", "some"], "k: got 'some', wanted auto or a number of steps a launch."),
+        (["CKPT", "--prompt", "x", "--k", "some"], "k: got 'some', wanted auto or a number of steps a launch, 1 to 1024."),
         (["CKPT", "--prompt", "x", "--verify", "no"], "verify: got 'no', wanted one of full, quick, none."),
         (["CKPT", "--prompt", "x", "--dtype", "int8"], "dtype: got 'int8', wanted auto, float32, bfloat16, float16."),
         (["CKPT", "--prompt", "x", "--stop-id", "999"],
@@ -279,11 +281,11 @@ def test_files_that_are_not_what_they_should_be(ckpt, run, tmp_path):
     Tokenizer.load(ckpt).save(tmp_path / "half")
     (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
     assert run(tmp_path / "half", "--prompt", "x")[2] == (
-        f"gpubound generate: {tmp_path / 'half'}: its config.json has no 'hidden_size'; is it a model's?\n"
+        f"gpubound generate: {tmp_path / 'half' / 'config.json'} has no 'max_position_embeddings'; is it a model's?\n"
     )
     (tmp_path / "half" / "config.json").write_text("{")
     assert run(tmp_path / "half", "--prompt", "x")[2].startswith(
-        f"gpubound generate: {tmp_path / 'half' / 'config.json'} is not JSON: "
+        f"gpubound generate: {tmp_path / 'half' / 'config.json'}: is not JSON "
     )
 
 

@@ -147,7 +147,15 @@ def test_weights_of_another_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     with pytest.raises(DataError) as error:
         load_hf(tmp_path)
-    assert "missing ['model.layers.1.input_layernorm.weight'" in str(error.value) and "(9 and 0 in all)" in str(error.value)
+    assert str(error.value) == (
+        f"{tmp_path / 'config.json'}: num_hidden_layers: got 2, but its tensors have 1 layers; check that config.json "
+        "belongs to these weights."
+    )
+    save_hf(Decoder(dataclasses.replace(PRESETS["tiny"], qkv_bias=True)), tmp_path / "other")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    with pytest.raises(DataError) as error:
+        load_hf(tmp_path)
+    assert "unknown ['model.layers.0.self_attn.k_proj.bias'" in str(error.value) and "(0 and 6 in all)" in str(error.value)
 
 
 def test_shapes_that_do_not_divide():

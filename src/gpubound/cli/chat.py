@@ -10,12 +10,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 
 from ..decode import FastDecoder
 from ..device import label
 from ..errors import GpuboundError
+from ..feed.chat import ends_of_turn
 from ..feed.tokenizer import Tokenizer
 from .saved import Saved
 from .speed import Speed
@@ -33,7 +33,7 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
 
     if saved.tokenizer.chat_template is None:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
-    length = options.max_length or min(LENGTH, saved.positions)
+    length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
     settings = settings_of(options, saved)
     if not options.ignore_eos:
         settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
@@ -91,7 +91,7 @@ class Chat:
         before = list(self.messages)
         try:
             speed = self.reply(text)
-        except (GpuboundError, ValueError, TemplateError, torch.OutOfMemoryError) as error:
+        except (GpuboundError, ValueError, torch.OutOfMemoryError) as error:
             self.messages, self.failed = before, True
             said = " ".join(str(error).removeprefix("generate: ").split())
             console.print(f"gpubound generate: {said}", style="red", markup=False)
@@ -122,16 +122,3 @@ class Chat:
         mine.add(run.result())
         self.speed.merge(mine)
         return mine
-
-
-def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
-    """The special token that the template writes behind an answer: often another one than the end of a text."""
-    asked = [{"role": "user", "content": "a"}]
-    try:
-        prompt = tokenizer.render(asked, prompt=True)
-        whole = tokenizer.render([*asked, {"role": "assistant", "content": "b"}])
-    except TemplateError as error:
-        raise ValueError(f"the chat template cannot write a question and its answer: {error}.") from error
-    tail = whole[len(prompt) :].partition("b")[2] if whole.startswith(prompt) else whole.rpartition("b")[2]
-    special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
-    return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in special][:1]

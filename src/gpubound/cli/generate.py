@@ -28,6 +28,7 @@ from .speed import Speed
 
 NEW = 256  # tokens that a text goes on for, unless asked otherwise
 LENGTH = 4096  # tokens that a conversation may have, unless asked otherwise
+STEPS = 1024  # a launch, at most: each is room in a buffer, and a text is shown launch by launch
 VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
 # What a model writes may hold control characters, and a terminal obeys them.
 HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -78,7 +79,7 @@ class Generate:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text, or a special token's name, that ends what is written; several times for several."""
     stop_id: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
-    """A token's number that does."""
+    """The number of a token that ends the text; give it several times for several."""
     ignore_eos: bool = False
     """Go on past the model's own end of text."""
     seed: int = 0
@@ -105,6 +106,8 @@ class Generate:
     """auto (as saved), float32, bfloat16 or float16."""
     tokenizer: str | None = None
     """A folder with another tokenizer.json than the model's."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
     fused: bool = True
     """--no-fused: the model's own forward instead of the fused kernels."""
     verify: str = "full"
@@ -120,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         prompts = [] if options.chat else read_prompts(options)
         device = resolve(options.device)
         begun = time.perf_counter()
-        saved = open_saved(options.ckpt, device, options.dtype, options.tokenizer)
+        saved = open_saved(options.ckpt, device, options.dtype, options.tokenizer, options.trust_remote_code)
         if options.chat:
             from .chat import converse
 
@@ -142,13 +145,17 @@ def plainly() -> Iterator[None]:
 def check(options: Generate) -> None:
     """What can be refused before a checkpoint is read."""
     Choice(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
-    for name, value in (("max_new_tokens", options.max_new_tokens), ("n", options.n), ("batch", options.batch)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1.")
+    for name, least in (("max_new_tokens", 1), ("n", 1), ("batch", 1), ("max_length", 2)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}, wanted at least {least}.")
     if options.verify not in VERIFY:
         raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
-    if options.k != "auto" and not (options.k.isdecimal() and int(options.k) > 0):
-        raise ValueError(f"k: got {options.k!r}, wanted auto or a number of steps a launch.")
+    if options.k != "auto" and not (options.k.isdecimal() and 0 < int(options.k) <= STEPS):
+        raise ValueError(f"k: got {options.k!r}, wanted auto or a number of steps a launch, 1 to {STEPS}.")
+    for name in ("prompt", "stop", "system"):
+        for text in (given,) if isinstance(given := getattr(options, name), str) else given or ():
+            check_text(name, text)
     if options.chat and options.n > 1:
         raise ValueError(f"n: got {options.n}, but a conversation has one reply a turn; leave --n out.")
     if options.system is not None and not options.chat:
@@ -159,16 +166,24 @@ def check(options: Generate) -> None:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
 
 
+def check_text(where: str, text: str) -> None:
+    """Bytes that are not UTF-8 reach Python as surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
+
+
 def read_prompts(options: Generate) -> list[str]:
     """The prompts, none of them empty."""
     if options.prompt:
         prompts, where = list(options.prompt), "prompt"
     elif options.file is not None:
         where = "stdin" if options.file == "-" else options.file
-        text = sys.stdin.read() if options.file == "-" else _text(options.file)
+        text = _stdin() if options.file == "-" else _text(options.file)
         prompts = [text.removesuffix("\n")] if options.whole else [line for line in text.splitlines() if line.strip()]
     elif not sys.stdin.isatty():
-        prompts, where = [sys.stdin.read().removesuffix("\n")], "stdin"
+        prompts, where = [_stdin().removesuffix("\n")], "stdin"
     else:
         raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
     if not prompts or not all(prompts):
@@ -181,6 +196,15 @@ def _text(file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
+
+
+def _stdin() -> str:
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
+    check_text("stdin", text)
+    return text
 
 
 class Spoken:
@@ -243,7 +267,7 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
     # a multiple of 64, so that runs like each other have caches alike
     needed = min(-(-(longest + settings["max_new_tokens"]) // 64) * 64, saved.positions)
     together = max(1, options.batch // options.n)  # prompts
-    made = build(options, saved, ids[:together], options.max_length or needed, device, begun)
+    made = build(options, saved, ids[:together], needed if options.max_length is None else options.max_length, device, begun)
     speed, found = Speed(device), []
     for start in range(0, len(ids), together):
         batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew

@@ -1,8 +1,6 @@
 """A saved model, ready to generate: a Hugging Face folder, a run of `gpubound train` or `demo`, or one of its checkpoints."""
 
-import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +8,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..errors import DataError
-from ..feed.tokenizer import Tokenizer
+from ..feed.tokenizer import Tokenizer, adapt
 from ..models import load_hf
-from ..models.weights import config_of
+from ..models.foreign import attempt, load_foreign, needs_transformers
+from ..models.hf_config import Beyond, config_of, read_config
+from ..models.weights import ends_of, read_generation
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
+from . import hub
 
-WANTED = "wanted a Hugging Face folder, or a run of gpubound train or demo"
+WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
+SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that transformers alone can read
 POSITIONS = 4096  # of a model that does not say for how many it is made
 
 
@@ -35,19 +36,28 @@ class Saved:
     positions: int  # tokens that the model is made for
 
 
-def open_saved(path: str | Path, device: torch.device, dtype: str = "auto", tokenizer: str | None = None) -> Saved:
+def open_saved(
+    path: str | Path,
+    device: torch.device,
+    dtype: str = "auto",
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+) -> Saved:
     """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}.")
-    source = find(Path(path))
     own = Tokenizer.load(tokenizer) if tokenizer else None
+    known = not Path(path).exists() and hub.is_name(path)
+    source = find(hub.download(str(path), trust_remote_code) if known else Path(path))
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
         model, folder = _from_checkpoint(source, own, device, DTYPES.get(dtype)), source.path
+        told: dict[str, Any] = {}
     else:
-        own = own or _folder_tokenizer(source)
-        model, folder = _from_folder(source, device, DTYPES.get(dtype)), source
-    return Saved(model.eval(), own, folder, _ends(folder, own), _positions(model))
+        about = read_config(source)
+        own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
+        model, folder = _from_folder(source, about, device, DTYPES.get(dtype), trust_remote_code), source
+    return Saved(model.eval(), own, folder, _ends(told, own), _positions(model))
 
 
 def find(path: Path) -> Path | Checkpoint:
@@ -73,29 +83,24 @@ def _written(file: Path) -> float:
     return file.stat().st_mtime
 
 
-def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def _from_folder(
+    folder: Path, about: dict[str, Any], device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool
+) -> nn.Module:
     """By our own loader, whose decoder the fused kernels know; what it does not read, by transformers."""
-    if (foreign := _foreign(folder)) is None:
+    if (foreign := _foreign(folder, about)) is None:
         return load_hf(folder, device, dtype)
-    if find_spec("transformers") is None:
-        raise ValueError(f"{folder}: {foreign}, which transformers reads, and it is not installed: pip install 'gpubound[hf]'.")
-    from transformers import AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
-    return model.to(device)
+    needs_transformers(f"{folder}: {foreign}")
+    return load_foreign(folder, device, dtype, trust_remote_code)
 
 
-def _foreign(folder: Path) -> str | None:
+def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
     """None for a model of ours, else what kind it is."""
-    about = _json(folder / "config.json")
     if "quantization_config" in about:
         return "its weights are quantised"
     try:
         config_of(about, folder)
-    except DataError:
+    except Beyond:
         return f"it is a {about.get('model_type')!r} model beyond our own decoder"
-    except KeyError as missing:
-        raise DataError(f"{folder}: its config.json has no {missing}; is it a model's?") from missing
     return None
 
 
@@ -114,10 +119,19 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
     return model
 
 
-def _folder_tokenizer(folder: Path) -> Tokenizer:
-    if not (folder / "tokenizer.json").exists():
+def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer.load(folder)
+    if not any((folder / name).exists() for name in SLOW):
         raise ValueError(f"{folder} has no tokenizer.json, and texts must become tokens; give one with --tokenizer FOLDER.")
-    return Tokenizer.load(folder)
+    needs_transformers(f"{folder}: its tokenizer is not a tokenizer.json")
+    from transformers import AutoTokenizer
+
+    found = attempt(
+        folder,
+        lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code),
+    )
+    return adapt(found)  # type: ignore[return-value]  # what has a backend_tokenizer becomes a Tokenizer
 
 
 def _run_tokenizer(found: Checkpoint) -> Tokenizer:
@@ -130,25 +144,11 @@ def _run_tokenizer(found: Checkpoint) -> Tokenizer:
     raise ValueError(f"{found.path}: the tokenizer of its run is not in {run / 'corpus'}; give it with --tokenizer FOLDER.")
 
 
-def _ends(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _ends(told: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Tokens that end a text: the tokenizer's, and those that the model's files name."""
-    found = [] if tokenizer.eos is None else [tokenizer.eos]
-    for name in ("generation_config.json", "config.json"):
-        told = _json(folder / name).get("eos_token_id") if (folder / name).exists() else None
-        found += told if isinstance(told, list) else [] if told is None else [told]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of(told)]))
 
 
 def _positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file} holds a {type(found).__name__}, wanted an object.")
-    return found

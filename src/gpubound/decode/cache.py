@@ -48,6 +48,12 @@ class Layout:
                 f"each of max_batch={max_batch} rows, and enough for one row of max_length={max_length}."
             )
 
+    def nbytes(self, layers: int, rows: int, kv_heads: int, length: int, width: int, dtype: torch.dtype) -> int:
+        """Of keys, values and their scales."""
+        places = rows * length if self.pages is None else (self.pages + 1) * PAGE
+        a_head = width * dtype.itemsize if self.kind is None else width + torch.float32.itemsize
+        return 2 * layers * kv_heads * places * a_head
+
     def check_request(self, limits: list[int]) -> None:
         """That rows which may grow to so many tokens fit together."""
         if self.pages is not None and (needed := sum(map(pages_for, limits))) > self.pages:

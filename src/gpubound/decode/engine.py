@@ -11,6 +11,9 @@ from torch import nn
 
 from ..errors import GenerateError
 from ..kernels.choose import hasten
+from ..models import Decoder
+from ..models.foreign import as_transformers
+from ..models.weights import ends_of
 from ..trace import notice
 from .accuracy import Accuracy, accuracy
 from .body import Body
@@ -65,9 +68,9 @@ class FastDecoder:
     @property
     def ends(self) -> list[int]:
         """The tokens that end a text, as the model's generation config says; none where it says nothing."""
-        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        several = [] if told is None else list(told) if isinstance(told, (list, tuple)) else [told]
-        return [token for token in several if 0 <= token < self.body.vocab]
+        config: Any = getattr(self.model, "generation_config", None)
+        told = vars(config) if config is not None else getattr(self.model, "generation", {})
+        return [token for token in ends_of(told) if 0 <= token < self.body.vocab]
 
     @property
     def max_batch(self) -> int:
@@ -288,9 +291,10 @@ def _body(
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
+        own = as_transformers(model) if isinstance(model, Decoder) else model  # before static.py, which imports transformers
         from .static import StaticBody
 
-        return StaticBody(model, max_batch, max_length, tokens), live
+        return StaticBody(own, max_batch, max_length, tokens), live
     if live.shape.routing is not None:
         if weights is not None:
             raise ValueError(f"decoder: weights: got {weights!r}, but a mixture of experts is read as it is; leave it out.")

@@ -22,6 +22,7 @@ from .accuracy import Accuracy
 from .body import Body
 from .cache import PLAIN, Cache, Layout
 from .live import Layer, Live
+from .room import check_room
 
 NARROW = 8  # rows
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
@@ -50,6 +51,10 @@ class FusedBody(Body):
         self.live, self.max_batch, self.max_length = live, max_batch, max_length
         self.device, self.vocab = live.device, live.shape.vocab
         s, B = live.shape, max_batch * tokens
+        cache.check(max_batch, max_length)
+        held = cache.nbytes(len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype)
+        tables = 4 * max_length * s.head_dim // 2 * 4  # cos and sin, and those of layers that do not turn
+        check_room(held + tables + 4 * B * self.vocab, self.device, max_batch, max_length)
         self.cos, self.sin = live.rope(max_length)
         self.still = torch.ones_like(self.cos), torch.zeros_like(self.sin)  # for layers that do not turn their heads
         self.cache = Cache(

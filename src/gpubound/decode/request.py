@@ -1,6 +1,5 @@
 """What is asked of a decoder: prompts and settings, checked on the host before anything is launched."""
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
 STOPS = 32  # stop tokens that a request may name
 
 
@@ -28,11 +28,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         for name, kind, fits, wanted in (
-            ("temperature", Real, lambda t: 0 <= t < math.inf, "0 (greedy) or more"),
+            ("temperature", Real, lambda t: 0 <= t <= LARGEST, f"0 (greedy) or more, up to {LARGEST:g}"),
             ("top_k", Integral, lambda k: 0 <= k < 2**31, "a whole number, 0 (off) or more"),
             ("top_p", Real, lambda p: 0 < p <= 1, "more than 0 and at most 1 (off)"),
             ("min_p", Real, lambda p: 0 <= p < 1, "0 (off) or more and less than 1"),
-            ("repetition_penalty", Real, lambda p: 0 < p < math.inf, "more than 0; 1 is off"),
+            ("repetition_penalty", Real, lambda p: 1 / LARGEST <= p <= LARGEST, f"{1 / LARGEST:g} to {LARGEST:g}; 1 is off"),
             ("seed", Integral, lambda seed: -(2**63) <= seed < 2**63, "a whole number of 64 bits"),
         ):
             value = getattr(self, name)

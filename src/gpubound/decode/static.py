@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 from ..errors import StallError
 from ..watch.guard import no_stall
 from .body import Body
+from .room import check_room
 from .static_cache import Places, Prompt, RowCache
-from .static_fit import CHUNKED, examine, in_training, routing, windows
+from .static_fit import CHUNKED, cache_bytes, examine, in_training, routing, windows
 from .static_weights import bytes_read, first_not_finite, places
 from .watched import Watched
 
@@ -72,6 +73,7 @@ class StaticBody(Body):
         self.attention = config._attn_implementation
         self.windows = windows(model, config, likes)
         self.experts, self.routing = routing(model, self.device, self.dtype)
+        check_room(cache_bytes(config, len(likes), max_batch, max_length, self.dtype), self.device, max_batch, max_length)
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         self.cache = RowCache(likes, max_batch, max_length)
         self.place_L = torch.arange(max_length, device=self.device)

@@ -102,6 +102,14 @@ def _layers(name: str, config: Any) -> list[Any]:
     return likes
 
 
+def cache_bytes(config: Any, layers: int, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Of keys, values and logits, by the names that most configs have; a lower bound for the others."""
+    heads: int = getattr(config, "num_attention_heads", None) or 1
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    width: int = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+    return rows * (2 * layers * kv_heads * width * length * dtype.itemsize + 4 * (getattr(config, "vocab_size", None) or 0))
+
+
 def windows(model: PreTrainedModel, config: Any, likes: list[Any]) -> dict[str, int | None]:
     """The window of each kind of layer, by the name that the model's dict of masks has for it. None: it sees everything."""
     local = "sliding_attention" if getattr(config, "sliding_window", None) else CHUNKED

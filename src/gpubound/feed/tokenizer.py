@@ -12,11 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
-from ..files import write_whole
+from ..files import read_json, reading, regular, write_whole
 from .text import Document
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -37,12 +38,20 @@ class Encoder(Protocol):
 class Tokenizer:
     """A `tokenizers` tokenizer with what its tokenizer.json leaves out: which token ends a text, and how a chat is written."""
 
-    def __init__(self, inner: Any, eos_token: str | None, chat_template: str | None = None, bos_token: str | None = None):
+    def __init__(
+        self,
+        inner: Any,
+        eos_token: str | None,
+        chat_template: str | None = None,
+        bos_token: str | None = None,
+        special: dict[str, str] | None = None,
+    ):
         if inner.truncation or inner.padding:  # set for a model's inputs; here it would cut documents short in silence
             inner = _library().Tokenizer.from_str(inner.to_str())
             inner.no_truncation()
             inner.no_padding()
         self.inner, self.eos_token, self.chat_template, self.bos_token = inner, eos_token, chat_template, bos_token
+        self.special = ({"bos_token": bos_token} if bos_token else {}) | (special or {})  # pad_token, unk_token and the like
         self.eos = inner.token_to_id(eos_token) if eos_token is not None else None
         if eos_token is not None and self.eos is None:
             raise ValueError(f"tokenizer: the end-of-text token {eos_token!r} is not in its vocabulary; name one that is.")
@@ -51,7 +60,7 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def __reduce__(self):
-        return _revive, (self.inner.to_str(), self.eos_token, self.chat_template, self.bos_token)
+        return _revive, (self.inner.to_str(), self.eos_token, self.chat_template, self.bos_token, self.special)
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text).ids
@@ -88,16 +97,10 @@ class Tokenizer:
         """The chat as text; `prompt` ends it where the assistant is to answer."""
         if self.chat_template is None:
             raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
-        from jinja2.sandbox import (
-            ImmutableSandboxedEnvironment,
-        )  # templates come with downloaded tokenizers: they get no access
+        from .chat import render  # jinja2 is imported when a chat is written
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse_chat  # templates call it on chats that their model never saw
-        names = {"eos_token": self.eos_token or "", "bos_token": self.bos_token or ""}
-        return environment.from_string(self.chat_template).render(messages=messages, add_generation_prompt=prompt, **names)
+        names = {"eos_token": self.eos_token or "", "bos_token": self.bos_token or ""} | self.special
+        return render(self.chat_template, messages, prompt, **names)
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read."""
@@ -108,7 +111,9 @@ class Tokenizer:
             "eos_token": self.eos_token,
             "chat_template": self.chat_template,
         }
-        config |= {"bos_token": self.bos_token} if self.bos_token else {}
+        config |= self.special
+        for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
+            (folder / name).unlink(missing_ok=True)  # of a tokenizer that was here before: they would be read, too
         write_whole(folder / "tokenizer_config.json", json.dumps(config))
         write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 
@@ -123,11 +128,15 @@ class Tokenizer:
             inner = _library().Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        file = folder / "tokenizer_config.json"
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(file)
+        special = {name: token for name in SPECIAL_NAMES if (token := _content(name, config.get(name), file)) is not None}
         template = folder / "chat_template.jinja"
-        chat = template.read_text(encoding="utf-8") if template.exists() else config.get("chat_template")
-        eos, bos = (_content(config.get(name)) for name in ("eos_token", "bos_token"))
-        return Tokenizer(inner, eos, chat if isinstance(chat, str) else None, bos)
+        chat = _read_text(template) if template.exists() else config.get("chat_template")
+        eos, bos = special.pop("eos_token", None), special.get("bos_token")
+        if isinstance(chat, list):  # several by their names
+            chat = next((t.get("template") for t in chat if isinstance(t, dict) and t.get("name") == "default"), None)
+        return Tokenizer(inner, eos, chat if isinstance(chat, str) else None, bos, special)
 
 
 def _revive(text: str, *rest: Any) -> Tokenizer:
@@ -140,22 +149,24 @@ def _library() -> Any:
     return tokenizers
 
 
-def _content(token: Any) -> str | None:
+def _content(name: str, token: Any, file: Path) -> str | None:
     """A special token as configurations write it: plain, or {"content": ..., "lstrip": ...}."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _refuse_chat(message: str) -> None:
-    raise DataError(f"chat template: {message}")
+    found = token.get("content") if isinstance(token, dict) else token
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"{file}: {name}: got {token!r}, wanted a token's text or null.")
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+    return read_json(path, "copy the tokenizer again") if path.exists() else {}
+
+
+def _read_text(path: Path) -> str:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON: {error}") from error
+        with reading(path):
+            return regular(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not a text in UTF-8: {error}; copy the tokenizer again.") from error
 
 
 def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:

@@ -8,6 +8,7 @@ Legend: B batch, T tokens.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,9 @@ class DecoderConfig:
     positions: int = 4096  # the longest sequence it is meant for; written to HF's config, not a limit of the code
 
     def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"DecoderConfig: {name}: got {getattr(self, name)}, wanted 1 or more.")
         if self.hidden % self.heads and self.head_width is None:
             raise ValueError(f"DecoderConfig: hidden {self.hidden} is not a multiple of heads {self.heads}; give head_width.")
         if self.heads % self.kv_heads:
@@ -106,6 +110,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
         super().__init__()
         self.config = config
+        self.generation: dict[str, Any] = {}  # what generation_config.json says, which tokens end a text among it
         self.model = Trunk(config, device, dtype)
         self.lm_head = LMLoss(config.hidden, config.vocabulary, device=device, dtype=dtype)
         if config.tied:

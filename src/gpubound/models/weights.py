@@ -1,144 +1,194 @@
 """Hugging Face folders in and out: config.json and model.safetensors, for the families that the decoder covers."""
 
 import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import beside, read_json
+from ..feed.chat import ends_of_turn
+from ..feed.tokenizer import Tokenizer
+from ..files import beside, read_json, regular, write_whole, writing
 from .decoder import Decoder, DecoderConfig
+from .hf_config import CURE, config_of, dtype_of, hf_config, read_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+BUFFERS = "rotary_emb.inv_freq"  # old checkpoints hold it beside the weights; it follows from the config
+FLOATS = ("F64", "F32", "F16", "BF16")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """The decoder in a Hugging Face folder. `dtype` None keeps what config.json says."""
     path = Path(path)
-    about = _read_config(path)
-    model = Decoder(config_of(about, path), device=device, dtype=dtype or _dtype(about))
+    about = read_config(path)
+    config, stored = config_of(about, path), stored_tensors(path)
+    generation = read_generation(path, about)
+    _check(path, config, stored)
+    model = Decoder(config, device=device, dtype=dtype or dtype_of(about, path))
+    model.generation = generation
     wanted = model.state_dict()
-    found: dict[str, Tensor] = {}
-    for file in _weight_files(path):
-        with safe_open(file, framework="pt", device=str(device)) as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no dict)
-    if model.config.tied and "model.embed_tokens.weight" in found:
-        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
-    _check_names(path, wanted, found)
-    model.load_state_dict(found)
+    if config.tied:
+        del wanted["lm_head.weight"]  # the same tensor as the embedding
+    for file in {tensor.file for tensor in stored.values()}:
+        with _opened(file) as tensors, torch.no_grad():
+            for name in (name for name, tensor in stored.items() if tensor.file == file and name in wanted):
+                wanted[name].copy_(tensors.get_tensor(name))
     return model
 
 
-def save_hf(model: Decoder, path: str | Path) -> Path:
-    """Write a folder that transformers loads to the same logits."""
+def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> Path:
+    """Write a folder that transformers loads to the same logits, in place of the model that it may hold.
+
+    With `tokenizer` the folder is complete: transformers finds the tokenizer there, and which tokens begin, end and pad a text.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous().cpu() for name, t in model.state_dict().items()}
     if model.config.tied:
         del tensors["lm_head.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    dtype = next(model.parameters()).dtype
-    (path / "config.json").write_text(json.dumps(hf_config(model.config, dtype), indent=2) + "\n")
+    generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
+    # Where config.json is silent, transformers takes bos = 1 and eos = 2, whatever those tokens are.
+    config = hf_config(model.config, next(model.parameters()).dtype) | {name: generation.get(name) for name in SPECIAL_IDS}
+    _write_tensors(tensors, path / WEIGHTS)
+    (path / INDEX).unlink(missing_ok=True)  # of a model in several files; it would name those instead of what was just written
+    for name, content in (("config.json", config), (GENERATION, generation)):
+        write_whole(path / name, json.dumps(content, indent=2) + "\n")
+    if tokenizer:
+        tokenizer.save(path)
     return path
 
 
-def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
-    """The decoder's shape from a config.json; what it cannot do is refused by name."""
-    family = about.get("model_type")
-    if family not in FAMILIES:
-        raise DataError(
-            f"{path}: model_type is {family!r}, wanted one of {', '.join(FAMILIES)}; use transformers with gb.place instead."
-        )
-    rope = about.get("rope_parameters") or {}
-    kind = rope.get("rope_type", (about.get("rope_scaling") or {}).get("rope_type", "default"))
-    window = about.get("sliding_window") if about.get("use_sliding_window", family == "mistral") else None
-    for name, there in (
-        (f"rope scaling {kind!r}", kind != "default"),
-        (f"hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
-        ("a sliding window shorter than its positions", bool(window) and window < about["max_position_embeddings"]),
-        ("a bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
-    ):
-        if there:
-            raise DataError(f"{path}: the decoder has no {name}; use transformers with gb.place, which does.")
-    return DecoderConfig(
-        hidden=about["hidden_size"],
-        intermediate=about["intermediate_size"],
-        layers=about["num_hidden_layers"],
-        heads=about["num_attention_heads"],
-        kv_heads=about.get("num_key_value_heads") or about["num_attention_heads"],
-        vocabulary=about["vocab_size"],
-        tied=about.get("tie_word_embeddings", False),
-        head_width=about.get("head_dim"),
-        rope_theta=float(rope.get("rope_theta", about.get("rope_theta", 10000.0))),
-        eps=about["rms_norm_eps"],
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        positions=about["max_position_embeddings"],
-    )
+def ends_of(generation: dict[str, Any]) -> list[int]:
+    """The tokens that end a text, in the words of a generation_config.json: none, one or several."""
+    told = generation.get("eos_token_id")
+    return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]
 
 
-def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a model of this shape."""
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError("save_hf: no Hugging Face family has both q/k/v biases and normed heads; set one of them off.")
-    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    return {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.positions,
-        "rms_norm_eps": config.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+def special_ids(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The special tokens by number, as generation_config.json names them: all that end a text or a turn of a chat."""
+    ends = ends_of(model.generation)
+    ends = [*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of_turn(tokenizer), *ends]
+    ends = [end for end in dict.fromkeys(ends) if end < model.config.vocabulary]
+    found = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    for name in ("bos", "pad"):
+        token = tokenizer.special.get(f"{name}_token")
+        found[f"{name}_token_id"] = None if token is None else tokenizer.inner.token_to_id(token)
+    return found
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a Hugging Face model folder: {error}; give a folder with config.json.") from error
+def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says, and the special tokens that config.json alone names."""
+    file = path / GENERATION
+    own = read_json(file, CURE) if file.exists() else {}
+    for source, told in ((path / "config.json", about), (file, own)):
+        for name in SPECIAL_IDS:
+            value = told.get(name)
+            tokens = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+                raise DataError(f"{source}: {name}: got {value!r}, wanted a token's number, a list of them, or null.")
+    return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in own.items() if v is not None}
 
 
-def _dtype(about: dict[str, Any]) -> torch.dtype:
-    return getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32").removeprefix("torch."))
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, before it is read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor in the folder's safetensors files, by name, from the files' headers."""
+    found: dict[str, Stored] = {}
+    for file in _weight_files(path):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                about = tensors.get_slice(name)
+                found[name] = Stored(file, tuple(about.get_shape()), about.get_dtype())
+    return found
 
 
 def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    files = _indexed(index) if index.exists() else [path / "model.safetensors"]
-    for file in files:
-        if not file.exists():
-            raise DataError(f"{path} has no {file.name}; download the whole model, in safetensors.")
-    return files
+    """One file, or those that the index names. The one file goes first, as it does in transformers."""
+    index = path / INDEX
+    if (path / WEIGHTS).exists() or not index.exists():
+        names = [WEIGHTS]
+    else:
+        table = read_json(index, CURE).get("weight_map")
+        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+            raise DataError(f"{index}: weight_map: wanted an object that gives a file's name for each tensor; {CURE}.")
+        names = sorted(set(table.values()))
+    for name in names:
+        if not beside(index, name).exists():
+            raise DataError(f"{path} has no {name}; download the whole model, in safetensors.")
+    return [path / name for name in names]
 
 
-def _indexed(index: Path) -> list[Path]:
-    weight_map = read_json(index, "download it again").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DataError(f"{index}: weight_map: got {weight_map!r}, wanted a file name for each tensor; download it again.")
-    return sorted({beside(index, name) for name in weight_map.values()})
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """safe_open, whose complaints name the file."""
+    try:
+        with safe_open(regular(file), framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error
 
 
-def _check_names(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+def _check(path: Path, config: DecoderConfig, stored: dict[str, Stored]) -> None:
+    """That the tensors are those of the config, before a model of its size is made."""
+    layers = 1 + max((int(found[1]) for name in stored if (found := LAYER.match(name))), default=-1)
+    if config.layers > max(layers, 1):  # a model of a billion layers is not built to find that out
+        raise DataError(
+            f"{path / 'config.json'}: num_hidden_layers: got {config.layers}, but its tensors have {layers} layers; check that "
+            "config.json belongs to these weights."
+        )
+    wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(config, device="meta").state_dict().items()}
+    names = {name for name in stored if not name.endswith(BUFFERS)}
+    if config.tied:
+        wanted.pop("lm_head.weight")
+        names.discard("lm_head.weight")
+    missing, extra = sorted(wanted.keys() - names), sorted(names - wanted.keys())
     if missing or extra:
         raise DataError(
             f"{path}: its tensors are not those of its config: missing {missing[:3] or 'none'}, unknown {extra[:3] or 'none'} "
             f"({len(missing)} and {len(extra)} in all); check that config.json belongs to these weights."
         )
+    coded = [name for name in wanted if stored[name].dtype not in FLOATS]
+    if coded:
+        raise DataError(
+            f"{stored[coded[0]].file}: {coded[0]} is {stored[coded[0]].dtype}, wanted one of {', '.join(FLOATS)}; quantised "
+            "weights need a quantization_config in config.json, and transformers."
+        )
+    wrong = [name for name in wanted if stored[name].shape != wanted[name]]
+    if wrong:
+        raise DataError(
+            f"{stored[wrong[0]].file}: {wrong[0]} has the shape {stored[wrong[0]].shape}, but config.json wants "
+            f"{wanted[wrong[0]]} ({len(wrong)} such tensors); check that config.json belongs to these weights."
+        )
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """As write_whole does, and readable for whom the umask allows: what save_file makes, only its owner may read."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        with writing(file):
+            temporary.touch()
+            mode = S_IMODE(temporary.stat().st_mode)
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(mode)
+            os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

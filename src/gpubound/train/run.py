@@ -202,7 +202,7 @@ class Run:
     def export(self, path: str | Path) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as a Hugging Face folder."""
         with self.best_weights():
-            self.tokenizer.save(save_hf(self.model, path))
+            save_hf(self.model, path, self.tokenizer)
         return Path(path)
 
     def save(self, wait: bool = False) -> None:

@@ -1,0 +1,106 @@
+"""Models of other families than ours, by transformers: all of their weights from the folder, and none of its Python.
+
+transformers fills weights that a folder lacks at random and says so in a log; here that is an error. A folder whose model
+needs Python of its own is refused unless the caller trusts it; left alone, transformers would ask on stdout and read stdin.
+"""
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DataError
+from ..files import read_json
+from .decoder import Decoder
+from .hf_config import hf_config
+from .weights import INDEX, WEIGHTS, stored_tensors
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def load_foreign(
+    folder: Path, device: torch.device, dtype: torch.dtype | None = None, trust_remote_code: bool = False, **options: Any
+) -> nn.Module:
+    """The causal language model in a Hugging Face folder. `dtype` None keeps what was saved."""
+    needs_transformers(folder)
+    from transformers import AutoModelForCausalLM, logging
+
+    _check_layers(folder)
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+
+    logging.disable_progress_bar()
+    model, about = attempt(folder, load)
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, about.get(what) or ())):
+            raise DataError(
+                f"{folder}: its tensors are not those of its config: {what.replace('_', ' ')} {found[:3]} ({len(found)} in "
+                "all), which would be random; check that config.json belongs to these weights."
+            )
+    return model.to(device)
+
+
+def needs_transformers(what: Any) -> None:
+    if find_spec("transformers") is None:
+        raise ValueError(f"{what}: transformers reads it, and it is not installed: pip install 'gpubound[hf]'.")
+
+
+def attempt(folder: Path, load: Callable[[], Any]) -> Any:
+    """What transformers makes of a folder. It raises exceptions of any kind on one that is damaged."""
+    try:
+        return load()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"{folder}: this model is computed by Python code in its own folder, which was not run; read the code, and if "
+                "you trust it pass --trust-remote-code."
+            ) from error
+        said = " ".join(str(error).split())
+        raise DataError(f"{folder}: transformers cannot load it: {type(error).__name__}: {said[:400]}") from error
+
+
+def _check_layers(folder: Path) -> None:
+    """A config.json that asks for a billion layers is refused before transformers begins to build them."""
+    if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
+        return
+    numbers = [int(n) for name in stored_tensors(folder) for n in re.findall(r"\.(\d+)\.", name)]
+    about = read_json(folder / "config.json")
+    for part in (about, about.get("text_config")):
+        for name in LAYERS:
+            layers = part.get(name) if isinstance(part, dict) else None
+            if isinstance(layers, int) and layers > max(numbers, default=0) + 1:
+                raise DataError(
+                    f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
+                    "layers; check that config.json belongs to these weights."
+                )
+
+
+def as_transformers(model: Decoder) -> Any:
+    """transformers' module for our decoder, over the same parameters: it computes with the live weights, none is copied."""
+    needs_transformers("a decoder without fused kernels")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    first = next(model.parameters())
+    config = AutoConfig.for_model(**hf_config(model.config, first.dtype))
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config, dtype=first.dtype)
+    for name, module in shell.named_modules():
+        if module._parameters:
+            module._parameters = model.get_submodule(name)._parameters
+    trunk: Any = shell.model
+    trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
+    return shell.train(model.training)

@@ -1,0 +1,209 @@
+"""The folders that `gpubound generate` is given: other families, code of their own, chat templates, names on the hub."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpubound.cli import hub
+from gpubound.feed.chat import render
+from gpubound.feed.tokenizer import Tokenizer
+from gpubound.models import load_hf, save_hf
+
+from . import by_heart
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
+
+
+@pytest.fixture
+def gpt2(ckpt, tmp_path):
+    """A folder that transformers alone reads."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    Tokenizer.load(ckpt).save(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def change(folder, file="config.json", **fields) -> None:
+    about = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(about | fields))
+
+
+def refused(run, folder, *argv) -> str:
+    code, out, err = run(folder, *(argv or ("--prompt", "the cat")))
+    assert (code, out) == (2, "") and "Traceback" not in err
+    return err.splitlines()[-1].removeprefix("gpubound generate: ")
+
+
+# --- by transformers ---
+
+
+def test_weights_that_are_missing_are_not_made_up(gpt2, run):
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    tensors = {name: t for name, t in model.state_dict().items() if ".h.0." not in name and name != "lm_head.weight"}
+    model.save_pretrained(gpt2, state_dict=tensors)
+    assert refused(run, gpt2).startswith(
+        f"{gpt2}: its tensors are not those of its config: missing keys ['transformer.h.0.attn.c_attn.bias'"
+    )
+
+
+def test_of_our_own_families_too(ckpt, run, tmp_path):
+    """An activation that the decoder lacks sends the folder to transformers."""
+    folder = save_hf(load_hf(ckpt), tmp_path / "odd", Tokenizer.load(ckpt))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if ".layers.0." not in name}, folder / "model.safetensors", {"format": "pt"}
+    )
+    change(folder, hidden_act="gelu")
+    assert "missing keys ['model.layers.0." in refused(run, folder)
+
+
+@pytest.mark.parametrize("fields", [{"n_layer": 10**9}, {"n_embd": -1}, {"n_head": 0}, {"vocab_size": "x"}, {"n_embd": 48},
+                                    {"dtype": "float5"}, {"n_head": None}, {"activation_function": "none"}])  # fmt: skip
+def test_a_config_that_is_wrong(gpt2, run, fields):
+    change(gpt2, **fields)
+    assert str(gpt2) in refused(run, gpt2)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 99, "half"])
+def test_weights_that_are_damaged(gpt2, run, content):
+    file = gpt2 / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:999] if content == "half" else content)
+    assert str(gpt2) in refused(run, gpt2)
+
+
+def test_code_in_a_folder_is_not_run_and_nobody_is_asked(ckpt, run, tmp_path, monkeypatch):
+    """transformers would ask on stdout whether to run it, and read the answer from stdin."""
+    folder = tmp_path / "own"
+    save_hf(load_hf(ckpt), folder, Tokenizer.load(ckpt))
+    change(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    (folder / "own.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    assert refused(run, folder) == (
+        f"{folder}: this model is computed by Python code in its own folder, which was not run; read the code, and if you "
+        "trust it pass --trust-remote-code."
+    )
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which transformers adds that folder to
+    code, out, err = run(folder, "--prompt", "the cat", "--trust-remote-code")
+    assert (tmp_path / "ran").exists() and (code, out) == (0, " sat on the mat and slept.\n"), err
+
+
+def test_without_fused_kernels_a_model_of_ours_runs_by_transformers_forward(ckpt, run):
+    code, out, err = run(ckpt, "--prompt", "the cat", "--no-fused")
+    assert (code, out) == (0, " sat on the mat and slept.\n") and "its own forward (fused=False was asked for)" in err
+
+
+# --- by name ---
+
+
+def test_a_name_on_the_hub_without_a_connection(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert refused(run, "nobody/no-model") == (
+        "nobody/no-model: there is no such folder, the cache of the Hugging Face hub does not hold the model, and the hub "
+        "cannot be reached; give the folder of a downloaded model."
+    )
+
+
+def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypatch):
+    """A folder of that name goes first, and a path into a folder that is there is no name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(ckpt))
+    code, out, err = run("owner/cat-model", "--prompt", "the cat")
+    assert (code, out) == (0, " sat on the mat and slept.\n") and err.startswith(f"{ckpt}: ")
+    (tmp_path / "owner").mkdir()
+    assert refused(run, "owner/cat-model").startswith("owner/cat-model: there is no such folder; wanted")
+    assert not hub.is_name("../model") and not hub.is_name("a/b/c") and not hub.is_name("model")
+
+
+def test_a_name_without_the_hubs_library(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gpubound.cli.hub.find_spec", lambda name: None)
+    assert refused(run, "owner/model").endswith("which is not installed: pip install 'gpubound[hf]'.")
+
+
+# --- tokenizers and chat templates ---
+
+
+@pytest.fixture
+def chatting(ckpt, tmp_path):
+    def make(**fields):
+        save_hf(load_hf(ckpt), tmp_path, Tokenizer.load(ckpt))
+        change(tmp_path, "tokenizer_config.json", **fields)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "fields,sentence",
+    [
+        ({"eos_token": 5}, "eos_token: got 5, wanted a token's text or null."),
+        ({"eos_token": {"text": []}, "pad_token": []}, "pad_token: got [], wanted a token's text or null."),
+        ({"eos_token": "nowhere"}, "the end-of-text token 'nowhere' is not in its vocabulary; name one that is."),
+    ],
+)
+def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
+    assert refused(run, chatting(**fields)).endswith(sentence)
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["transformers", "built in"])
+@pytest.mark.parametrize(
+    "template,sentence",
+    [
+        ("{{ 1 / 0 }}", "chat template: ZeroDivisionError: division by zero"),
+        ("{{ messages + 1 }}", "chat template: TypeError: can only concatenate list"),
+        ("{% for m in messages %}", "chat template: Unexpected end of template."),
+        ("{{ raise_exception('no system here') }}", "chat template: no system here"),
+        ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
+        ("{{ 'x' * 10 ** 12 }}", "chat template: MemoryError"),
+    ],
+)
+def test_a_template_that_fails(chatting, run, monkeypatch, template, sentence, installed):
+    if not installed:
+        monkeypatch.setattr(sys.modules["gpubound.feed.chat"], "find_spec", lambda name: None)
+    assert sentence in refused(run, chatting(chat_template=template), "--chat")
+
+
+def test_the_built_in_templates_are_written_as_transformers_writes_them(monkeypatch):
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<{{ m.content }}>"
+        "{% endgeneration %}{% else %}{{ m | tojson }}{{ m.content }}\n{% endif %}"
+        "{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{% if add_generation_prompt %}>{% endif %}{{ pad_token }}"
+    )
+    messages = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "b"}]
+    theirs = [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)]
+    monkeypatch.setattr(sys.modules["gpubound.feed.chat"], "find_spec", lambda name: None)
+    assert [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)] == theirs
+    assert theirs[0] == '^{"role": "user", "content": "<é> & \'x\'"}<é> & \'x\'\n<b>4>_'
+
+
+def test_of_several_templates_the_default_speaks(chatting, run):
+    whole = Tokenizer.load(chatting()).chat_template
+    folder = chatting(chat_template=[{"name": "tools", "template": "x"}, {"name": "default", "template": whole}])
+    assert run(folder, "--chat", stdin="hello\n")[:2] == (0, "hi, how are you?\n")
+
+
+def test_a_prompt_in_a_pipe_that_is_not_utf8(ckpt, run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert refused(run, ckpt, "--n", "1").startswith("stdin is not a text in UTF-8: ")
+
+
+def test_more_than_the_memory_holds_is_refused_before_it_is_taken(ckpt, run, gpt2):
+    for folder, argv in ((ckpt, ("--max-length", "100000000000")), (ckpt, ("--n", "1000000000")), (gpt2, ("--n", "100000000"))):
+        assert " free on CPU" in refused(run, folder, "--prompt", "the cat", *argv)
