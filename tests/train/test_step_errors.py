@@ -5,7 +5,7 @@ import torch
 
 from gpubound.train import AdamW, TrainStep
 
-from .conftest import draw, small, summed
+from .conftest import draw, named, small, summed
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 
@@ -67,6 +67,9 @@ def test_a_refused_model_is_left_as_it_was():
     model = torch.nn.Linear(3, 3)
     with pytest.raises(ValueError, match="no list of blocks"):
         TrainStep(model, summed, recompute="blocks")
+    assert not hasattr(model.weight, "main_grad") and not model._forward_pre_hooks and model.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="no list of blocks"):
+        TrainStep(model, summed, precision="fp8")
     assert not hasattr(model.weight, "main_grad") and not model._forward_pre_hooks and model.weight.dtype == torch.float32
     step = TrainStep(model, summed)
     with pytest.raises(ValueError, match="already has a main_grad"):
@@ -148,6 +151,68 @@ def test_wrong_batches(given, sentence):
 def test_wrong_losses(loss, sentence):
     step = TrainStep(small(), loss, precision="fp32", graph="off")
     assert message(lambda: step(draw(2))) == sentence
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1e-3, None, "1e-3"], ids=repr)
+def test_a_rate_that_is_none(lr):
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-2), precision="fp32", graph="off")
+
+    def set_it():
+        step.lr = lr
+
+    assert message(set_it) == f"TrainStep: lr must be a finite number of at least 0, got {lr!r}."
+    assert step.lr == 1e-2 and step(draw(2)).read().lr == 1e-2
+
+
+@pytest.mark.parametrize("graph", ["off", "require"])
+def test_what_is_trained_may_not_change_unseen(graph):
+    """Frozen, unfrozen or replaced behind the step's back: it would go on moving, or never move."""
+    model = small(tied=False)
+    model.mix.bias.requires_grad_(False)
+    step = TrainStep(model, summed, precision="fp32", graph=graph)
+    step(draw(2))
+    before = named(model)
+    made = "since this TrainStep was made, which trains the parameters it found then;"
+    close = "or close() this step and make a new one."
+
+    model.mix.weight.requires_grad_(False)
+    assert message(lambda: step(draw(2))) == (
+        f"parameters: mix.weight was frozen {made} set requires_grad back to True, {close}"
+    )
+    model.mix.weight.requires_grad_(True)
+    model.mix.bias.requires_grad_(True)
+    assert message(lambda: step(draw(2))) == (
+        f"parameters: mix.bias was unfrozen {made} set requires_grad back to False, {close}"
+    )
+    model.mix.bias.requires_grad_(False)
+    kept = model.head.weight
+    model.head.weight = torch.nn.Parameter(kept.detach().clone())
+    assert message(lambda: step(draw(2))) == (
+        f"parameters: head.weight was replaced by another Parameter {made} copy new values into it in place, {close}"
+    )
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    model.head.weight = kept
+    step(draw(2))
+    assert not kept.equal(before["head.weight"])
+
+
+@pytest.mark.parametrize("here, there", [("bf16", "fp16"), ("fp16", "bf16")])
+def test_state_of_another_precision(here, there):
+    """Their tensors have the same names and shapes; fp16's loss scale would be multiplied in and never taken out again."""
+    state = TrainStep(small(), summed, precision=there, graph="off").state_dict()
+    step = TrainStep(small(), summed, precision=here, graph="off")
+    before = {name: t.clone() for name, t in step.state_dict().items()}
+    assert message(lambda: step.load_state_dict(state)) == (
+        f"load_state_dict: precision: got {there}, wanted {here}; make the TrainStep with precision={there!r} "
+        f"to go on from this state."
+    )
+    assert all(t.equal(before[name]) for name, t in step.state_dict().items())
+
+
+def test_fp32_and_tf32_share_their_states():
+    state = TrainStep(small(), summed, precision="tf32", graph="off").state_dict()
+    TrainStep(small(), summed, precision="fp32", graph="off").load_state_dict(state)
 
 
 def test_state_of_another_model():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..layers.overlap import overlapping
@@ -172,6 +172,38 @@ def _begin(p: Tensor) -> tuple[int, int]:
 
 def _end(p: Tensor) -> tuple[int, int]:
     return p.untyped_storage().data_ptr(), p.data_ptr() + p.nbytes
+
+
+class Members:
+    """Which parameters a model has, and which of them train, as they were when the layout was made.
+
+    The flat buffers and a captured step know of no others: what is frozen later would go on moving, what is unfrozen or
+    replaced would stay still. `check` compares without asking the device.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout):
+        trained = {id(slot.parameter) for slot in layout.slots}
+        homes = [(name, m._parameters, key) for name, m in model.named_modules() for key in m._parameters]
+        self._names = [f"{name}.{key}".strip(".") for name, _, key in homes]
+        self._homes = [(home, key) for _, home, key in homes]
+        self._parameters = [home[key] for home, key in self._homes]
+        self._trains = [id(p) in trained or (p is not None and p.requires_grad and not p.numel()) for p in self._parameters]
+
+    def check(self) -> None:
+        now = [home.get(key) for home, key in self._homes]
+        for name, p, was in zip(self._names, now, self._parameters):
+            if p is not was:
+                self._refuse(name, "was replaced by another Parameter", "copy new values into it in place")
+        for name, p, trains in zip(self._names, now, self._trains):
+            if p is not None and p.requires_grad is not trains:
+                what = "frozen" if trains else "unfrozen"
+                self._refuse(name, f"was {what}", f"set requires_grad back to {trains}")
+
+    def _refuse(self, name: str, what: str, mend: str) -> None:
+        raise ValueError(
+            f"parameters: {name} {what} since this TrainStep was made, which trains the parameters it found then; "
+            f"{mend}, or close() this step and make a new one."
+        )
 
 
 class Weights:

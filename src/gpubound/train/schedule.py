@@ -1,6 +1,6 @@
 """Learning-rate schedules, counted in updates, read on the device.
 
-A schedule becomes a table on the GPU with one rate per update (4 million updates are 32 MB), and the step looks its rate up by
+A schedule becomes a table on the GPU with one rate for each update (4 million updates are 32 MB). The step looks its rate up by
 the device's own count of updates. So any Python function may be a schedule, nothing of it is computed in the step, and a step
 that was skipped, because its gradient was not finite, does not use up a rate.
 """
@@ -8,11 +8,14 @@ that was skipped, because its gradient was not finite, does not use up a rate.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SHAPES = ("constant", "linear", "cosine", "wsd")
+MOST_STEPS = 10_000_000  # a table of 80 MB, which takes some seconds to write
 
 
 @dataclass(frozen=True)
@@ -31,23 +34,25 @@ class Schedule:
     final: float = 0.0
     decay: float = 0.2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not callable(self.shape) and self.shape not in SHAPES:
             raise ValueError(
                 f"Schedule: shape must be one of {', '.join(SHAPES)} or a function of the update, got {self.shape!r}."
             )
+        if self.steps is not None and not (isinstance(self.steps, int) and 1 <= self.steps <= MOST_STEPS):
+            raise ValueError(f"Schedule: steps must be a whole number from 1 to {MOST_STEPS:,}, got {self.steps!r}.")
+        if not _finite(self.warmup) or self.warmup < 0:
+            raise ValueError(f"Schedule: warmup must be a number of updates, or below 1 a part of steps, got {self.warmup!r}.")
         if self.steps is None and (self.shape != "constant" or 0 < self.warmup < 1):
             raise ValueError(
                 f"Schedule: shape={self.shape!r} with warmup={self.warmup} needs steps, got None; "
                 f"say how many updates the run is planned for."
             )
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"Schedule: steps must be at least 1, got {self.steps}.")
-        if self.warmup < 0 or (self.steps is not None and self.warmup_steps > self.steps):
-            raise ValueError(f"Schedule: warmup must lie between 0 and steps={self.steps}, got {self.warmup}.")
+        if self.warmup_steps > (self.steps or MOST_STEPS):
+            raise ValueError(f"Schedule: warmup must lie between 0 and steps={self.steps or MOST_STEPS}, got {self.warmup}.")
         for name, value in (("final", self.final), ("decay", self.decay)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"Schedule: {name} must lie between 0 and 1, got {value}.")
+            if not _finite(value) or not 0 <= value <= 1:
+                raise ValueError(f"Schedule: {name} must lie between 0 and 1, got {value!r}.")
 
     @property
     def warmup_steps(self) -> int:
@@ -56,7 +61,7 @@ class Schedule:
     def factor(self, update: int) -> float:
         """The factor of this update, counted from 1."""
         if callable(self.shape):
-            return float(self.shape(update))
+            return self._asked(self.shape(update), update)
         warmup = self.warmup_steps
         if update <= warmup:
             return update / warmup
@@ -69,7 +74,19 @@ class Schedule:
         falling = 0.5 * (1 + math.cos(math.pi * done)) if self.shape == "cosine" else 1 - done
         return self.final + (1 - self.final) * falling
 
+    def _asked(self, factor: Any, update: int) -> float:
+        """A rate that is not finite makes every weight NaN at once, and the guard looks at gradients alone."""
+        if isinstance(factor, Tensor | np.generic):
+            factor = factor.item()
+        if not _finite(factor) or factor < 0:
+            raise ValueError(f"Schedule: shape gives {factor!r} at update {update}, wanted a finite factor of at least 0.")
+        return float(factor)
+
     def table(self, lr: float, device: torch.device | str = "cpu") -> Tensor:
         """The rates of update 1, 2, … as fp64, ending with the one that holds."""
-        length = (self.steps if self.steps is not None else self.warmup_steps) + 1
-        return torch.tensor([lr * self.factor(update) for update in range(1, length + 1)], dtype=torch.float64).to(device)
+        length = self.warmup_steps if self.shape == "constant" or self.steps is None else self.steps
+        return torch.tensor([lr * self.factor(update) for update in range(1, length + 2)], dtype=torch.float64).to(device)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -10,6 +10,7 @@ What it changes about the model: the trainable parameters move into flat buffers
 frozen parameters and buffers stay as they are. `close()` takes everything off again but the dtype and the place in memory.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from ..trace import notice, span
 from .accumulate import Accumulators
 from .batches import gather, take_apart
 from .core import Core, Loss, Reduce
-from .flat import MUON, Layout, Weights, lay_out
+from .flat import MUON, Layout, Members, Weights, lay_out
 from .fp8 import Sites
 from .graphs import MODES as GRAPH_MODES
 from .graphs import Graphs
@@ -82,7 +83,8 @@ class TrainStep:
         self.memory = memory(layout, numbers, config if isinstance(config, AdamW) else None)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
-        self.model, self.accumulate, self.device = model, accumulate, layout.device
+        self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
+        self._members = Members(model, layout)
         self._closed = False
         self._undo: list[Callable[[], Any]] = []
         hasten(("adamw.plan_update",), layout.device, torch.float32)
@@ -94,10 +96,10 @@ class TrainStep:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
             accumulators = Accumulators(layout=layout)
             self._undo.append(accumulators.release)
-            self._weights = Weights(layout, numbers.masters)
             self._sites = Sites(model, layout) if numbers.fp8 else None
             if self._sites is not None:
                 self._undo.append(self._sites.release)
+            self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
             rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
             self._optimizer = _flat_optimizer(config, *rest)
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
@@ -121,6 +123,7 @@ class TrainStep:
         if not batches:
             return None
         with span("train.step"):
+            self._members.check()
             self._weights.check()
             result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
             self._weights.stepped()
@@ -133,6 +136,8 @@ class TrainStep:
 
     @lr.setter
     def lr(self, lr: float) -> None:
+        if not (isinstance(lr, int | float) and math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"TrainStep: lr must be a finite number of at least 0, got {lr!r}.")
         self._optimizer.set_lr(lr)
 
     @property
@@ -144,14 +149,15 @@ class TrainStep:
     def state_dict(self) -> dict[str, Tensor]:
         """What the next step depends on besides the model's own state_dict: moments and masters by parameter name, counters.
 
-        The tensors are the live ones, not copies.
+        The tensors are the live ones, not copies; `precision` is its name, letter by letter.
         """
-        return {"state": self._optimizer.state, **dict(self._named_state())}
+        return {"precision": _spelled(self._precision), "state": self._optimizer.state, **dict(self._named_state())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit once the model's own state is loaded too, before or after."""
         here = self.state_dict()
-        for name in here.keys() | state.keys():
+        _check_precision(here.pop("precision"), state)
+        for name in here.keys() | (state.keys() - {"precision"}):
             if name not in state or name not in here or state[name].shape != here[name].shape:
                 got = "nothing" if name not in state else f"shape {tuple(state[name].shape)}"
                 wanted = "nothing" if name not in here else f"shape {tuple(here[name].shape)}"
@@ -187,6 +193,20 @@ class TrainStep:
         self._undo = []
 
 
+def _spelled(precision: str) -> Tensor:
+    return torch.tensor(list(precision.encode()), dtype=torch.uint8)
+
+
+def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
+    """Names and shapes do not tell fp16 from bf16, but fp16's loss scale would reach a step that divides by none."""
+    wanted, got = (bytes(t.tolist()).decode() for t in (own, state.get("precision", own)))
+    if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # these two differ in how a GPU multiplies alone
+        raise ValueError(
+            f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
+            f"this state."
+        )
+
+
 def _recompute(recompute: str | int) -> tuple[str, int]:
     way, amount = parse_recompute(str(recompute))
     if way == "budget":
@@ -209,6 +229,8 @@ def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) ->
             f"TrainStep: schedule must be a Schedule, got {schedule!r}; "
             f"say its shape and length, as in Schedule('cosine', steps=10_000), or leave it out to keep the rate."
         )
+    if schedule is not None and callable(schedule.shape):
+        schedule.table(1.0)  # a function that gives no rate is refused before anything has moved
     if graph not in GRAPH_MODES:
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
