@@ -9,7 +9,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: demo test test-hard test-newest check format test-gpu bench gates figures docs clean
+.PHONY: demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -69,7 +69,11 @@ figures:
 
 docs: $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+# In an empty environment, from a clone of what is committed: installs as README says, and follows README and docs block by block.
+docs-check:
+	$(PYTHON) tests/docs/check.py
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache
