@@ -4,6 +4,7 @@ import doctest
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,6 +237,63 @@ def test_quick_figures_never_stand_for_full_ones(measured):
     assert not measure.ceilings("cpu").quick
     assert not measure.ceilings("cpu", quick=True).quick  # full ones are better
     assert measured == [True, False]
+
+
+def under_load(monkeypatch, *shares):
+    """Let each measurement find only a share of what the machine can do; the last one for the rest of them."""
+    left = list(shares)
+
+    def of_cpu(quick):
+        share = left.pop(0) if len(left) > 1 else left[0]
+        return {name: figure / share if name.endswith("_us") else figure * share for name, figure in FIGURES.items()}
+
+    monkeypatch.setattr(limits, "of_cpu", of_cpu)
+    return left
+
+
+def test_a_ceiling_that_is_passed_is_measured_again_and_the_better_kept(measured, monkeypatch, tmp_path, capsys):
+    under_load(monkeypatch, 0.25, 1.0, 0.5)
+    assert measure.share(1.0e12, "read_bytes_per_s", "cpu") == pytest.approx(1.0 / (4.5 * 0.25))
+    assert measure.ceilings("cpu", quick=True).measurements == 1
+    assert measure.share(3.6e12, "read_bytes_per_s", "cpu") == pytest.approx(0.8)
+    found = measure.ceilings("cpu", quick=True)
+    assert (found.measurements, found.launch_us, found.bf16_flops_per_s) == (2, 8.0, 8.0e14)
+    assert measure.share(4.4e12, "read_bytes_per_s", "cpu") == pytest.approx(44 / 45) and capsys.readouterr().err == ""
+    assert measure.share(9e14, "bf16_flops_per_s", "cpu") is None
+    assert measure.ceilings("cpu", quick=True).measurements == ceiling.MEASUREMENTS == 3
+    assert measure.ceilings("cpu", quick=True).bf16_flops_per_s == 8.0e14, "the worse third one does not count"
+    (file,) = kept(tmp_path)
+    assert json.loads(file.read_text())["measurements"] == 3
+
+
+def test_work_that_no_measurement_holds_has_no_share(measured, capsys):
+    """A small model is read from a cache: after three measurements the machine is not measured for it any more."""
+    for _ in range(3):
+        assert measure.share(9.0e12, "read_bytes_per_s", "cpu") is None
+    assert measured == [True] * 3
+    said = capsys.readouterr().err
+    assert said.count("no share of read_bytes_per_s: this work reaches 9e+12, and the best of 3 measurements") == 1
+
+
+def test_a_full_measurement_is_made_better_by_a_full_one(measured):
+    measure.ceilings("cpu")
+    measure.share(9.0e12, "read_bytes_per_s", "cpu")
+    assert measured == [False] * 3 and not measure.ceilings("cpu").quick
+
+
+def test_the_better_of_two_measurements():
+    one = ceiling.Ceilings("cuda", "H", "k", "d", False, **FIGURES, item_us=9.0, missing={"fp8_flops_per_s": "busy"})
+    other = replace(one, read_bytes_per_s=5e12, launch_us=9.0, item_us=None, fp8_flops_per_s=1e15, missing={"item_us": "x"})
+    found = ceiling._better(one, other)
+    assert (found.read_bytes_per_s, found.launch_us, found.item_us, found.fp8_flops_per_s) == (5e12, 8.0, 9.0, 1e15)
+    assert found.missing == {} and found.measurements == 2 and found.tf32_flops_per_s is None
+
+
+def test_refresh_forgets_what_was_measured_before(measured, monkeypatch):
+    measure.share(9.0e12, "read_bytes_per_s", "cpu")
+    under_load(monkeypatch, 0.5)
+    found = measure.ceilings("cpu", refresh=True, quick=True)
+    assert (found.measurements, found.read_bytes_per_s) == (1, 2.25e12)
 
 
 def test_another_torch_is_another_machine(measured, monkeypatch, tmp_path):

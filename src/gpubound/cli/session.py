@@ -115,6 +115,7 @@ class Scale:
         self.run = run
         dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
         kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+        self.figure = f"{kind}_flops_per_s"
         self.flops_per_s: float | None = None
         self.formula: str | None = None
         try:
@@ -138,7 +139,13 @@ class Scale:
         if self.flops_per_s and "tokens_per_s" in record:
             config, seq = self.run.model.config, self.run.stage.recipe.seq
             flops = measure.train_flops_per_token(config.product_parameters, config.layers, config.heads * config.head_dim, seq)
-            record["mfu"] = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
+            share = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
+            if share <= 1:
+                record["mfu"] = share
+            else:  # the rate at this run's head is too low: measured again here, for the next run
+                measure.share(share * self.flops_per_s, self.figure, self.run.device)
+                notice("the share of the matrix rate is left out from here on: this run passes the rate that was measured.")
+                self.flops_per_s = None
         return record
 
 

@@ -83,14 +83,22 @@ class Speed:
     def roofline(self) -> float | None:
         """The time that reading the weights and the live cache once a token takes at best, over the time it took."""
         rate = self.read_bytes_per_s
-        return self.bytes_read / rate / self.seconds if rate and self.seconds else None
+        if not rate or not self.seconds:
+            return None
+        if (read := self.bytes_read / self.seconds) <= rate:
+            return read / rate
+        share = measure.share(read, "read_bytes_per_s", self.device)
+        self._rate = None  # it was measured again
+        return share
 
     def line(self) -> str:
         """All of it in one line."""
         parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
-        if (share := self.roofline) is not None and self.steps:
-            bytes_a_step, rate = quantity(self.bytes_read / self.steps, "B"), quantity(self.read_bytes_per_s or 0, "B/s")
-            parts.append(f"{share:.1%} of the roofline ({bytes_a_step} a step / {rate} read here)")
+        share = self.roofline
+        if self.read_bytes_per_s and self.steps:
+            bytes_a_step, rate = quantity(self.bytes_read / self.steps, "B"), quantity(self.read_bytes_per_s, "B/s")
+            of = "faster than" if share is None else f"{share:.1%} of"
+            parts.append(f"{of} the roofline ({bytes_a_step} a step / {rate} read here)")
         if self.first_token_s is not None:
             parts.append(f"first token after {measure.in_words(self.first_token_s)}")
         parts.append(f"host syncs: {f'not counted ({self.uncounted})' if self.syncs is None else self.syncs}")

@@ -3,6 +3,7 @@
     time(fn)                      how long one thing takes: median and quartiles, warmed up, on the device's own clock
     compare({"ours": f, ...})     two or more things in turn, in random order, with an interval on their ratio
     ceilings()                    this machine's measured limits: the denominators of every percentage the project prints
+    share(achieved, figure)       that percentage, never above 100: a limit that is passed is measured again
     bandwidth, rate, mfu          the arithmetic between seconds and those percentages
 
 docs/measuring.md says how to use them and what each leaves out.
@@ -14,6 +15,7 @@ from .arithmetic import rate as rate
 from .arithmetic import train_flops_per_token as train_flops_per_token
 from .ceiling import Ceilings as Ceilings
 from .ceiling import ceilings as ceilings
+from .ceiling import share as share
 from .comparison import Comparison as Comparison
 from .comparison import Ratio as Ratio
 from .comparison import compare as compare

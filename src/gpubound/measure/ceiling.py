@@ -1,15 +1,17 @@
 """This machine's measured limits: what every percentage the project prints (of bandwidth, matrix rate, MFU) is a share of.
 
 They are measured once and kept in a file whose name holds the GPU, the driver, torch and CUDA: change one, and they are
-measured again.
+measured again. A busy machine measures too little, so figures that some work has passed are measured again, and the better of
+both are kept.
 """
 
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +20,8 @@ from ..errors import MeasureError
 from ..trace import notice
 from . import limits
 from .facts import machine
+
+MEASUREMENTS = 3  # of one machine: work that passes the best of so many is not bound by that figure
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _PRECISION_OF = {
@@ -57,6 +61,8 @@ class Ceilings:
     """One `.item()`: the round trip in which the host waits and the device idles."""
     missing: dict[str, str] = field(default_factory=dict)
     """Figure -> why it could not be measured here."""
+    measurements: int = 1
+    """Each figure is the best of so many."""
 
     def flops_per_s(self, precision: str | torch.dtype) -> float:
         """The matrix rate for 'bf16', torch.bfloat16 and so on; MeasureError where it was not measured."""
@@ -89,6 +95,41 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
     found = _measure(where, key, quick)
     _write(cache_file(key + ("-quick" if quick else "")), found)
     return found
+
+
+def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
+    """What part `achieved` is of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
+
+    A ceiling that is passed was measured on a busy machine: it is measured again, and the better is kept. None when that one is
+    passed as well, which is said: such work is not bound by it, as a model that fits into the cache is not by the memory.
+    """
+    found = ceilings(device, quick=True)
+    while achieved > getattr(found, figure) and found.measurements < MEASUREMENTS:
+        again = _better(found, _measure(resolve(device), found.key, found.quick))
+        _write(cache_file(again.key + ("-quick" if again.quick else "")), again)
+        found = again
+    if achieved > (limit := getattr(found, figure)):
+        notice(
+            f"no share of {figure}: this work reaches {achieved:.3g}, and the best of {found.measurements} measurements here "
+            f"is {limit:.3g}. It is not bound by that figure (a small model is read from a cache), or the machine was busy "
+            "each time: then run `gpubound env --refresh` on an idle one."
+        )
+        return None
+    return achieved / limit
+
+
+def _better(one: Ceilings, other: Ceilings) -> Ceilings:
+    """The better of each figure: a busy machine only ever measures too little."""
+
+    def best(name: str, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return min(a, b) if name.endswith("_us") else max(a, b)
+
+    names = [f.name for f in fields(Ceilings) if f.name.endswith(("_per_s", "_us"))]
+    figures = {name: best(name, getattr(one, name), getattr(other, name)) for name in names}
+    missing = {name: why for name, why in other.missing.items() if figures[name] is None}
+    return replace(other, **figures, missing=missing, measurements=one.measurements + 1)
 
 
 def cache_file(key: str) -> Path:

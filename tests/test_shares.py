@@ -1,0 +1,66 @@
+"""No share above 100 % is printed: what passes this machine's measured limit has it measured again, or no share."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubound import measure, trace
+from gpubound.cli.session import Scale
+from gpubound.cli.speed import Speed
+from gpubound.decode.result import Generation, Sequence
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limit that was kept, and the one that measuring again finds."""
+    found = SimpleNamespace(kept=1e9, again=1e9, asked=[])
+
+    def share(achieved, figure, device):
+        found.asked.append((achieved, figure, device))
+        found.kept = found.again
+        return achieved / found.kept if achieved <= found.kept else None
+
+    monkeypatch.setattr(measure, "ceilings", lambda device, quick: SimpleNamespace(read_bytes_per_s=found.kept))
+    monkeypatch.setattr(measure, "share", share)
+    return found
+
+
+def speed(bytes_read: int) -> Speed:
+    made = Speed(torch.device("cpu"))
+    made.add(Generation([Sequence([1], [2] * 10)], 2.0, 0.5, launches=5, steps=10, row_steps=10, bytes_read=bytes_read))
+    return made
+
+
+def test_a_roofline_that_is_passed_is_measured_again(limits):
+    limits.again = 4e9
+    generation = speed(4_000_000_000)  # in two seconds
+    assert ", 50.0% of the roofline (400MB a step / 4GB/s read here), " in generation.line()
+    assert limits.asked == [(2e9, "read_bytes_per_s", torch.device("cpu"))]
+    assert generation.as_dict()["roofline"] == 0.5 and generation.as_dict()["read_bytes_per_s"] == 4e9
+
+
+def test_a_model_that_no_roofline_holds(limits):
+    generation = speed(4_000_000_000)
+    assert ", faster than the roofline (400MB a step / 1GB/s read here), " in generation.line()
+    assert generation.as_dict()["roofline"] is None
+
+
+def test_within_the_roofline_nothing_is_measured(limits):
+    assert ", 50.0% of the roofline " in speed(1_000_000_000).line() and limits.asked == []
+
+
+def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, monkeypatch):
+    """Its head names the rate, so the one that is measured now is for the next run."""
+    monkeypatch.setattr(trace, "_said", set())
+    config = SimpleNamespace(product_parameters=1_000_000, layers=0, heads=1, head_dim=1)
+    scale = Scale.__new__(Scale)
+    scale.run = SimpleNamespace(
+        model=SimpleNamespace(config=config), stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu")
+    )
+    scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9
+    assert scale.fill({"tokens_per_s": 100.0})["mfu"] == 0.6
+    assert "mfu" not in scale.fill({"tokens_per_s": 200.0})
+    assert limits.asked == [(1.2e9, "fp32_flops_per_s", torch.device("cpu"))]
+    assert "mfu" not in scale.fill({"tokens_per_s": 100.0}) and len(limits.asked) == 1
+    assert "this run passes the rate that was measured" in capsys.readouterr().err
