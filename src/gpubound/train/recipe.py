@@ -17,7 +17,7 @@ from .muon import Muon
 from .optimizer import AdamW, AdamW8bit
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
-from .schedule import Schedule
+from .schedule import MOST_STEPS, Schedule
 
 STDLIB = "stdlib"
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -42,7 +42,6 @@ PHASED = (
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
 
 OFF_AT_0 = ("evaluate_every", "patience", "save_every", "keep_every")
-MOST_STEPS = 10_000_000  # the schedule is a table with a rate for each: 80 MB on the device
 LIMITS = (
     ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, 1 << 16), ("steps", 1, MOST_STEPS),
     ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
