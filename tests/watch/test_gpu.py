@@ -157,13 +157,15 @@ def refused(x):
         torch.linalg.inv(x.repeat(4, 1))
 
 
-def in_backward(function):
+def in_backward(x):
+    RunsOut.apply(x.clone().requires_grad_() * 2).sum().backward()
+
+
+def in_a_hook(function):
     def run(x):
-        y = x.clone().requires_grad_()
-        z = y * 2
-        if function is not RunsOut.apply:
-            z.register_hook(lambda g: torch.add(g * 2, function(g)))
-        (function(z) if function is RunsOut.apply else z * 3).sum().backward()
+        z = x.clone().requires_grad_() * 2
+        z.register_hook(lambda g: torch.add(g * 2, function(g)))
+        (z * 3).sum().backward()
 
     return run
 
@@ -173,9 +175,9 @@ FAILING = {
     "out_of_memory": (lambda x: torch.add(x * 2, too_large(x * 3)), torch.OutOfMemoryError),
     "python": (lambda x: torch.add(x * 2, nothing_there(x * 3)), KeyError),
     "in_an_operation": (refused, StallError),
-    "in_backward": (in_backward(RunsOut.apply), torch.OutOfMemoryError),
-    "in_a_hook": (in_backward(too_large), torch.OutOfMemoryError),
-    "in_a_hook_python": (in_backward(nothing_there), KeyError),
+    "in_backward": (in_backward, torch.OutOfMemoryError),
+    "in_a_hook": (in_a_hook(too_large), torch.OutOfMemoryError),
+    "in_a_hook_python": (in_a_hook(nothing_there), KeyError),
 }
 
 
