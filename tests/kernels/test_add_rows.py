@@ -69,7 +69,46 @@ def test_stores_stay_inside(device):
     assert_inside(whole, table)
 
 
+UNKNOWN = {
+    "too large, and -2": [6, -2],
+    "2^32 + 1, which is 1 in 32 bits": [2**32 + 1, 1],
+    "beside the first row's own": [0, 0, 5, 2],
+    "the smallest of all": [-(2**63), 4],
+}
+
+
+@pytest.mark.parametrize("ids", UNKNOWN.values(), ids=UNKNOWN)
+def test_an_id_that_the_table_does_not_have_makes_its_first_row_nan(ids, device):
+    """And nothing else: the tables lie in the middle of a buffer, whose other rows stay as they are."""
+    for mirror in (fast, reference):
+        buffer = torch.zeros(9, 3, device=device)
+        mirror.add_rows(buffer[2:7], torch.tensor(ids, device=device), torch.ones(len(ids), 3, device=device), -1)
+        want = torch.zeros(9, 3, device=device)
+        for i in ids:
+            want[2 + i if 0 <= i < 5 else 2] += 1 if 0 <= i < 5 else torch.nan
+        assert torch.equal(buffer.nan_to_num(nan=99), want.nan_to_num(nan=99)), mirror
+
+
+@pytest.mark.parametrize("without", [-1, 3, 77])
+def test_rows_left_out(without, device):
+    """Whether the table has that id or not."""
+    ids = torch.tensor([0, without, 2, without, 0], device=device)
+    for mirror in (fast, reference):
+        got = mirror.add_rows(torch.zeros(5, 3, device=device), ids, torch.ones(5, 3, device=device), without)
+        assert got[:, 0].tolist() == [2, 0, 1, 0, 0], mirror
+
+
 ERRORS = {
+    "add_rows: ids must be integers on cpu, got torch.uint16 on cpu; pass the tokens.": (
+        torch.zeros(3, 4),
+        torch.ones(1, dtype=torch.uint16),
+        torch.ones(1, 4),
+    ),
+    "add_rows: table has no rows for 1 ids; pass the table that they were looked up in.": (
+        torch.zeros(0, 4),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1, 4),
+    ),
     "add_rows: table must be a contiguous torch.float32 matrix, got torch.bfloat16 (3, 4); "
     "16 bits cannot hold sums of gradients.": (torch.zeros(3, 4, dtype=torch.bfloat16), torch.tensor([1]), torch.ones(1, 4)),
     "add_rows: rows must hold one row of 4 floats on cpu for each of the ids (2,), got (1, 4) torch.float32 on cpu; "

@@ -68,6 +68,46 @@ def test_reductions(reduction, ignored, device):
     both(draw(device, FP32, 2, 4, 40), labels_for((2, 4, 40), device, ignored), **OPTIONS["all"], reduction=reduction)
 
 
+LABELS = {
+    "a column": lambda labels: torch.stack([labels, labels + 1], 1)[:, 0],
+    "every third": lambda labels: labels.repeat_interleave(3)[1::3],
+    "from the end": lambda labels: labels.flip(0).as_strided(labels.shape, (1,)),
+    "one for all": lambda labels: labels[:1].expand(len(labels)),
+    "8 bits": lambda labels: labels.clamp(min=0).to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("lay", LABELS.values(), ids=LABELS)
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_labels_of_any_layout(op, lay, device):
+    labels = lay(torch.tensor([3, -100, 0, 7, 5], device=device))
+    x, weight = draw(device, FP32, 5, 6), draw(device, FP32, 156, 6, seed=1)
+    own = (x @ weight.t(),) if op == "cross_entropy" else (x, weight)
+    leaves = [t.requires_grad_() for t in own]
+    got, want = (getattr(kernels, op)(*leaves, each) for each in (labels, labels.clone().long().contiguous()))
+    plain = F.cross_entropy(x @ weight.t(), labels.long())
+    same("loss", got, plain, 2e-6)
+    gradients = zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves))
+    assert torch.equal(got, want) and all(torch.equal(a, b) for a, b in gradients)
+
+
+def test_labels_of_8_bits_are_no_ignored_ones(device):
+    """torch compares a uint8 label with -100 as if that were 156."""
+    logits, labels = draw(device, FP32, 2, 200), torch.tensor([156, 3], device=device, dtype=torch.uint8)
+    want = F.cross_entropy(logits, labels.long())
+    for mirror in (fast, reference):
+        same("loss", mirror.cross_entropy(logits, labels), want, 2e-6)
+
+
+def test_a_huge_logit_is_no_nan(device):
+    """1e20 squared is beyond fp32, and a z-loss of 0 must not look at it."""
+    for mirror in (fast, reference):
+        logits = torch.tensor([[1e20, 0.0]], device=device, requires_grad=True)
+        loss = mirror.cross_entropy(logits, torch.tensor([0], device=device))
+        loss.backward()
+        assert loss.item() == 0 and logits.grad.tolist() == [[0, 0]]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reference_is_torch(smoothing, reduction):
@@ -229,11 +269,11 @@ WRONG = {
     ),
     "softcap": (
         (LOGITS, LABELS, {"softcap": 0.0}),
-        "cross_entropy: softcap must be above 0, got 0.0; None leaves the logits as they are.",
+        "cross_entropy: softcap must be a finite number above 0, got 0.0; None leaves the logits as they are.",
     ),
     "z_loss": (
         (LOGITS, LABELS, {"z_loss": -1.0}),
-        "cross_entropy: z_loss must be at least 0, got -1.0; 0 switches it off.",
+        "cross_entropy: z_loss must be a finite number of at least 0, got -1.0; 0 switches it off.",
     ),
     "reduction": (
         (LOGITS, LABELS, {"reduction": "max"}),

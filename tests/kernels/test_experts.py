@@ -268,8 +268,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up, ids, h[:, :2]),
-            "routed_gate_up: out must be a contiguous torch.float32 (2, 3, 16), got torch.float32 (2, 2, 16); it is written in "
-            "place.",
+            "routed_gate_up: out must be a contiguous torch.float32 (2, 3, 16), got torch.float32 (2, 2, 16), "
+            "not contiguous; it is written in place.",
         ),
         (
             lambda: kernels.add_routed(h, gate_up, ids, weights, x),

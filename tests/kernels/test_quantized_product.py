@@ -271,7 +271,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.dequantize(packed, x),
-            "dequantize: out must be a contiguous torch.float32 (33, 128), got torch.float32 (2, 128); it is written in place.",
+            "dequantize: out must be a contiguous floating-point tensor (33, 128), got torch.float32 (2, 128); it is written "
+            "in place.",
         ),
     ):
         with pytest.raises(ValueError) as caught:

@@ -3,12 +3,12 @@
 reference/ is the definition of each op, triton/ the fast form; tests/test_mirror.py keeps their names and signatures the same.
 """
 
+from .attention import decode_attention as decode_attention
+from .attention import quantized_decode_attention as quantized_decode_attention
 from .decoding import add_product as add_product
-from .decoding import decode_attention as decode_attention
 from .decoding import norm_gate_up as norm_gate_up
 from .decoding import norm_product as norm_product
 from .decoding import norm_rows as norm_rows
-from .decoding import quantized_decode_attention as quantized_decode_attention
 from .experts import add_routed as add_routed
 from .experts import route as route
 from .experts import routed_gate_up as routed_gate_up

@@ -10,8 +10,9 @@ Legend: B rows, S experts a row (its slots), E experts in all, I width of an exp
 import torch
 from torch import Tensor
 
+from .checks import require
 from .choose import implementation
-from .decoding import _check, _check_out
+from .decoding import WRITTEN, _check
 
 
 def likeliest(logits: Tensor, slots: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -50,10 +51,10 @@ def route(
     rows, slots = x.shape[0], ids.shape[-1]
     if not 0 < slots <= router.shape[0]:
         raise ValueError(f"route: ids has {slots} slots a row, wanted 1 to {router.shape[0]}, the number of experts.")
-    _check_out("route", "logits", logits, (rows, router.shape[0]), torch.float32)
-    _check_out("route", "count", count, (rows,), torch.int32)
-    _check_out("route", "ids", ids, (rows, slots), torch.int32)
-    _check_out("route", "weights", weights, (rows, slots), torch.float32)
+    require("route", "logits", logits, torch.float32, (rows, router.shape[0]), x.device, WRITTEN)
+    require("route", "count", count, torch.int32, (rows,), x.device, WRITTEN)
+    require("route", "ids", ids, torch.int32, (rows, slots), x.device, WRITTEN)
+    require("route", "weights", weights, torch.float32, (rows, slots), x.device, WRITTEN)
     return implementation("experts.route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
 
 
@@ -63,12 +64,12 @@ def routed_gate_up(
     """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, n the RMSNorm of x.
 
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
-    ids       (B, S) int32, each below E: it is not checked, for the host does not know it
+    ids       (B, S) int32. One that is no expert's makes its slot NaN, as does add_routed: the host does not know it
     """
     _check("routed_gate_up", x, norm)
-    _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1])
-    _check_ids("routed_gate_up", ids, x.shape[0])
-    _check_out("routed_gate_up", "out", out, (*ids.shape, gate_up.shape[1] // 2), gate_up.dtype)
+    _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1], x.device)
+    _check_ids("routed_gate_up", ids, x.shape[0], x.device)
+    require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, gate_up.shape[1] // 2), x.device, WRITTEN)
     return implementation("experts.routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
 
 
@@ -78,22 +79,26 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     h (B, S, I), down (E, hidden, I), ids and weights (B, S). Dependent, it reads ids and weights while the kernel before it
     still runs: that must be the `routed_gate_up` that read them too.
     """
-    _check_ids("add_routed", ids, h.shape[0])
-    _check_stack("add_routed", "down", down, h.shape[-1])
-    _check_out("add_routed", "h", h, (*ids.shape, down.shape[2]), h.dtype, "a row of it belongs to each expert that was chosen")
-    _check_out("add_routed", "weights", weights, tuple(ids.shape), torch.float32, "it holds a share for each id")
-    _check_out("add_routed", "x", x, (h.shape[0], down.shape[1]), torch.float32)
+    _check_ids("add_routed", ids, h.shape[0], x.device)
+    _check_stack("add_routed", "down", down, h.shape[-1], x.device)
+    require(
+        "add_routed", "h", h, None, (*ids.shape, down.shape[2]), x.device, "a row of it belongs to each expert that was chosen"
+    )
+    require("add_routed", "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")
+    require("add_routed", "x", x, torch.float32, (h.shape[0], down.shape[1]), x.device, WRITTEN)
     return implementation("experts.add_routed", down)(h, down, ids, weights, x, dependent)
 
 
-def _check_stack(op: str, name: str, stack: Tensor, columns: int) -> None:
+def _check_stack(op: str, name: str, stack: Tensor, columns: int, device: torch.device) -> None:
     if stack.dim() != 3 or stack.shape[2] != columns or not stack.is_contiguous() or (name == "gate_up" and stack.shape[1] % 2):
         outputs = "2 * width" if name == "gate_up" else "outputs"
         raise ValueError(f"{op}: {name} must be contiguous (experts, {outputs}, {columns}), got {tuple(stack.shape)}.")
+    require(op, name, stack, None, tuple(stack.shape), device, "an expert's weight follows the other's")
 
 
-def _check_ids(op: str, ids: Tensor, rows: int) -> None:
+def _check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
     if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(
             f"{op}: ids must be a contiguous torch.int32 ({rows}, slots), got {ids.dtype} {tuple(ids.shape)}; route writes it."
         )
+    require(op, "ids", ids, torch.int32, tuple(ids.shape), device, "route writes it")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .checks import INTEGERS
 from .choose import implementation
 
 
@@ -11,6 +12,8 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
 
     table (V, C) is float32 and contiguous, ids (...) are integers below V, rows (..., C) of any floating dtype. Rows whose id
     is `without` are left out, as a padding id's are. The sums are fp32 and in the same order in every run.
+
+    Any other id that the table does not have makes the table's first row NaN: asking the device for it would cost a wait.
     """
     if table.dim() != 2 or table.dtype != torch.float32 or not table.is_contiguous():
         raise ValueError(
@@ -23,6 +26,9 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
             f"{tuple(ids.shape)}, got {tuple(rows.shape)} {rows.dtype} on {rows.device}; "
             f"pass the gradient of what was looked up."
         )
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.device != table.device:
+    if ids.dtype not in INTEGERS or ids.device != table.device:
         raise ValueError(f"add_rows: ids must be integers on {table.device}, got {ids.dtype} on {ids.device}; pass the tokens.")
-    return implementation("add_rows", rows)(table, ids, rows, without)
+    if not len(table) and ids.numel():
+        raise ValueError(f"add_rows: table has no rows for {ids.numel()} ids; pass the table that they were looked up in.")
+    unable = "its kernel sorts ids of 32 bits" if len(table) >= 2**31 - 1 else None
+    return implementation("add_rows", rows, unable)(table, ids, rows, without)

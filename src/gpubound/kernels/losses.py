@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .checks import INTEGERS
 from .choose import implementation
 
 
@@ -26,6 +27,7 @@ def cross_entropy(
             f"cross_entropy: logits must be a floating-point tensor (..., V), got {logits.dtype} {tuple(logits.shape)}; "
             f"cast it before the call."
         )
+    _check_words("cross_entropy", "logits", logits.shape[-1])
     _check_labels("cross_entropy", "logits", logits, labels)
     _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
     fast = implementation("cross_entropy", logits)
@@ -84,6 +86,7 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{op}: weight must be a floating-point matrix (V, {x.shape[-1]}) to match x, got {weight.dtype} "
             f"{tuple(weight.shape)}; give the head as a linear layer holds it."
         )
+    _check_words(op, "weight", weight.shape[0])
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(
             f"{op}: bias must be a floating-point tensor ({weight.shape[0]},) to match weight, got {bias.dtype} "
@@ -103,8 +106,13 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
         )
 
 
+def _check_words(op: str, name: str, words: int) -> None:
+    if words == 0:
+        raise ValueError(f"{op}: {name} has a vocabulary of 0 words; there is no label to be right or wrong about.")
+
+
 def _check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.shape != rows.shape[:-1]:
+    if labels.dtype not in INTEGERS or labels.shape != rows.shape[:-1]:
         raise ValueError(
             f"{op}: labels must be integers of shape {tuple(rows.shape[:-1])}, one for each row of {name}, "
             f"got {labels.dtype} {tuple(labels.shape)}; class probabilities are not supported."
@@ -122,9 +130,9 @@ def _check_options(
         raise ValueError(
             f"{op}: label_smoothing must be at least 0 and below 1, got {smoothing}; 0 leaves the labels as they are."
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap must be above 0, got {softcap}; None leaves the logits as they are.")
-    if not z_loss >= 0:
-        raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss}; 0 switches it off.")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"{op}: softcap must be a finite number above 0, got {softcap}; None leaves the logits as they are.")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"{op}: z_loss must be a finite number of at least 0, got {z_loss}; 0 switches it off.")
     if reduction not in reductions:
         raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from .checks import require
 from .choose import implementation
 from .reference._code8 import BLOCK, dequantize
+from .reference.adamw import PLAN
 
 
 def plan_update(
@@ -28,10 +30,12 @@ def plan_update(
     A step that is not finite, or has no items, plans nothing and adds one to `skipped`.
     """
     for name, tensor, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, None)):
-        if tensor.dtype != torch.float64 or tensor.dim() != 1 or len(tensor) != (length or max(1, len(tensor))):
+        fits = tensor.dim() == 1 and len(tensor) == (length or max(1, len(tensor))) and tensor.is_contiguous()
+        if tensor.dtype != torch.float64 or not fits:
             raise ValueError(
                 f"plan_update: {name} must be a torch.float64 vector of {length or 'at least 1'}, "
-                f"got {tuple(tensor.shape)} {tensor.dtype}; see its docstring for what each number is."
+                f"got {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}; "
+                f"see its docstring for what each number is."
             )
     _check_flat("plan_update", gradient=gradient)
     _check_device("plan_update", gradient, totals=totals, state=state, rates=rates)
@@ -65,6 +69,7 @@ def adamw(
             raise ValueError(f"adamw: {name} must hold {weight.numel()} elements like weight, got {tensor.numel()}.")
         if tensor.dtype != gradient.dtype:
             raise ValueError(f"adamw: {name} must be {gradient.dtype} like gradient, got {tensor.dtype}.")
+    _check_plan("adamw", plan, gradient)
     _check_seed("adamw", weight, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
     implementation("adamw.adamw", weight)(weight, gradient, m, v, master, plan, *betas, eps, decay_until, seed)
@@ -101,6 +106,7 @@ def adamw8(
                 f"adamw8: {name} must be a contiguous {dtype} vector of {count}, for {n} weights, "
                 f"got {tuple(tensor.shape)} {tensor.dtype}; begin with torch.zeros({count}, dtype={dtype})."
             )
+    _check_plan("adamw8", plan, gradient)
     _check_seed("adamw8", weight, master, seed)
     decay_until = n if decay_until is None else decay_until
     implementation("adamw8", weight)(
@@ -111,6 +117,11 @@ def adamw8(
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     """A moment that `adamw8` keeps, in fp32."""
     return dequantize(codes, scales)
+
+
+def _check_plan(op: str, plan: Tensor, gradient: Tensor) -> None:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    require(op, "plan", plan, wide, (len(PLAN),), gradient.device, "plan_update makes it")
 
 
 def _check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None) -> None:

@@ -45,8 +45,10 @@ def _check(op: str, x: Tensor, state: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: a packed [gate | up] needs an even last dimension, got {tuple(x.shape)}; pack both halves.")
     if dtype not in LARGEST:
         raise ValueError(f"{op}: dtype must be one of {', '.join(map(str, LARGEST))}, got {dtype}; no product takes another.")
-    if state.dtype != torch.float32 or state.dim() != 1 or len(state) < 2 or state.device != x.device:
+    dense = state.dim() == 1 and state.is_contiguous()
+    if state.dtype != torch.float32 or not dense or len(state) < 2 or state.device != x.device:
         raise ValueError(
             f"{op}: state must be a torch.float32 vector (scale, seen) on {x.device}, "
-            f"got {state.dtype} {tuple(state.shape)} on {state.device}; begin with torch.tensor([1.0, 0.0])."
+            f"got {state.dtype} {tuple(state.shape)}"
+            f"{'' if state.is_contiguous() else ', not contiguous,'} on {state.device}; begin with torch.tensor([1.0, 0.0])."
         )

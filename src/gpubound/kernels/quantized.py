@@ -7,9 +7,10 @@ program holds both halves of an output. `pack_stacked` and `pack_gate_up` make t
 import torch
 from torch import Tensor
 
+from .checks import require
 from .choose import implementation
-from .decoding import _check_out
-from .packed import Packed, pack
+from .decoding import WRITTEN, _check_best
+from .packed import BITS, GROUP, Packed, pack
 
 
 def pack_stacked(weights: list[Tensor], kind: str) -> Packed:
@@ -32,7 +33,8 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
     turns   of a weight whose rows are so many weights' by turns, those come out below each other: 2 for gate and up
     """
-    _check_out("dequantize", "out", out, (weight.rows, weight.columns), out.dtype)
+    _check_packed("dequantize", weight)
+    require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
     return implementation("quantized_product.dequantize", out)(weight, out, turns)
@@ -53,16 +55,9 @@ def quantized_norm_product(
     if out is None:
         out = torch.empty(x.shape[0], weight.rows, device=x.device, dtype=torch.float32)
     _check("quantized_norm_product", x, norm, weight)
-    _check_out("quantized_norm_product", "out", out, (x.shape[0], weight.rows), torch.float32)
-    if (best is None) != (arg is None) or (best is not None and arg is not None and best.shape != arg.shape):
-        raise ValueError(
-            "quantized_norm_product: best and arg must be given together and have one shape; pass both or neither."
-        )
-    if best is not None and -(-weight.rows // (1 << (-(-weight.rows // best.shape[1]) - 1).bit_length())) != best.shape[1]:
-        raise ValueError(
-            f"quantized_norm_product: best has {best.shape[1]} columns, which {weight.rows} rows cannot be cut into in "
-            "stretches of a power of two; give it ceil(rows / 16)."
-        )
+    _check_bias("quantized_norm_product", bias, weight)
+    require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
+    _check_best("quantized_norm_product", best, arg, weight.rows, x)
     implementation("quantized_product.quantized_norm_product", norm)(x, norm, eps, weight, bias, out, best, arg, dependent)
     return out
 
@@ -84,7 +79,8 @@ def quantized_norm_gate_up(
         raise ValueError(
             f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted gate and up by turns; use pack_gate_up."
         )
-    _check_out("quantized_norm_gate_up", "out", out, (x.shape[0], gate_up.rows // 2), out.dtype)
+    _check_bias("quantized_norm_gate_up", bias, gate_up)
+    require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     return implementation("quantized_product.quantized_norm_gate_up", norm)(x, norm, eps, gate_up, bias, out, dependent)
 
 
@@ -94,7 +90,10 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
         raise ValueError(
             f"quantized_add_product: h must be contiguous (rows, {weight.columns}) to match weight, got {tuple(h.shape)}."
         )
-    _check_out("quantized_add_product", "x", x, (h.shape[0], weight.rows), torch.float32)
+    require("quantized_add_product", "h", h, None, tuple(h.shape), weight.words.device, "the kernel reads row after row")
+    _check_packed("quantized_add_product", weight)
+    _check_bias("quantized_add_product", bias, weight)
+    require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
     return implementation("quantized_product.quantized_add_product", h)(h, weight, bias, x, dependent)
 
 
@@ -105,3 +104,22 @@ def _check(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
         raise ValueError(f"{op}: norm must have shape {tuple(x.shape[1:])} to match x, got {tuple(norm.shape)}.")
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
+    require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
+    _check_packed(op, weight)
+    require(op, "the weight's words", weight.words, torch.int32, tuple(weight.words.shape), x.device, "move the weight to x")
+
+
+def _check_packed(op: str, weight: Packed) -> None:
+    """What `pack` made, whole: rows of it are read one behind the other."""
+    if weight.kind not in BITS:
+        raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
+    groups, fp8, device = -(-weight.columns // GROUP), weight.kind == "fp8", weight.words.device
+    shape = (weight.rows, groups * GROUP * BITS[weight.kind] // 32)
+    require(op, "the weight's words", weight.words, torch.int32, shape, device, "make it with pack")
+    kind = torch.float32 if fp8 else torch.bfloat16
+    require(op, "the weight's scale", weight.scale, kind, (weight.rows, 1 if fp8 else groups), device, "make it with pack")
+
+
+def _check_bias(op: str, bias: Tensor | None, weight: Packed) -> None:
+    if bias is not None:
+        require(op, "bias", bias, None, (weight.rows,), weight.words.device, "it has one number for each row of the weight")

@@ -85,7 +85,7 @@ def sample(
 
     Returns what it changed: emitted, token, position, alive, bad, then seen, logprob and x where given.
     """
-    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(
             f"sample: logits must be a torch.float32 matrix (B, V) whose rows are dense, got {logits.dtype} "
             f"{tuple(logits.shape)} with strides {logits.stride()}; cast or copy them into one buffer."
@@ -141,8 +141,10 @@ def _check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | N
 
 
 def _check(op: str, name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
-    """`shape` holds sizes, or a letter where any will do."""
-    fits = t.dim() == len(shape) and all(isinstance(want, str) or got == want for got, want in zip(t.shape, shape))
+    """`shape` holds sizes, or a letter where any from 1 up will do: of S, the stops, there may be none."""
+    fits = t.dim() == len(shape) and all(
+        want == "S" or got > 0 if isinstance(want, str) else got == want for got, want in zip(t.shape, shape)
+    )
     if t.dtype != dtype or not fits or t.device != device or not t.is_contiguous():
         wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
         raise ValueError(

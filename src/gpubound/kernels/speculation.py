@@ -102,7 +102,8 @@ def _check_state(op: str, rows: Rows) -> None:
 
 def _check_block(name: str, t: Tensor, dtype: torch.dtype, chunk: Tensor) -> None:
     batch, tokens = chunk.shape
-    if t.shape != (tokens, batch) or t.dtype != dtype or t.stride(1) != 1 or t.device != chunk.device:
+    apart = t.dim() == 2 and t.stride(1) == 1 and (tokens == 1 or t.stride(0) >= batch)
+    if t.shape != (tokens, batch) or t.dtype != dtype or not apart or t.device != chunk.device:
         raise ValueError(
             f"accept: {name} must be {dtype} ({tokens}, {batch}) with dense rows on {chunk.device}, got {t.dtype} "
             f"{tuple(t.shape)} with strides {t.stride()} on {t.device}; a line for each token that a row may get."

@@ -32,7 +32,7 @@ def plan_update(
     apply = norm.isfinite() & loss.isfinite()
 
     update = updates + 1
-    lr = rates.take(updates.clamp(max=len(rates) - 1).long())
+    lr = rates.take(updates.clamp(0, len(rates) - 1).long())
     factor = unit if clip is None else unit * (clip / (norm + 1e-6)).clamp(max=1.0)
     plan = torch.stack(
         [apply.double(), factor, 1 - lr * weight_decay, lr / (1 - beta1**update), (1 - beta2**update).rsqrt(), update]

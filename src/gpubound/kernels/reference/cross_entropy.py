@@ -24,12 +24,12 @@ def cross_entropy(
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    words = z.shape[-1]
+    words, labels = z.shape[-1], labels.long()  # of 8 bits, 156 would be an ignore_index of -100
     valid, inside = labels != ignore_index, (labels >= 0) & (labels < words)
     poison = torch.where(valid & ~inside, float("nan"), 1.0)
     lse = torch.logsumexp(z, -1)
-    z_label = z.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * z_label + z_loss * lse.square()
+    z_label = z.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * z_label + z_loss * lse * lse  # lse² alone overflows from 2e19 on
     if label_smoothing:
         loss = loss - label_smoothing * z.mean(-1)
     loss = torch.where(valid, loss * poison, 0.0)

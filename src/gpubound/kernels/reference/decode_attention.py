@@ -36,42 +36,61 @@ def quantized_decode_attention(
 
 def _attend_all(qkv, position, caches, cos, sin, q_norm, k_norm, eps, scale, window, out, pages) -> None:
     tokens = position.numel() // len(position)
+    known = (position >= 0) & (position < len(cos))  # a place that the cache has
+    known &= known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))  # and so has its row's first token
+    at = torch.where(known, position, 0).long()
     for t in range(tokens):
         mine = slice(t, None, tokens)
-        at = position.flatten()[mine].long()
-        out[mine] = _attend(qkv[mine], at, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages).to(out.dtype)
+        here, there = at.flatten()[mine], known.flatten()[mine]
+        y = _attend(qkv[mine], here, there, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages)
+        out[mine] = torch.where(there[:, None], y, torch.nan).to(out.dtype)
 
 
-def _attend(qkv, at, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages) -> Tensor:
-    """One token of every row."""
+def _attend(qkv, at, known, caches, cos, sin, q_norm, k_norm, eps, scale, window, pages) -> Tensor:
+    """One token of every row. Nothing is written for a row whose place is not `known`."""
     B, (K, _, D) = len(at), caches[0][0].shape[1:]
     heads = qkv.view(B, -1, D).to(cos.dtype)
     q, k, v = heads.split([heads.shape[1] - 2 * K, K, K], 1)
     c, s = cos[at][:, None], sin[at][:, None]
     q, k = _turn(_normed(q, q_norm, eps), c, s), _turn(_normed(k, k_norm, eps), c, s)
     for new, (cache, scales) in zip((k, v), caches):
-        _write(new, at, cache, scales, pages)
+        _write(new, at, known, cache, scales, pages)
     keys, values = (_read(cache, scales, pages, B).to(q.dtype) for cache, scales in caches)
     place = torch.arange(keys.shape[2], device=qkv.device)
     live = place <= at[:, None]
     if window:
         live &= place > at[:, None] - window
     scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), keys) * scale
+    if pages is not None:  # a key of a page that there is not
+        there = _there(pages, caches[0][0]).repeat_interleave(caches[0][0].shape[2], 1)
+        scores = scores.masked_fill(~there[:, None, None], torch.nan)
     weights = torch.softmax(scores.masked_fill(~live[:, None, None], float("-inf")), -1)
     values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
     return torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
 
 
-def _write(new: Tensor, at: Tensor, cache: Tensor, scales: Tensor | None, pages: Tensor | None) -> None:
-    """(B, K, D) at its rows' places."""
+def _there(pages: Tensor, cache: Tensor) -> Tensor:
+    """Which entries of the table name a page that there is."""
+    return (pages >= 0) & (pages < len(cache))
+
+
+def _write(new: Tensor, at: Tensor, known: Tensor, cache: Tensor, scales: Tensor | None, pages: Tensor | None) -> None:
+    """(B, K, D) at its rows' places; of a place that there is not, what lies at another is put there again."""
     rows = torch.arange(len(at), device=at.device)
     if pages is not None:
-        rows, at = pages[rows, at // cache.shape[2]].long(), at % cache.shape[2]
+        known = known & _there(pages, cache)[rows, at // cache.shape[2]]
+        rows, at = pages[rows, at // cache.shape[2]].clamp(0, len(cache) - 1).long(), at % cache.shape[2]
     if scales is None:
-        cache[rows, :, at] = new.to(cache.dtype)
+        _put(cache, rows, at, new.to(cache.dtype), known)
     else:
-        codes, scales[rows, :, at] = encode(new, cache.dtype)
-        cache.view(torch.uint8)[rows, :, at] = codes.view(torch.uint8)
+        codes, scale = encode(new, cache.dtype)
+        _put(scales, rows, at, scale, known)
+        _put(cache.view(torch.uint8), rows, at, codes.view(torch.uint8), known)
+
+
+def _put(cache: Tensor, rows: Tensor, at: Tensor, new: Tensor, known: Tensor) -> None:
+    known = known.view(-1, *[1] * (new.dim() - 1))
+    cache[rows, :, at] = torch.where(known, new, cache[rows, :, at])
 
 
 def _read(cache: Tensor, scales: Tensor | None, pages: Tensor | None, rows: int) -> Tensor:
@@ -83,7 +102,9 @@ def _read(cache: Tensor, scales: Tensor | None, pages: Tensor | None, rows: int)
 
 
 def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
-    return cache[:rows] if pages is None else cache[pages.long()].transpose(1, 2).flatten(2, 3)
+    if pages is None:
+        return cache[:rows]
+    return cache[pages.clamp(0, len(cache) - 1).long()].transpose(1, 2).flatten(2, 3)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -36,5 +36,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
 
 
 def _times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
-    """Each row of x times the expert that `ids` (B,) names for it."""
-    return torch.bmm(stack.index_select(0, ids).to(x.dtype), x[..., None])[..., 0]
+    """Each row of x times the expert that `ids` (B,) names for it; NaN where there is no such expert."""
+    known = (ids >= 0) & (ids < len(stack))
+    y = torch.bmm(stack.index_select(0, torch.where(known, ids, 0)).to(x.dtype), x[..., None])[..., 0]
+    return torch.where(known[:, None], y, torch.nan)

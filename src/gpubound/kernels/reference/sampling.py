@@ -112,5 +112,11 @@ def _advance(
     alive.copy_(goes_on)
     position.add_(goes_on)
     if embed is not None and x is not None:
-        x.copy_(embed.index_select(0, token))
+        x.copy_(_embedding(embed, token))
     return tuple(t for t in (emitted, token, position, alive, bad, seen, logprob, x) if t is not None)
+
+
+def _embedding(embed: Tensor, token: Tensor) -> Tensor:
+    """The rows of the tokens; NaN for a token that has none."""
+    known = (token >= 0) & (token < len(embed))
+    return embed.index_select(0, torch.where(known, token, 0)).masked_fill(~known[:, None], torch.nan)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..sampling import Rows
 from ..speculation import NGRAM
+from .sampling import _embedding
 
 
 @torch.no_grad()
@@ -12,7 +13,7 @@ def propose(
     rows: Rows, text: Tensor, chunk: Tensor, position: Tensor, alive: Tensor, embed: Tensor | None = None,
     x: Tensor | None = None, dependent: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    tokens, last = chunk.shape[1], rows.position[:, None].long()
+    tokens, last = chunk.shape[1], rows.position[:, None].long().clamp(0, text.shape[1] - 1)
     period = last - _found(text, last)
     step = torch.arange(tokens, device=text.device)
     drafted = last - period + 1 + (step - 1) % period
@@ -20,7 +21,7 @@ def propose(
     position.copy_((last + step).clamp(max=text.shape[1] - 1))
     alive.copy_(rows.alive[:, None])
     if embed is not None and x is not None:
-        x.copy_(embed.index_select(0, chunk.view(-1)))
+        x.copy_(_embedding(embed, chunk.view(-1)))
     return tuple(t for t in (chunk, position, alive, x) if t is not None)
 
 

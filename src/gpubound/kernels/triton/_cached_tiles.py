@@ -74,27 +74,38 @@ def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
-def _place(pages, row, place, mask, length, kv, KV: tl.constexpr, PAGE: tl.constexpr):
-    """Where places of a row and kv head lie, counted in tokens from where the cache's pointers stand."""
+def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: tl.constexpr):
+    """Where places of a row and kv head lie, counted in tokens from where the cache's pointers stand, and which of them do.
+
+    Of `total` pages a table may name one that there is not: the first is read for it, nothing written, and it counts as NaN.
+    """
     if PAGE is None:
-        return place
+        return place, mask
     else:
         page = tl.load(pages + row * tl.cdiv(length, PAGE) + place // PAGE, mask=mask, other=0).to(tl.int64)
-        return (page * KV + kv) * PAGE + place % PAGE
+        there = (page >= 0) & (page < total)
+        return (tl.where(there, page, 0) * KV + kv) * PAGE + place % PAGE, mask & there
 
 
 @triton.jit
-def _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, inside, HALF: tl.constexpr, KIND: tl.constexpr):
-    """A tile of cached keys and values: (N, HALF) each half. Of codes, as KIND, with their scales (N,)."""
+def _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, there, inside, HALF: tl.constexpr, PAGE: tl.constexpr,
+            KIND: tl.constexpr):  # fmt: skip
+    """A tile of cached keys and values: (N, HALF) each half. Of codes, as KIND, with their scales (N,).
+
+    A key that is live but not there (`_place`) is NaN.
+    """
     mask = live[:, None] & inside[None]
     ka = tl.load(k_ptr + tile, mask=mask, other=0.0)
     kb = tl.load(k_ptr + tile + HALF, mask=mask, other=0.0)
     va = tl.load(v_ptr + tile, mask=mask, other=0.0)
     vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0)
     if KIND is None:
+        if PAGE is not None:
+            ka = tl.where((live & (there == 0))[:, None], float("nan"), ka)
         return ka, kb, va, vb, 1.0, 1.0
     else:
-        ks, vs = tl.load(k_scale + at, mask=live, other=0.0), tl.load(v_scale + at, mask=live, other=0.0)
+        lost: tl.constexpr = 0.0 if PAGE is None else float("nan")  # what is not live gets no score, whatever its scale
+        ks, vs = tl.load(k_scale + at, mask=there, other=lost), tl.load(v_scale + at, mask=there, other=0.0)
         return ka.to(KIND), kb.to(KIND), va.to(KIND), vb.to(KIND), ks, vs
 
 
@@ -111,7 +122,7 @@ def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr
               MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a place beyond the table is nobody's: no key there is live
-    c, s = _angle(cos_ptr, sin_ptr, tl.minimum(first + t, length - 1), i, HALF)
+    c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, HALF)
     new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
     na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
     here = live & (place == first + t)

@@ -128,6 +128,14 @@ def plan(words: int) -> tuple[int, int]:
     return block, 8 if block > 1024 else 4
 
 
+def flat_labels(labels: Tensor) -> Tensor:
+    """One label after the other in memory, as the kernels read them: reshape alone would keep the stride of a column.
+
+    In 64 bits, because torch compares 8-bit labels with an ignore_index of -100 as if that were 156.
+    """
+    return labels.reshape(-1).long().contiguous()
+
+
 def row_losses(
     logits: Tensor, labels: Tensor, options: Options, write: bool = False, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def _adamw_plan_kernel(partial_ptr, totals_ptr, state_ptr, rates_ptr, plan_ptr, 
     apply = _finite(norm) & _finite(loss)
 
     update = updates + 1
-    lr = tl.load(rates_ptr + tl.minimum(updates.to(tl.int64), rates - 1))
+    lr = tl.load(rates_ptr + tl.maximum(tl.minimum(updates.to(tl.int64), rates - 1), 0))
     factor = unit
     if CLIP is not None:
         factor = unit * tl.minimum(tl.full([], CLIP, tl.float64) / (norm + tl.full([], 1e-6, tl.float64)), one)

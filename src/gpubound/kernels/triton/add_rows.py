@@ -3,6 +3,9 @@
 Sorted, equal ids lie together. The program at the first of a run sums the run's rows, in their order, and adds them to the
 table's row; all others return at once. So the bits are the same in every run, and what nobody looked up is not touched: torch
 writes a dense table of gradients (0.5 GB at 1b) and adds that.
+
+What is sorted are keys of 32 bits, half as many passes as 64 take. An id that the table does not have gets the lowest key, so
+that one look at the first of them tells every program of it, and one that is left out gets the highest.
 """
 
 import torch
@@ -14,36 +17,52 @@ from ._launch import power_of_two
 
 ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed one by one
 COLUMNS, WARPS = 1024, 4  # of a program
+KEYS = 1024  # of a program
+UNKNOWN = tl.constexpr(-1)
 
 
 @triton.jit(do_not_specialize=["count", "without"])
-def _add_rows_kernel(table_ptr, ids_ptr, order_ptr, rows_ptr, count, without, cols,
+def _keys_kernel(ids_ptr, keys_ptr, count, without, size, BLOCK: tl.constexpr):
+    """The id itself where the table has it, UNKNOWN where it does not, the table's `size` where the row is left out."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wanted = tl.load(ids_ptr + i, mask=i < count, other=0).to(tl.int64)
+    key = tl.where((wanted >= 0) & (wanted < size), wanted, UNKNOWN)
+    key = tl.where(wanted == without, size, key)
+    tl.store(keys_ptr + i, key.to(tl.int32), mask=i < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_rows_kernel(table_ptr, keys_ptr, order_ptr, rows_ptr, count, size, cols,
                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     first = tl.program_id(0)
-    wanted = tl.load(ids_ptr + first)
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    if (wanted != before) & (wanted != without):
+    wanted = tl.load(keys_ptr + first)
+    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=UNKNOWN - 1)
+    broken = tl.load(keys_ptr) == UNKNOWN  # then the first row is NaN, whatever else is added to it
+    if (wanted != before) & (wanted < size) & ((wanted != 0) | (not broken)):
         col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
-        more = wanted == wanted
+        more = wanted != UNKNOWN
         while more:
             place = first + tl.arange(0, ROWS)
-            mine = tl.load(ids_ptr + place, mask=place < count, other=-1) == wanted
+            mine = tl.load(keys_ptr + place, mask=place < count, other=UNKNOWN) == wanted
             row = tl.load(order_ptr + place, mask=mine, other=0)
             at = row[:, None] * cols + col[None]
             total += tl.sum(tl.load(rows_ptr + at, mask=mine[:, None] & (col < cols)[None], other=0.0).to(tl.float32), 0)
             first += ROWS
             more = tl.min(mine.to(tl.int32), 0) > 0  # sorted: where the last one is mine, all are
-        out = table_ptr + wanted.to(tl.int64) * cols + col
+        out = table_ptr + tl.maximum(wanted, 0).to(tl.int64) * cols + col
+        total = tl.where(wanted == UNKNOWN, float("nan"), total)
         tl.store(out, tl.load(out, mask=col < cols, other=0.0) + total, mask=col < cols)
 
 
 @torch.no_grad()
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
-    cols = table.shape[1]
-    sorted_ids, order = ids.flatten().to(torch.int32).sort(stable=True)  # of 32 bits: half as many passes as of 64
+    (size, cols), count = table.shape, ids.numel()
+    keys = torch.empty(count, device=ids.device, dtype=torch.int32)
+    _keys_kernel[(triton.cdiv(count, KEYS),)](ids.flatten().contiguous(), keys, count, without, size, KEYS, num_warps=WARPS)
+    keys, order = keys.sort(stable=True)
     block = min(COLUMNS, power_of_two(cols))
-    _add_rows_kernel[(len(order), triton.cdiv(cols, block))](
-        table, sorted_ids, order, rows.reshape(-1, cols).contiguous(), len(order), without, cols, ROWS, block, num_warps=WARPS
+    _add_rows_kernel[(count, triton.cdiv(cols, block))](
+        table, keys, order, rows.reshape(-1, cols).contiguous(), count, size, cols, ROWS, block, num_warps=WARPS
     )
     return table

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ._launch import first_order_only
-from ._logits import Options, _cross_entropy_gradient_kernel, layout, plan, row_losses, valid_share
+from ._logits import Options, _cross_entropy_gradient_kernel, flat_labels, layout, plan, row_losses, valid_share
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def _readable(logits: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, options, reduction):
-        flat = labels.reshape(-1)
+        flat = flat_labels(labels)
         loss, lse = row_losses(_readable(logits), flat, options)
         share = valid_share(flat, options.ignore_index) if reduction == "mean" else None
         ctx.save_for_backward(logits, flat, lse, share)

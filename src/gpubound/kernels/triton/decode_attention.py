@@ -53,10 +53,10 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND: t
 
 @triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
-                             eps, scale, part_ptr, count_ptr, out_ptr, length_max, KV: tl.constexpr, GROUP: tl.constexpr,
-                             G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-                             WINDOW: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-                             PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
+                             eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
+                             GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
+                             SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+                             TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None."""
     _begin(DEPENDENT)
@@ -66,17 +66,23 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     inside = i < HALF
     _wait(DEPENDENT)
     position = tl.load(position_ptr + b)
+    known = (position >= 0) & (position < length_max)
+    if TOKENS > 1:
+        first = tl.load(position_ptr + b // TOKENS * TOKENS)
+        known &= (first >= 0) & (first < length_max)
+    position = tl.where(known, position, 0)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
     chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N) * N
     lo = begin + split * chunk
-    parts = tl.cdiv(position + 1 - begin, chunk)
+    parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
+    to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
+    heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
         hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
         c, s = _angle(cos_ptr, sin_ptr, position, i, HALF)
         row = qkv_ptr + b * (GROUP + 2) * KV * D
-        heads = (g < GROUP)[:, None] & inside[None]
         qa, qb = _head(row + (kv * GROUP + g)[:, None] * D + i[None], q_norm, c, s, eps, heads, i, HALF, NORM)
         qa *= scale
         qb *= scale
@@ -89,23 +95,23 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 v_scale += base
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-        old, first = hi, position  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
+        old = hi  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
         if TOKENS > 1:
-            first = tl.load(position_ptr + b // TOKENS * TOKENS)
             old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
         for start in range(lo, old, N):
             live = start + n < hi
-            at = _place(pages, b // TOKENS, start + n, live, length_max, kv, KV, PAGE)
+            at, there = _place(pages, b // TOKENS, start + n, live, length_max, total, kv, KV, PAGE)
             tile = at[:, None] * D + i[None]
-            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, inside, HALF, KIND)
+            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, there, inside, HALF, PAGE, KIND)
             m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
         if TOKENS > 1:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
-                at = _place(pages, b // TOKENS, place, live, length_max, kv, KV, PAGE)
-                tile, there = at[:, None] * D + i[None], live & (place < first)
-                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, there, inside, HALF, KIND)
+                at, there = _place(pages, b // TOKENS, place, live, length_max, total, kv, KV, PAGE)
+                tile, early = at[:, None] * D + i[None], live & (place < first)
+                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, early, there, inside, HALF, PAGE,
+                                                 KIND)  # fmt: skip
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
@@ -113,8 +119,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
         if split == parts - 1:
             ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
-            one = inside[None]
-            at = _place(pages, b // TOKENS, position, True, length_max, kv, KV, PAGE)
+            at, there = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
+            one = inside[None] & there
             place = at * D + i[None]
             kind = k_ptr.dtype.element_ty
             tl.store(k_ptr + place, ka.to(kind), mask=one)
@@ -123,9 +129,11 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.store(v_ptr + place + HALF, vb.to(kind), mask=one)
             score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)
             if MOST is not None:
-                tl.store(k_scale + at + tl.arange(0, 1), ks)
-                tl.store(v_scale + at + tl.arange(0, 1), vs)
+                tl.store(k_scale + at + tl.arange(0, 1), ks, mask=there)
+                tl.store(v_scale + at + tl.arange(0, 1), vs, mask=there)
                 score *= ks
+            if PAGE is not None:
+                score = tl.where(there, score, float("nan"))
             new = tl.maximum(m, score)
             p, fix = tl.exp(score - new), tl.exp(m - new)
             weight = weight * fix + p
@@ -134,7 +142,6 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             acc_a = acc_a * fix[:, None] + p[:, None] * va.to(tl.float32)
             acc_b = acc_b * fix[:, None] + p[:, None] * vb.to(tl.float32)
             m = new
-        to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
         if parts == 1:
             tl.store(to, (acc_a / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
             tl.store(to + HALF, (acc_b / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
@@ -165,6 +172,10 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 tl.store(to, (acc_a / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
                 tl.store(to + HALF, (acc_b / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
                 tl.store(count_ptr + b * KV + kv, 0)
+    elif (split == 0) & (known == 0):  # a place that the cache does not have
+        nothing = tl.full([G, HP], float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(to, nothing, mask=heads)
+        tl.store(to + HALF, nothing, mask=heads)
 
 
 @torch.no_grad()
@@ -204,7 +215,7 @@ def _launch(
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
     _decode_attention_kernel[(position.numel() * KV, partial.shape[2])](
         qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
-        scale, partial, count, out, len(cos), KV, group, G, D // 2, HP, KEYS, partial.shape[2], window, q_norm is not None,
-        interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
+        scale, partial, count, out, len(cos), len(cache[0]), KV, group, G, D // 2, HP, KEYS, partial.shape[2], window,
+        q_norm is not None, interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
         **_options(WARPS, EARLY if dependent else 0),
     )  # fmt: skip

@@ -71,7 +71,8 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
     offset = tl.zeros([R], tl.float32)
     if BIAS:
-        offset = tl.load(tl.where(in_v, v_bias, tl.where(in_k, k_bias, q_bias)) + local + row).to(tl.float32)
+        bias = tl.where(in_v, v_bias, tl.where(in_k, k_bias, q_bias)) + local + row
+        offset = tl.load(bias, mask=first + row < rows, other=0.0).to(tl.float32)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
         if b > 0 and BK < K:

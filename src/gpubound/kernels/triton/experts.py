@@ -80,15 +80,24 @@ def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, w
 
 
 @triton.jit
-def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, rows, S: tl.constexpr, K: tl.constexpr,
-                           R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _expert(id_ptr, experts):
+    """(the expert to read, 1), or for an id that none of them has (the first, NaN)."""
+    expert = tl.load(id_ptr, cache_modifier=".cg").to(tl.int64)
+    known = (expert >= 0) & (expert < experts)
+    return tl.where(known, expert, 0), tl.where(known, 1.0, float("nan"))
+
+
+@triton.jit
+def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, experts, rows, S: tl.constexpr,
+                           K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+                           DEPENDENT: tl.constexpr):  # fmt: skip
     first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
     row, col = tl.arange(0, R), tl.arange(0, BK)
     EVEN: tl.constexpr = K % BK == 0
     left = rows - first
     _wait(DEPENDENT)
     _begin(DEPENDENT)
-    expert = tl.load(ids_ptr + pair, cache_modifier=".cg").to(tl.int64)
+    expert, poison = _expert(ids_ptr + pair, experts)
     gate_ptr = gate_up_ptr + (expert * 2 * rows + first) * K
     up_ptr = gate_up_ptr + ((expert * 2 + 1) * rows + first) * K
     x_ptr += pair // S * K
@@ -106,21 +115,23 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     _end(DEPENDENT)
     factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
     y = tl.sum(gate, 1) * factor
-    y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * factor)
+    y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * factor) * poison
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
 
 @triton.jit
-def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, rows, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-                       BK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, rows, S: tl.constexpr, K: tl.constexpr,
+                       R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first, b = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
     row, col = tl.arange(0, R), tl.arange(0, BK)
     EVEN: tl.constexpr = K % BK == 0
     left = rows - first
-    experts = ()
+    experts, poisons = (), ()
     for slot in tl.static_range(S):
-        experts += (tl.load(ids_ptr + b * S + slot, cache_modifier=".cg").to(tl.int64),)  # type: ignore[assignment]
+        expert, poison = _expert(ids_ptr + b * S + slot, stacked)
+        experts += (expert,)  # type: ignore[assignment]
+        poisons += (poison,)  # type: ignore[assignment]
     w = _tile(down_ptr + (experts[0] * rows + first) * K, row, col, left, K, K, WHOLE)  # type: ignore[misc]
     _wait(DEPENDENT)
     to = x_ptr + b * rows + first + row
@@ -130,7 +141,7 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, rows, S: tl
         w_ptr = down_ptr + (experts[slot] * rows + first) * K
         if slot > 0:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-        weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg")
+        weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg") * poisons[slot]  # type: ignore[misc]
         for start in range(0, K, BK):
             h = _row(h_ptr + (b * S + slot) * K + start, col, K - start, EVEN) * weight
             total += w.to(tl.float32) * h[None]
@@ -162,7 +173,7 @@ def routed_gate_up(
     rows, slots = out.shape[2], ids.shape[1]
     plan = plan_product("routed_gate_up", rows, x.shape[1], gate_up, (rows,))
     _routed_gate_up_kernel[*plan.grid(rows), ids.numel()](
-        x, norm, gate_up, ids, out, eps, rows, slots, *plan.shape(x)[1:], plan.whole(rows, x.shape[1]),
+        x, norm, gate_up, ids, out, eps, len(gate_up), rows, slots, *plan.shape(x)[1:], plan.whole(rows, x.shape[1]),
         **_options(plan.warps, dependent),
     )  # fmt: skip
     return out
@@ -173,7 +184,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     (_, rows, width), slots = down.shape, ids.shape[1]
     plan = plan_product("add_routed", rows, width, down, (rows,))
     _add_routed_kernel[*plan.grid(rows), len(x)](
-        h, down, ids, weights, x, rows, slots, width, plan.rows, plan.columns, plan.whole(rows, width),
+        h, down, ids, weights, x, len(down), rows, slots, width, plan.rows, plan.columns, plan.whole(rows, width),
         **_options(plan.warps, dependent),
     )  # fmt: skip
     return x

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..accumulate import add_product, begins, main_gradient, product
 from ..reference._last import last
 from ._launch import first_order_only
-from ._logits import Options, chunk_rows, row_losses, valid_share
+from ._logits import Options, chunk_rows, flat_labels, row_losses, valid_share
 
 
 def _buffer(rows: int, words: int, like: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted):
-        x_NH, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        x_NH, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
         factor = valid_share(labels, options.ignore_index) if reduction == "mean" else None
         ctx.final = grad_scale is not None
         if ctx.final:

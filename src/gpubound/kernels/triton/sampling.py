@@ -49,8 +49,8 @@ def _logprob(logits_ptr, token, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, stops,
-             STOPS: tl.constexpr):  # fmt: skip
+def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, V,
+             stops, STOPS: tl.constexpr):  # fmt: skip
     """What the reference's _advance does to a living row."""
     position = tl.load(position_ptr + b)
     goes_on = 0
@@ -61,7 +61,7 @@ def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_
         tl.store(token_ptr + b, token)
         tl.store(position_ptr + b, position + goes_on)
         if seen_ptr is not None:
-            tl.store(seen_ptr + token, 1)
+            tl.store(seen_ptr + token, 1, mask=(token >= 0) & (token < V))
     else:
         if tl.load(bad_ptr + b) == 0:
             tl.store(bad_ptr + b, position + 1)
@@ -70,16 +70,19 @@ def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_
 
 
 @triton.jit
-def _embedding(embed_ptr, x_ptr, token, H, BLOCK: tl.constexpr):
-    embed_ptr += token.to(tl.int64) * H
+def _embedding(embed_ptr, x_ptr, token, words, H, BLOCK: tl.constexpr):
+    """The token's row of the embedding; NaN for a token that has none."""
+    known = (token >= 0) & (token < words)
+    embed_ptr += tl.where(known, token, 0).to(tl.int64) * H
     for start in range(0, H, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        tl.store(x_ptr + i, tl.load(embed_ptr + i, mask=i < H).to(tl.float32), mask=i < H)
+        row = tl.load(embed_ptr + i, mask=i < H, other=0.0).to(tl.float32)
+        tl.store(x_ptr + i, tl.where(known, row, float("nan")), mask=i < H)
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
-                 embed_ptr, x_ptr, P, V, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+                 embed_ptr, x_ptr, P, V, words, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
                  DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     if seen_ptr is not None:
@@ -96,18 +99,18 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
         top, first = _leader(best, arg)
         good = _finite(top)
         _advance(b, first, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
-                 stops, STOPS)  # fmt: skip
+                 V, stops, STOPS)  # fmt: skip
         token = tl.where(good, first, token)
     else:
         tl.store(emitted_ptr + b, -1)
     if embed_ptr is not None:
-        _embedding(embed_ptr, x_ptr + b * H, token, H, BLOCK)
+        _embedding(embed_ptr, x_ptr + b * H, token, words, H, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, token_ptr,
                    position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, logprob_ptr, embed_ptr, x_ptr,
-                   values_ptr, quads_ptr, stride, V, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+                   values_ptr, quads_ptr, stride, V, words, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
                    DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * stride
@@ -142,14 +145,14 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
             if logprob_ptr is not None:
                 logprob = _logprob(logits_ptr, drawn, V, BLOCK)
         _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
-                 stops, STOPS)  # fmt: skip
+                 V, stops, STOPS)  # fmt: skip
         token = tl.where(good, drawn, token)
     else:
         tl.store(emitted_ptr + b, -1)
     if logprob_ptr is not None:
         tl.store(logprob_ptr + b, logprob)
     if embed_ptr is not None:
-        _embedding(embed_ptr, x_ptr + b * H, token, H, BLOCK)
+        _embedding(embed_ptr, x_ptr + b * H, token, words, H, BLOCK)
 
 
 def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tuple[tuple, dict]:
@@ -169,7 +172,7 @@ def pick(
     shape, options = _plan(best.shape[1], x, rows.stops, dependent)
     _pick_kernel[(len(best),)](
         best, arg, *rows, emitted, seen, embed, x, best.shape[1], 0 if seen is None else seen.shape[1],
-        0 if x is None else x.shape[1], *shape, **options,
+        *_shape(embed), *shape, **options,
     )  # fmt: skip
     return _changed(rows, emitted, seen, None, x)
 
@@ -186,9 +189,13 @@ def sample(
     quads = torch.empty(room // 4, device=logits.device, dtype=torch.int32)
     _sample_kernel[(len(logits),)](
         logits, *scalars, *rows, emitted, seen, logprob, embed, x, values, quads, logits.stride(0), logits.shape[1],
-        0 if x is None else x.shape[1], *shape, **options,
+        *_shape(embed), *shape, **options,
     )  # fmt: skip
     return _changed(rows, emitted, seen, logprob, x)
+
+
+def _shape(embed: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if embed is None else (embed.shape[0], embed.shape[1])
 
 
 def _changed(rows: Rows, emitted: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from ...device import interpreted
 from ..sampling import Rows
 from ..speculation import NGRAM
 from ._launch import power_of_two
-from .sampling import ROWS, _embedding, _start
+from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time
 
@@ -34,20 +34,20 @@ def _found(text_ptr, last, length, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
-def _propose_kernel(position_ptr, alive_ptr, text_ptr, chunk_ptr, place_ptr, living_ptr, embed_ptr, x_ptr, length, H,
+def _propose_kernel(position_ptr, alive_ptr, text_ptr, chunk_ptr, place_ptr, living_ptr, embed_ptr, x_ptr, length, words, H,
                     T: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     b, t = at // T, (at % T).to(tl.int32)
     text_ptr += b * length
     _start(DEPENDENT)
-    last = tl.load(position_ptr + b)
+    last = tl.minimum(tl.maximum(tl.load(position_ptr + b), 0), length - 1)
     period = last - _found(text_ptr, last, length, BLOCK)
     token = tl.load(text_ptr + tl.where(t == 0, last, last - period + 1 + tl.maximum(t - 1, 0) % period))
     tl.store(chunk_ptr + at, token)
     tl.store(place_ptr + at, tl.minimum(last + t, length - 1))
     tl.store(living_ptr + at, tl.load(alive_ptr + b))
     if embed_ptr is not None:
-        _embedding(embed_ptr, x_ptr + at * H, token, H, BLOCK)
+        _embedding(embed_ptr, x_ptr + at * H, token, words, H, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -61,13 +61,15 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
     chosen = tl.load(chosen_ptr + b * T + t, mask=t < T, other=-1)
     going = tl.load(going_ptr + b * T + t, mask=t < T, other=0)
     chunk = tl.load(chunk_ptr + b * T + t, mask=t < T, other=0)
-    following = tl.load(chunk_ptr + b * T + t + 1, mask=t + 1 < T, other=-2)
-    end = tl.min(tl.where((going != 0) & (chosen == following), WIDE, t), 0)  # the last that the row gets
+    following = tl.load(chunk_ptr + b * T + t + 1, mask=t + 1 < T, other=-1)
+    foreseen = (t + 1 < T) & (going != 0) & (chosen == following)
+    end = tl.min(tl.where(foreseen, WIDE, t), 0)  # the last that the row gets
     taken = (t <= tl.where(live, end, -1)) & (chosen >= 0)
     tl.store(emitted_ptr + t * stride + b, tl.where(taken, chosen, -1), mask=t < T)
-    tl.store(text_ptr + b * length + position + 1 + t, chosen, mask=taken & (position + 1 + t < length))
+    place = position + 1 + t
+    tl.store(text_ptr + b * length + place, chosen, mask=taken & (place >= 0) & (place < length))
     if seen_ptr is not None:
-        tl.store(seen_ptr + b * V + chosen, 1, mask=taken)
+        tl.store(seen_ptr + b * V + chosen, 1, mask=taken & (chosen < V))
     if logprob_ptr is not None:
         logprob = tl.load(chosen_logprob_ptr + b * T + t, mask=t < T, other=0.0)
         tl.store(logprob_ptr + t * logprob_stride + b, tl.where(taken, logprob, float("nan")), mask=t < T)
@@ -77,7 +79,7 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
         tl.store(bad_ptr + b, position + end + 1, mask=(final < 0) & (tl.load(bad_ptr + b) == 0))
         tl.store(token_ptr + b, tl.where(final >= 0, final, drafted))
         tl.store(position_ptr + b, position + end + goes_on)
-        tl.store(alive_ptr + b, goes_on)
+        tl.store(alive_ptr + b, (goes_on != 0).to(tl.int32))
 
 
 def _options(dependent: bool) -> dict:
@@ -92,8 +94,8 @@ def propose(
     x: Tensor | None = None, dependent: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _propose_kernel[(chunk.numel(),)](
-        rows.position, rows.alive, text, chunk, position, alive, embed, x, text.shape[1], 0 if x is None else x.shape[1],
-        chunk.shape[1], min(TILE, max(16, power_of_two(text.shape[1]))), **_options(dependent),
+        rows.position, rows.alive, text, chunk, position, alive, embed, x, text.shape[1], *_shape(embed), chunk.shape[1],
+        min(TILE, max(16, power_of_two(text.shape[1]))), **_options(dependent),
     )  # fmt: skip
     return tuple(t for t in (chunk, position, alive, x) if t is not None)
 
