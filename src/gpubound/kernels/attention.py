@@ -161,5 +161,5 @@ def _check_rest(
     splits = partial.shape[2] if partial.dim() == 5 else 1
     wanted = (max(rows, len(partial)), K, max(1, splits), heads // K, D + 2)
     require(op, "partial", partial, torch.float32, wanted, device, "it is scratch for (rows, kv heads, splits, group, D + 2)")
-    wanted = (max(rows * K, count.numel()),)
-    require(op, "count", count, torch.int32, wanted, device, "it is scratch: a zero for each row and kv head")
+    counts = (max(rows * K, count.numel()),)
+    require(op, "count", count, torch.int32, counts, device, "it is scratch: a zero for each row and kv head")

@@ -90,7 +90,12 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
 
 
 def _check_stack(op: str, name: str, stack: Tensor, columns: int, device: torch.device) -> None:
-    if stack.dim() != 3 or stack.shape[2] != columns or not stack.is_contiguous() or (name == "gate_up" and stack.shape[1] % 2):
+    if (
+        stack.dim() != 3
+        or stack.shape[2] != columns
+        or not (stack.is_contiguous() and len(stack))
+        or (name == "gate_up" and stack.shape[1] % 2)
+    ):
         outputs = "2 * width" if name == "gate_up" else "outputs"
         raise ValueError(f"{op}: {name} must be contiguous (experts, {outputs}, {columns}), got {tuple(stack.shape)}.")
     require(op, name, stack, None, tuple(stack.shape), device, "an expert's weight follows the other's")

@@ -1,0 +1,168 @@
+"""Every op with the tensors and integers that users bring: strided, expanded, at an offset, empty, out of range.
+
+Through its public function, an op either refuses with a sentence of its own or does what the reference does with plain copies:
+the same results and gradients, NaN at the same places, and not a byte changed around any tensor. Arguments are the self-tests'.
+"""
+
+import inspect
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpubound import kernels, trace
+from gpubound.kernels import selftest
+from gpubound.kernels.choose import load
+
+# What may hold any integer. Scratch, codes and packed words may not.
+INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chunk", "chosen", "going")
+NUMBERS = ("without", "ignore_index", "window", "decay_until")
+ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, -(2**32) - 1)
+LAYOUTS = ("offset", "gaps", "transposed", "column", "expanded", "wider", "empty")
+BAND = 67  # elements before and behind, full of a pattern; no multiple of what loads are aligned to
+
+
+def cut(flat: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
+    """A tensor of `shape` out of the middle of `flat`. Expanded ones have one column."""
+    inner, size, last = flat[BAND:], torch.Size(shape).numel(), shape[-1]
+    if layout == "transposed" and len(shape) > 1:
+        return inner[:size].view(*shape[:-2], last, shape[-2]).transpose(-1, -2)
+    if layout == "gaps":
+        return inner[: 3 * size].view(*shape[:-1], 3 * last)[..., 1::3]
+    if layout == "column":
+        return inner[: 2 * size].view(*shape, 2)[..., 1]
+    if layout == "expanded":
+        return inner[: size // max(1, last)].view(*shape[:-1], 1)
+    return inner[:size].view(shape)
+
+
+class Laid:
+    """The values of a tensor in another layout, and the memory around them."""
+
+    def __init__(self, t: Tensor, layout: str):
+        t = t.detach()
+        if layout == "wider" and t.dtype == torch.int32:
+            t = t.long()
+        if layout == "empty":
+            t = t[:0]
+        shape = tuple(t.shape)
+        room, size = 3 * t.numel() + 2 * BAND, t.element_size()
+        self.whole = torch.full((room * size,), 0x7F, dtype=torch.uint8)
+        outside = torch.ones(room, dtype=torch.bool)
+        cut(outside, shape, layout).fill_(False)
+        self.outside = outside.repeat_interleave(size)
+        self.tensor = cut(self.whole.view(t.dtype), shape, layout)
+        self.tensor.copy_(t[..., :1] if layout == "expanded" else t)
+        if layout == "expanded":
+            self.tensor = self.tensor.expand(shape)
+
+    def untouched(self) -> bool:
+        return bool((self.whole[self.outside] == 0x7F).all())
+
+
+def tensors(arguments: dict) -> dict[str, Tensor]:
+    """By name, those in named tuples too."""
+    found = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif hasattr(value, "_fields"):
+            found |= {f"{name}.{field}": t for field, t in zip(value._fields, value) if isinstance(t, Tensor)}
+    return found
+
+
+def replaced(arguments: dict, new: dict[str, Tensor]) -> dict:
+    result = {}
+    for name, value in arguments.items():
+        if hasattr(value, "_fields"):
+            value = type(value)(*(new.get(f"{name}.{field}", t) for field, t in zip(value._fields, value)))
+        result[name] = new.get(name, value)
+    return result
+
+
+def outcome(function, arguments: dict, upstream: str) -> dict[str, Tensor]:
+    """Results, gradients, and what the arguments are afterwards."""
+    given = tensors(arguments)
+    result = function(**arguments)
+    results = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+    wired, leaves = [t for t in results if t.grad_fn is not None], {n: t for n, t in given.items() if t.requires_grad}
+    found = {f"result {i}": t.detach() for i, t in enumerate(results)} | {n: t.detach() for n, t in given.items()}
+    if wired and leaves:
+        ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in wired]
+        if upstream == "apart":
+            ones = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in wired]
+        gradients = torch.autograd.grad(wired, list(leaves.values()), ones, allow_unused=True)
+        found |= {f"gradient of {n}": g for n, g in zip(leaves, gradients) if g is not None}
+    return found
+
+
+def by_name(function):
+    """The reference as its public function takes it: both betas as one."""
+    names = list(inspect.signature(function).parameters)
+
+    def call(betas=None, **arguments):
+        if betas is not None:
+            arguments |= dict(zip(("beta1", "beta2"), betas))
+        return function(*(arguments[name] for name in names if name in arguments))
+
+    return call
+
+
+def of(op: str) -> tuple[dict, list[str]]:
+    """The self-test's arguments by name, and which of them have gradients."""
+    values = selftest.EXAMPLES[op](torch.Generator().manual_seed(0))
+    arguments = dict(zip(inspect.signature(load("reference", op)).parameters, values))
+    if "beta1" in arguments:
+        arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
+    return arguments, [name for name, t in tensors(arguments).items() if t.requires_grad]
+
+
+def check(op: str, data) -> None:
+    name = op.rpartition(".")[2]
+    arguments, wired = of(op)
+    own = {key: t.detach().clone() for key, t in tensors(arguments).items()}
+    loose = [key for key, t in own.items() if key.split(".")[0] in INTEGERS and not t.is_floating_point()]
+    for _ in range(data.draw(st.integers(0, 2), "odd integers") if loose else 0):
+        key = data.draw(st.sampled_from(loose), "of")
+        at, odd = data.draw(st.integers(0, own[key].numel() - 1), "at"), data.draw(st.sampled_from(ODD), "integer")
+        own[key].view(-1)[at] = torch.tensor(odd).to(own[key].dtype)
+    for key in [key for key in NUMBERS if key in arguments]:
+        arguments[key] = data.draw(st.sampled_from((arguments[key], *ODD)), key)
+    laid = {key: Laid(t, "offset") for key, t in own.items()}
+    for _ in range(data.draw(st.integers(0, 2), "layouts")):
+        key = data.draw(st.sampled_from(list(own)), "tensor")
+        laid[key] = Laid(own[key], data.draw(st.sampled_from(LAYOUTS), "layout") if own[key].dim() else "offset")
+    plain = {key: each.tensor.clone(memory_format=torch.contiguous_format) for key, each in laid.items()}
+    given = {key: each.tensor for key, each in laid.items()}
+    for key in wired:
+        given[key], plain[key] = given[key].requires_grad_(), plain[key].requires_grad_()
+    upstream = data.draw(st.sampled_from(("expanded", "apart")), "upstream")
+    try:
+        with trace.strict():
+            got = outcome(getattr(kernels, name), replaced(arguments, given), upstream)
+    except ValueError as refusal:
+        assert str(refusal).startswith(f"{name}: ") and str(refusal).endswith("."), refusal
+        got = None
+    assert all(each.untouched() for each in laid.values()), "a store landed outside its tensor"
+    if got is None:
+        return
+    want = outcome(by_name(load("reference", op)), replaced(arguments, plain), upstream)
+    assert got.keys() <= want.keys() and {k for k in want.keys() - got.keys() if not k.startswith("result")} == set()
+    for key in got:
+        wanted = want[key]
+        a, b = got[key].double(), wanted.double()
+        assert a.shape == b.shape and torch.equal(a.isnan(), b.isnan()), f"{key}: NaN where the other is not: {a}, {b}"
+        off = (a.nan_to_num() - b.nan_to_num()).norm() / b.nan_to_num().norm().clamp_min(0.1 * max(1, b.numel()) ** 0.5)
+        assert off <= selftest.LIMITS[torch.float32], f"{key} is off by {off:.1e}: {a}, {b}"
+
+
+@pytest.mark.parametrize("op", selftest.EXAMPLES)
+def test_refused_or_equal(op):
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(st.data())
+    def run(data):
+        check(op, data)
+
+    run()
