@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from gpubound.cli import main
 from gpubound.monitor import Tape
 
@@ -18,7 +20,7 @@ def test_a_report_of_one_run(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'first' / 'report.html'}\n"
     page = (tmp_path / "first" / "report.html").read_text()
     assert page.count("<svg") == 2, "held out belongs into the loss's chart"
-    assert "first, held-out loss: last 3<" in page and "<span>data <b>stdlib</b></span>" in page and "tokenizer" not in page
+    assert "first, held-out loss: last 3<" in page and "<td>data</td><td>stdlib</td>" in page and "tokenizer" not in page
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path, capsys):
@@ -31,8 +33,19 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path, capsys):
 def test_the_figures_as_json(tmp_path, capsys):
     runs = [str(a_run(tmp_path / "a", "one", 3.0)), str(a_run(tmp_path / "b", "two", 4.0))]
     assert main(["report", *runs, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["loss, last"] == {runs[0]: "2.6", runs[1]: "3.6"} and answer["steps"] == {runs[0]: "4", runs[1]: "4"}
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["run"], first["name"], first["steps"], first["tokens_per_s"], first["skipped"]) == (runs[0], "one", 4, 1e4, 0)
+    assert first["loss"] == pytest.approx(2.6) and second["loss"] == pytest.approx(3.6) and first["held_out"] == 3.0
+    assert first["verdict"] == "went well." and first["warnings"] == [] and "mfu" not in first
+    assert first["started"].endswith("+00:00") and first["elapsed_s"] >= 0 and first["command"]
+
+
+def test_a_figure_that_is_not_finite_is_null(tmp_path, capsys):
+    tape = Tape.create(tmp_path)
+    tape.append({"step": 1, "loss": float("nan"), "skipped": 1})
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["runs"]
+    assert run["loss"] is None and run["skipped"] == 1 and run["warnings"][0] == "the loss was never finite"
 
 
 def test_what_is_no_run(tmp_path, capsys):
@@ -40,3 +53,18 @@ def test_what_is_no_run(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"gpubound report: {tmp_path} is not a run: it has no run.json; give the folder that train or demo wrote.\n"
     )
+
+
+def test_a_page_replaces_no_file_that_is_none(tmp_path, capsys):
+    run = a_run(tmp_path / "first", "first", 3.0)
+    lines = (run / "steps.jsonl").read_text()
+    for out, why in (
+        (run / "steps.jsonl", f"{run / 'steps.jsonl'} exists and is not an HTML page; give another file."),
+        (run, f"'{run}' is a folder; give a file such as report.html."),
+        (tmp_path / "no" / "page.html", f"'{tmp_path / 'no' / 'page.html'}' is in a folder that does not exist; give a file"),
+    ):
+        assert main(["report", str(run), "--out", str(out)]) == 2
+        assert capsys.readouterr().err.startswith(f"gpubound report: out: {why}")
+    assert (run / "steps.jsonl").read_text() == lines
+    for _ in range(2):
+        assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0, "an older page is replaced"

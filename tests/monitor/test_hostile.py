@@ -46,9 +46,10 @@ def page_saying(folder, text, count):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_nothing_that_a_tape_says_is_markup(tmp_path, count):
-    tame, nasty = page_saying(tmp_path / "tame", "tame", count), page_saying(tmp_path / "nasty", NASTY, count)
-    assert nasty.elements == tame.elements
-    assert nasty.text == tame.text.replace("tame", NASTY.replace("\ud800", "?")), "and all of it is there to be read"
+    tame, shown = "x" * len(NASTY), NASTY.replace("\ud800", "?")
+    wanted, found = page_saying(tmp_path / "tame", tame, count), page_saying(tmp_path / "nasty", NASTY, count)
+    assert found.elements == wanted.elements
+    assert found.text.count(shown) == wanted.text.count(tame) > 12 * count
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -8,7 +8,7 @@ import argparse
 import json
 
 from ..monitor import Tape, write_report
-from ..monitor.report import summary
+from ..monitor.figures import Figures
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     tapes = [Tape.open(run) for run in options.runs]
     if options.json:
-        print(json.dumps({what: dict(zip(options.runs, figures)) for what, figures in summary(tapes)}, indent=1))
+        runs = [{"run": run} | Figures(tape).as_dict() for run, tape in zip(options.runs, tapes)]
+        print(json.dumps({"runs": runs}, indent=1))
     else:
         print(write_report(tapes, options.out))
     return 0

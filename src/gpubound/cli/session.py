@@ -21,6 +21,7 @@ from .. import measure
 from ..device import label
 from ..errors import DataError, MeasureError
 from ..monitor import Live, Tape, write_report
+from ..monitor.figures import warnings
 from ..monitor.gauges import Gauges
 from ..monitor.live import quantity
 from ..monitor.logs import open_log
@@ -193,6 +194,7 @@ def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
         parts.append(f"stopped by {stop.asked}, checkpoint of step {run.done} in {run.checkpoints.folder}")
     elif run.done < run.steps:
         parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
+    parts += warnings(steps)
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")
     text = ", ".join(parts) + "."

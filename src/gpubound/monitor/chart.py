@@ -1,50 +1,76 @@
 """Line charts as inline SVG: no script library, no network, readable in light and dark, values on hover."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
-WIDTH, HEIGHT = 560, 200
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 26
+from .words import number
+
+WIDTH, HEIGHT = 560, 230
+LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44
+LABEL = 8  # characters of the largest font that fit beside the y axis
+EDGE = 24  # a label nearer to the right edge ends there, so that it is whole in the largest font
 DOTS = 40  # so few points are shown as such: a single one would be no line at all
+LARGEST = 1e300  # beyond it the difference of two values may be no float
 POINTS = 600  # more than the chart is wide: beyond it a long run only makes the page heavy
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, drawn anew from each x in `begins`."""
+    """A line, drawn anew from each x in `begins`. `colour` counts from 0; `dash` 0 is a whole line, 1 and 2 are broken ones."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     begins: Sequence[float] = ()
+    colour: int = 0
+    dash: int = 0
+
+    @property
+    def style(self) -> str:
+        """Its classes on the page."""
+        return f"s{self.colour % 6}" + (f" d{self.dash % 3}" if self.dash % 3 else "")
 
 
-def line_chart(title: str, series: Sequence[Series], style: str = "g", x_label: str = "step") -> str:
-    """A <figure> with one line a series. `style` formats the y values: 'g', '.0%', or 'si' for 12.3k."""
+@dataclass(frozen=True)
+class Axis:
+    """The y axis: how its values are written, and what it shows at least and at most."""
+
+    style: str = "g"
+    low: float | None = None
+    high: float | None = None
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    axis: Axis = Axis(),
+    x_label: str = "step",
+    marks: Sequence[tuple[float, str]] = (),
+    span: tuple[float, float] | None = None,
+) -> str:
+    """A <figure> with a line for each series. `marks` are the x where something begins, and its name. `span` is the x axis; by
+    default the axis is as long as the lines."""
     drawn = [_thin(s) for s in series]
     points = [(x, y) for s in drawn for x, y in zip(s.x, s.y)]
     if not points:
-        return f"<figure><figcaption>{escape(title)}</figcaption><p class=none>not measured</p></figure>"
-    x_ticks = _ticks(min(p[0] for p in points), max(p[0] for p in points), 6)
-    y_ticks = _ticks(*_window([y for _, y in points]), 4)
-    frame = _Frame(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
-    body = "".join(_grid(frame, x_ticks, y_ticks, style))
-    body += "".join(_line(frame, i, s, style) for i, s in enumerate(drawn))
-    keys = "".join(f'<span class="s{i % 6}"><i class=key></i>{escape(s.name)}</span>' for i, s in enumerate(drawn))
+        return f'<figure><figcaption>{escape(title)}</figcaption><p class="soft">no finite value was measured</p></figure>'
+    low, high = _window([y for _, y in points])
+    y_ticks = _ticks(low if axis.low is None else min(low, axis.low), high if axis.high is None else max(high, axis.high), 4)
+    if axis.high is not None:
+        y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
+    first, last = span or (min(x for x, _ in points), max(x for x, _ in points))
+    frame = _Frame(first, last, y_ticks[0], y_ticks[-1])
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_foot(frame, x_label)) + "".join(_marks(frame, marks))
+    body += "".join(_line(frame, s, axis.style) for s in drawn)
+    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in drawn)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by {escape(x_label)}">'
     caption = escape(title) + (f"<small>{keys}</small>" if len(drawn) > 1 else "")
     return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
-
-
-def number(value: float, style: str) -> str:
-    if style != "si":
-        return format(value, style)
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -67,46 +93,79 @@ def _window(values: list[float]) -> tuple[float, float]:
     return min(ordered[0], top), max(top, ordered[0])
 
 
-def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round values that span [low, high]."""
+def _ticks(low: float, high: float, wanted: int, least: float = 0.0) -> list[float]:
+    """Round values that span [low, high], at least `least` apart."""
     if high <= low:
         low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 1)  # a constant gets room around it; zero only above
-    raw = (high - low) / wanted
-    step = next(m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 5, 10) if m * 10 ** math.floor(math.log10(raw)) >= raw)
-    first = math.floor(low / step)
-    return [round(i * step, 12) for i in range(first, math.ceil(high / step - 1e-9) + 1)]
+    nearest = max(abs(low), abs(high)) * 1e-14  # two floats of this size
+    raw = max((high - low) / wanted, least, nearest, 1e-300)
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next((m * size for m in (1, 2, 5, 10) if m * size >= raw), raw)
+    return [i * step for i in range(math.floor(low / step), math.ceil(high / step - 1e-9) + 1)]
 
 
-def _grid(frame: _Frame, x_ticks: list[float], y_ticks: list[float], style: str):
-    for y in y_ticks:
+def _labels(values: Sequence[float], style: str) -> list[str]:
+    """The values as texts that differ: in `style` if they do, else with more digits; 2e-5 where such texts are too long."""
+    share = style.endswith("%")
+    styles = [f".{digits}%" for digits in range(9)] if share else [style, *(f",.{digits}g" for digits in range(4, 16))]
+    for texts in ([number(value, finer) for value in values] for finer in styles):
+        if len(set(texts)) == len(values):
+            break
+    powers = [re.sub(r"\.?0*e([+-])0*", r"e\1", f"{value:.3e}") if value else "0" for value in values]
+    return texts if max(map(len, texts)) <= LABEL or max(map(len, powers)) > LABEL else powers
+
+
+def _grid(frame: _Frame, ticks: list[float], style: str) -> Iterator[str]:
+    for y, label in zip(ticks, _labels(ticks, style)):
         _, at = frame.at(frame.x0, y)
-        yield f'<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield f'<text x={LEFT - 6} y="{at + 3.5:.1f}" text-anchor=end>{number(y, style)}</text>'
-    for x in x_ticks:
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+
+
+def _foot(frame: _Frame, x_label: str) -> Iterator[str]:
+    """The x axis: whole numbers within the frame, and what they count."""
+    ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
+    for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
-        yield f'<text x="{at:.1f}" y={HEIGHT - 8} text-anchor=middle>{number(x, "si")}</text>'
+        anchor = "end" if at > WIDTH - RIGHT - EDGE else "middle"
+        at = WIDTH - RIGHT if anchor == "end" else at
+        yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
 
 
-def _line(frame: _Frame, index: int, series: Series, style: str) -> str:
-    pieces: list[list[str]] = [[] for _ in range(len(series.begins) + 1)]
-    for x, y in zip(series.x, series.y):
-        pieces[sum(x >= begin for begin in series.begins)].append("{:.1f},{:.1f}".format(*frame.at(x, y)))
+def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
+    """A dashed line where something begins, and its name above as far as there is room before the next one."""
+    ends = [*(x for x, _ in marks[1:]), frame.x1]
+    for (x, name), end in zip(marks, ends):
+        (at, _), (until, _) = frame.at(max(x, frame.x0), frame.y0), frame.at(end, frame.y0)
+        if x > frame.x0:
+            yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 12}" y2="{HEIGHT - BOTTOM}"/>'
+        room = int((until - at) / 8)  # characters of the largest font
+        text = name if len(name) <= room else name[: max(room - 1, 0)] + "…" if room > 1 else ""
+        yield f'<text class="mark" x="{at + 4:.1f}" y="{TOP - 6}">{escape(text)}<title>{escape(name)}</title></text>'
+
+
+def _line(frame: _Frame, series: Series, style: str) -> str:
     if not series.y:  # nothing of it was finite
         return ""
+    points = [frame.at(x, y) for x, y in zip(series.x, series.y)]
+    cuts = [bisect_right(series.x, begin - 0.5) for begin in series.begins]
+    pieces = [points[a:b] for a, b in pairwise([0, *cuts, len(points)])]
     label = f"{escape(series.name)}: last {number(series.y[-1], style)}"
-    marks = "".join(
-        f'<circle cx="{frame.at(x, y)[0]:.1f}" cy="{frame.at(x, y)[1]:.1f}" r=5>'
-        f"<title>{escape(series.name)} · {number(x, 'g')}: {number(y, style)}</title></circle>"
-        for x, y in zip(series.x, series.y)
+    drawn = (" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if piece)
+    lines = "".join(f'<polyline points="{piece}"><title>{label}</title></polyline>' for piece in drawn)
+    circles = "".join(
+        f'<circle cx="{at:.1f}" cy="{up:.1f}" r="5">'
+        f"<title>{escape(series.name)} · step {number(x, ',.0f')}: {number(y, style)}</title></circle>"
+        for (at, up), x, y in zip(points, series.x, series.y)
     )
-    few = " few" if len(series.x) <= DOTS else ""
-    lines = "".join(f'<polyline points="{" ".join(p)}"><title>{label}</title></polyline>' for p in pieces if p)
-    return f'<g class="s{index % 6}{few}">{lines}{marks}</g>'
+    few = " few" if len(points) <= DOTS else ""
+    return f'<g class="{series.style}{few}">{lines}{circles}</g>'
 
 
 def _thin(series: Series) -> Series:
     """At most POINTS points; each kept point is the mean of those it stands for, so that noise is not sampled away."""
-    pairs = [(x, y) for x, y in zip(series.x, series.y) if math.isfinite(y)]
+    pairs = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     group = max(1, math.ceil(len(pairs) / POINTS))
     means = [pairs[i : i + group] for i in range(0, len(pairs), group)]
-    return Series(series.name, [g[-1][0] for g in means], [sum(y for _, y in g) / len(g) for g in means], series.begins)
+    return replace(series, x=[g[-1][0] for g in means], y=[sum(y for _, y in g) / len(g) for g in means])

@@ -9,22 +9,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..trace import printable
+from .words import quantity as quantity
 
 # Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
 LINES = 10
 SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
-
-
-def quantity(value: float, unit: str = "") -> str:
-    """A number a person can read at a glance: 12.3k, 4.56M.
-
-    >>> quantity(192_400, " tok/s")
-    '192k tok/s'
-    """
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}{unit}"
-    return f"{value:.3g}{unit}"
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -1,43 +1,22 @@
 """The run report: one self-contained HTML page with charts, made from tapes alone. Two runs are drawn over each other."""
 
+import os
+import re
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 from markupsafe import Markup
 
-from .chart import Series, line_chart, number
+from .chart import Series, line_chart
+from .figures import GAUGES, Figures, Gauge
 from .tape import Tape
+from .words import settings
 
-
-class Gauge(NamedTuple):
-    key: str
-    title: str
-    style: str
-    summed_up: str = "median"  # or "last"; "" is the last, too, where the title says it
-    beside: str = ""  # drawn in the chart of this gauge
-
-
-GAUGES = (
-    Gauge("loss", "loss", ".4g", "last"),
-    Gauge("held_out", "held-out loss", ".4g", "last", beside="loss"),
-    Gauge("tokens_per_s", "tokens per second", "si"),
-    Gauge("mfu", "share of this machine's matrix rate", ".1%"),
-    Gauge("gpu_busy", "GPU busy", ".0%"),
-    Gauge("sm_active", "SMs at work", ".0%"),
-    Gauge("power_w", "power, W", ".3g"),
-    Gauge("host_lead_ms", "host lead over the GPU, ms", ".3g"),
-    Gauge("syncs", "host syncs per step", "g"),
-    Gauge("h2d_bytes", "bytes from the host per step", "si"),
-    Gauge("grad_norm", "gradient norm", ".3g", "last"),
-    Gauge("lr", "learning rate", ".2g", "last"),
-    Gauge("memory_bytes", "peak memory, bytes", "si", ""),
-    Gauge("memory_allocated_bytes", "allocated memory, bytes", "si", "", beside="memory_bytes"),
-    Gauge("memory_reserved_bytes", "reserved memory, bytes", "si", "", beside="memory_bytes"),
-    Gauge("skipped", "skipped steps, not finite", "g", ""),
-)
+TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
+DOCTYPE = "<!doctype html>"
 
 
 def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = None) -> Path:
@@ -45,33 +24,31 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     if not runs:
         raise ValueError("write_report: got no run; give at least one run folder.")
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
-    out = Path(out) if out else tapes[0].path / "report.html"
-    # Always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
-    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=True)
-    environment.filters["words"] = words
+    out = tapes[0].path / "report.html" if out is None else Path(out)
+    _check(out)
+    found = [Figures(tape) for tape in tapes]
     called = names(tapes)
-    page = environment.get_template("report.html.j2").render(
+    page = template().render(
         title=" against ".join(called),
-        runs=[{"name": name, "about": t.about, "index": i} for i, (name, t) in enumerate(zip(called, tapes))],
-        summary=summary(tapes),
-        charts=[Markup(chart) for chart in charts(tapes)],  # line_chart escapes what it is given
+        runs=[
+            {"name": name, "about": figures.about, "figures": figures, "index": index}
+            for index, (name, figures) in enumerate(zip(called, found))
+        ],
+        tiles=tiles(found[0]) if len(found) == 1 else [],
+        facts=rows([figures.facts() for figures in found]),
+        measured=rows([figures.gauges() for figures in found]),
+        charts=[Markup(chart) for chart in charts(called, found)],  # line_chart escapes what it is given
     )
-    out.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half a surrogate pair
+    _write(out, page)
     return out
 
 
-def words(value: Any) -> str:
-    """A setting as a reader would write it.
-
-    >>> words([{"name": "books", "data": ["a/", "b/"], "steps": 300}])
-    'books: data a/ b/, steps 300'
-    """
-    if isinstance(value, dict):
-        settings = ", ".join(f"{key} {words(what)}" for key, what in value.items() if key != "name")
-        return f"{value['name']}: {settings}" if "name" in value else settings
-    if isinstance(value, list | tuple):
-        return ("; " if any(isinstance(part, dict) for part in value) else " ").join(map(words, value))
-    return str(value)
+@cache
+def template() -> Template:
+    # Escaped always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
+    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"settings": settings, "table": table}
+    return environment.get_template("report.html.j2")
 
 
 def names(tapes: Sequence[Tape]) -> list[str]:
@@ -80,51 +57,76 @@ def names(tapes: Sequence[Tape]) -> list[str]:
     return given if len(set(given)) == len(given) else [str(t.path) for t in tapes]
 
 
-def charts(tapes: Sequence[Tape]) -> list[str]:
-    """One chart a gauge that any run measured; a gauge that belongs beside another is drawn there."""
-    runs = list(zip(names(tapes), (t.steps() for t in tapes)))
+def tiles(figures: Figures) -> list[tuple[str, str]]:
+    """(what, figure) of what a reader looks for first."""
+    measured = figures.gauges()
+    return [(gauge.label, measured[gauge.label]) for gauge in GAUGES if gauge.key in TILES and gauge.label in measured]
+
+
+def rows(found: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
+    """(what, [text of each run])."""
+    whats = dict.fromkeys(what for texts in found for what in texts)
+    return [(what, [texts.get(what, "not measured") for texts in found]) for what in whats]
+
+
+def charts(called: Sequence[str], found: Sequence[Figures]) -> list[str]:
+    """One chart for each gauge that any run measured; a gauge that belongs beside another is drawn there."""
     drawn = []
+    phases = [figures.phases for figures in found]
+    marks = phases[0] if all(others == phases[0] for others in phases) else []  # of runs that differ they would be a thicket
+    steps = [record["step"] for figures in found for record in (*figures.records[:1], *figures.records[-1:])]
+    span = (min(steps), max(steps)) if steps else None
     for gauge in (g for g in GAUGES if not g.beside):
-        if gauge.key == "skipped" and not any(r.get("skipped") for _, records in runs for r in records):
+        if gauge.key == "skipped" and not any(value for figures in found for _, value in figures.points("skipped")):
             continue
-        series = _series(runs, gauge.key, "")
-        for other in (g for g in GAUGES if g.beside == gauge.key):
-            series += _series(runs, other.key, f", {other.title.removesuffix(', bytes')}")
-        if series:
-            drawn.append(line_chart(gauge.title, series, gauge.style))
+        together = [gauge, *(g for g in GAUGES if g.beside == gauge.key)]
+        if series := [s for nth, g in enumerate(together) for s in _series(called, found, g, nth)]:
+            drawn.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
     return drawn
 
 
-def _series(runs: list[tuple[str, list[dict[str, Any]]]], key: str, suffix: str) -> list[Series]:
+def _series(called: Sequence[str], found: Sequence[Figures], gauge: Gauge, nth: int) -> list[Series]:
+    """Each run's line in a chart where this gauge is the nth: a run has a colour, or where there is only one, a gauge has."""
     drawn = []
-    for name, records in runs:
-        if points := _points(records, key):
+    for run, (name, figures) in enumerate(zip(called, found)):
+        if points := figures.points(gauge.key):
             steps, values = zip(*points)
-            drawn.append(Series(name + suffix, steps, values, _begins(records)))
+            title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.beside else name
+            colour, dash = (nth, 0) if len(found) == 1 else (run, nth)
+            drawn.append(Series(title, steps, values, [step for step, _ in figures.phases[1:]], colour, dash))
     return drawn
 
 
-def _begins(records: list[dict[str, Any]]) -> list[float]:
-    """The first steps of all phases but the first."""
-    return [b["step"] for a, b in pairwise(records) if a.get("phase") != b.get("phase")]
+def table(text: str) -> dict[str, Any]:
+    """A table that was printed for a terminal: its cells, and the lines that are no rows. The first line gives the columns.
+
+    >>> table("module   why\\nlm_head  as it was\\n2 swapped.")
+    {'head': ['module', 'why'], 'rows': [['lm_head', 'as it was']], 'rest': '2 swapped.'}
+    """
+    head, *lines = text.splitlines() or [""]
+    at = [match.start() for match in re.finditer(r"(?<!\S)\S+(?: \S+)*", head)]
+    inside = [line for line in lines if len(at) > 1 and all(line[i - 2 : i] == "  " for i in at[1:])]
+    if not inside:
+        return {"head": [], "rows": [], "rest": text}
+    cells = [[line[i:j].strip() for i, j in zip(at, [*at[1:], None])] for line in (head, *inside)]
+    return {"head": cells[0], "rows": cells[1:], "rest": "\n".join(line for line in lines if line not in inside)}
 
 
-def summary(tapes: Sequence[Tape]) -> list[tuple[str, list[str]]]:
-    """(what, [figure of each run]): last value or median over the run, and the total of what was skipped."""
-    rows: list[tuple[str, list[str]]] = [("steps", [str(len(t.steps())) for t in tapes])]
-    for gauge in GAUGES:
-        figures = [_figure(t.steps(), gauge) for t in tapes]
-        if any(f != "not measured" for f in figures):
-            rows.append((gauge.title + (f", {gauge.summed_up}" if gauge.summed_up else ""), figures))
-    return rows
+def _check(out: Path) -> None:
+    """Refuse a place where the page cannot lie, or where it would replace something that is no page."""
+    if not str(out).strip() or out.is_dir() or not out.parent.is_dir():
+        why = "a folder" if out.is_dir() else "in a folder that does not exist"
+        raise ValueError(f"out: {str(out)!r} is {why}; give a file such as report.html.")
+    if out.is_file() and out.stat().st_size and DOCTYPE not in out.read_bytes()[:64].decode("latin-1").lower():
+        raise ValueError(f"out: {out} exists and is not an HTML page; give another file.")
 
 
-def _points(records: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(r["step"], float(r[key])) for r in records if r.get(key) is not None]
-
-
-def _figure(records: list[dict[str, Any]], gauge: Gauge) -> str:
-    values = [y for _, y in _points(records, gauge.key)]
-    if not values:
-        return "not measured"
-    return number(sorted(values)[len(values) // 2] if gauge.summed_up == "median" else values[-1], gauge.style)
+def _write(out: Path, page: str) -> None:
+    """Beside and renamed, so that a full disk leaves the old page whole; straight into what is no file, such as /dev/stdout."""
+    data = page.encode("utf-8", errors="replace")  # a name may hold half a surrogate pair
+    if out.exists() and not out.is_file():
+        out.write_bytes(data)
+        return
+    fresh = out.with_name(out.name + ".new")
+    fresh.write_bytes(data)
+    os.replace(fresh, out)

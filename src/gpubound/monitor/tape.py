@@ -1,16 +1,20 @@
-"""The tape of a run: a folder with run.json (what it is) and steps.jsonl (one line a step). Everything else is read from it.
+"""The tape of a run: a folder with run.json (what it is) and steps.jsonl (a line for each step). The report reads nothing else.
 
-A step's line holds whatever was measured, under names with their units. The ones that the charts know:
+A step's line holds what was measured, under names with their units. The report knows these:
     step, loss, held_out, grad_norm, lr, tokens, seconds, tokens_per_s, mfu, gpu_busy, host_lead_ms, syncs, h2d_bytes,
     memory_bytes, memory_allocated_bytes, memory_reserved_bytes, power_w, sm_active, skipped
-and, in a run of several phases, phase: its name.
+and elapsed_s, the seconds since training began, and in a run of several phases, phase: its name.
 What was not measured is left out, never written as zero.
 """
 
 import json
 import math
 import os
+import shlex
+import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,19 @@ from ..errors import DataError
 from ..trace import notice
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
+LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps apart
+FIGURES = (
+    "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
+    "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
+    "elapsed_s",
+)  # fmt: skip
+TEXTS = ("name", "verdict", "sample", "placement", "mfu")
+KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}
+ROWS: dict[str, dict[str, type]] = {
+    "fallbacks": {"what": str, "why": str, "times": int},
+    "starts": {"date": str, "command": str},
+}
+WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
 class Tape:
@@ -25,14 +42,19 @@ class Tape:
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, about
+        self._zero: float | None = None  # the clock when training had lasted 0 s
 
     @classmethod
     def create(cls, path: str | Path, **about: Any) -> "Tape":
-        """Start a tape. A folder that already holds one goes on (a resumed run appends to its own lines)."""
+        """Start a tape. A folder that already holds one goes on: a resumed run adds its lines, and its start to `starts`."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        old = json.loads((path / ABOUT).read_text()) if (path / ABOUT).exists() else {}
-        tape = cls(path, old | about)
+        old = _about(path) if (path / ABOUT).exists() else {}
+        start = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
+        tape = cls(path, old | {"starts": [*(old.get("starts") or []), start]} | about)
+        if (path / STEPS).exists():
+            tape.rewind(LAST)  # a line that was cut off would swallow the next one
+        tape._elapsed()
         tape.tell()
         return tape
 
@@ -41,19 +63,15 @@ class Tape:
         path = Path(path)
         if not (path / ABOUT).is_file():
             raise DataError(f"{path} is not a run: it has no {ABOUT}; give the folder that train or demo wrote.")
-        try:
-            return cls(path, json.loads((path / ABOUT).read_text()))
-        except ValueError as error:
-            raise DataError(f"{path / ABOUT} is not readable JSON: {error}; restore it or run again.") from error
+        return cls(path, _about(path))
 
     def tell(self, **about: Any) -> None:
         """Add facts to run.json. Written beside and renamed, so that a reader never sees half of it."""
         self.about |= about
-        fresh = self.path / (ABOUT + ".new")
-        fresh.write_text(json.dumps(self.about, indent=1, default=str))
-        os.replace(fresh, self.path / ABOUT)
+        self._write(ABOUT, json.dumps(self.about, indent=1, default=str))
 
     def append(self, record: dict[str, Any]) -> None:
+        record = record | {"elapsed_s": round(self._elapsed(), 3)}
         line = json.dumps({k: _plain(v) for k, v in record.items() if v is not None})
         try:
             with open(self.path / STEPS, "a") as file:
@@ -72,25 +90,109 @@ class Tape:
 
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""
-        kept = [json.dumps(record) for record in self._lines() if record["step"] <= step]
-        fresh = self.path / (STEPS + ".new")
-        fresh.write_text("".join(line + "\n" for line in kept))
-        os.replace(fresh, self.path / STEPS)
+        self._write(STEPS, "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step))
+        self._zero = None
+        self._elapsed()
 
     def steps(self) -> list[dict[str, Any]]:
         """Every step's record, oldest first. When a resumed run wrote a step again, the later line counts."""
-        return list({record["step"]: record for record in self._lines()}.values())
+        return sorted({record["step"]: record for record in self._lines()}.values(), key=lambda record: record["step"])
+
+    def _elapsed(self) -> float:
+        """Seconds of training. A resumed run's go on from its last line's."""
+        now = time.monotonic()
+        if self._zero is None:
+            self._zero = now - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
+        return now - self._zero
+
+    def _write(self, name: str, text: str) -> None:
+        fresh = self.path / (name + ".new")
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, self.path / name)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        if not (self.path / STEPS).exists():
+        file = self.path / STEPS
+        if not file.exists():
             return
-        for number, line in enumerate((self.path / STEPS).read_text().splitlines(), 1):
-            try:
-                yield json.loads(line)
-            except ValueError:  # a run killed in the middle of a write leaves half a line
-                notice(f"{self.path / STEPS}: line {number} is cut off and was left out")
+        *whole, cut = _text(file).split("\n")
+        for number, line in enumerate(whole, 1):
+            where = f"{file}, line {number}"
+            yield _checked(_parsed(line, where, "remove the line"), where)
+        if cut:  # a run killed in the middle of a write leaves half a line
+            notice(f"{file}: line {len(whole) + 1} is cut off and was left out")
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """run.json, each entry of the kind that it must be."""
+    file, cure = path / ABOUT, "restore it or run again"
+    about = _parsed(_text(file), str(file), cure)
+    if not isinstance(about, dict):
+        raise DataError(f"{file} holds {_kind(about)}, wanted an object; {cure}.")
+    for key, kind in KINDS.items():
+        value = about.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise DataError(f"{file}: {key} is {_kind(value)}, wanted {WORDS[kind]}; {cure}.")
+    for key, fields in ROWS.items():
+        for row in about.get(key) or []:
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in fields.items()):
+                wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in fields.items())
+                raise DataError(f"{file}: {key} holds {_shown(row)}, wanted objects with {wanted}; {cure}.")
+    return about
+
+
+def _checked(record: Any, where: str) -> dict[str, Any]:
+    """A line's record, with a step and figures that are numbers."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where} holds {_kind(record)}, wanted an object with a step; remove the line.")
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step <= LAST:
+        raise DataError(f"{where}: step is {_shown(step)}, wanted a whole number; remove the line.")
+    for key in FIGURES:
+        if record.get(key) is not None and not _is_number(record[key]):
+            raise DataError(f"{where}: {key} is {_shown(record[key])}, wanted a number; remove the line.")
+    if not isinstance(record.get("phase", ""), str):
+        raise DataError(f"{where}: phase is {_shown(record['phase'])}, wanted a text; remove the line.")
+    return record
+
+
+def _parsed(text: str, where: str, cure: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not readable JSON: {error}; {cure}.") from error
+
+
+def _text(file: Path) -> str:
+    if not file.is_file():  # reading a pipe would wait for ever
+        raise DataError(f"{file} is not a regular file; give the folder that train or demo wrote.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not a text in UTF-8: {error}; restore it or run again.") from error
+
+
+def _is_number(value: Any) -> bool:
+    """A figure that is not finite is kept as its name, because JSON has no word for it."""
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one is no float
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN; a figure that is not finite is kept as its name."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _kind(value: Any) -> str:
+    return WORDS.get(type(value), "null")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _command() -> str:
+    """How this process was called, as it can be pasted into a shell."""
+    called = Path(sys.argv[0])
+    name = called.parent.name if called.name == "__main__.py" else called.name
+    return shlex.join([name, *sys.argv[1:]])

@@ -1,0 +1,169 @@
+"""What a tape says in figures: the gauges, a run's totals, and what went wrong in it."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+from .chart import Axis
+from .tape import Tape
+from .words import duration, moment, number
+
+Record = dict[str, Any]
+RISE = 0.1  # a loss that ends higher than it began by this share rose; noise between two tenths of a run is less
+WORSE = 0.02  # and a held-out loss above its best by this share got worse: which batches are drawn moves it by less than 1 %
+
+
+class Gauge(NamedTuple):
+    key: str
+    title: str
+    axis: Axis
+    summed_up: str = "median"  # or "last"
+    beside: str = ""  # drawn in the chart of this gauge
+
+    @property
+    def label(self) -> str:
+        """Its row in a table: a title that says "peak" needs no word on how it is summed up."""
+        return self.title if self.key.startswith("memory") else f"{self.title}, {self.summed_up}"
+
+
+SHARE, WHOLE_SHARE = Axis(".1%", low=0), Axis(".1%", low=0, high=1)
+BYTES = Axis("si", low=0)
+
+GAUGES = (
+    Gauge("loss", "loss", Axis(".4g"), "last"),
+    Gauge("held_out", "held-out loss", Axis(".4g"), "last", beside="loss"),
+    Gauge("tokens_per_s", "tokens per second", Axis("si", low=0)),
+    Gauge("mfu", "share of this machine's matrix rate", SHARE),
+    Gauge("gpu_busy", "GPU busy", WHOLE_SHARE),
+    Gauge("sm_active", "SMs at work", WHOLE_SHARE),
+    Gauge("power_w", "power, W", Axis(".3g", low=0)),
+    Gauge("host_lead_ms", "host lead over the GPU, ms", Axis(".3g", low=0)),
+    Gauge("syncs", "host syncs per step", Axis("g", low=0)),
+    Gauge("h2d_bytes", "bytes from the host per step", BYTES),
+    Gauge("grad_norm", "gradient norm", Axis(".3g"), "last"),
+    Gauge("lr", "learning rate", Axis(".2g", low=0), "last"),
+    Gauge("memory_bytes", "peak memory, bytes", BYTES, "last"),
+    Gauge("memory_allocated_bytes", "allocated memory, bytes", BYTES, "last", beside="memory_bytes"),
+    Gauge("memory_reserved_bytes", "reserved memory, bytes", BYTES, "last", beside="memory_bytes"),
+    Gauge("skipped", "skipped steps, not finite", Axis("g", low=0), "last"),
+)
+
+
+class Figures:
+    """One run in figures, from its tape alone."""
+
+    def __init__(self, tape: Tape):
+        self.about, self.records = tape.about, tape.steps()
+        self.warnings = warnings(self.records)
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        return _series(self.records, key)
+
+    def value(self, gauge: Gauge) -> float | None:
+        """The gauge's last value, or the median of those that are finite; None when it was not measured."""
+        values = [value for _, value in self.points(gauge.key)]
+        if not values or gauge.summed_up == "last":
+            return values[-1] if values else None
+        finite = [value for value in values if math.isfinite(value)]
+        return median_low(finite) if finite else values[-1]
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(count for _, count in self.points("tokens") if math.isfinite(count)))
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it trained, in all its starts together."""
+        found = [seconds for _, seconds in self.points("elapsed_s") if math.isfinite(seconds)]
+        return found[-1] if found else None
+
+    @property
+    def phases(self) -> list[tuple[int, str]]:
+        """(first step, name) of each; none for a run without phases."""
+        named = [(0, None), *((r["step"], r.get("phase") or "") for r in self.records)]
+        begins = [(step, str(name)) for (_, before), (step, name) in pairwise(named) if name != before]
+        return begins if any(name for _, name in begins) else []
+
+    def facts(self) -> dict[str, str]:
+        """When, how and how long it ran."""
+        starts = self.about.get("starts") or []
+        rows = {"started": moment(starts[0]["date"]), "command": str(starts[-1]["command"])} if starts else {}
+        if len(starts) > 1:
+            rows["resumed"] = ", ".join(moment(start["date"]) for start in starts[1:])
+        if self.seconds is not None:
+            rows["trained for"] = duration(self.seconds)
+        rows["steps"] = f"{len(self.records):,}"
+        return rows | ({"tokens": f"{self.tokens:,}"} if self.tokens else {})
+
+    def gauges(self) -> dict[str, str]:
+        values = {gauge: self.value(gauge) for gauge in GAUGES if gauge.key != "skipped"}
+        rows = {gauge.label: number(value, gauge.axis.style) for gauge, value in values.items() if value is not None}
+        count = sum(count for _, count in skipped(self.records))
+        return rows | ({"skipped steps": f"{count:,}"} if count else {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a program: numbers as numbers under the tape's own names; what is not finite is null."""
+        starts = self.about.get("starts") or [{}]
+        found = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
+        found |= {"verdict": self.about.get("verdict")}
+        found |= {"warnings": self.warnings, "started": starts[0].get("date"), "command": starts[-1].get("command")}
+        found |= {"steps": len(self.records), "tokens": self.tokens, "elapsed_s": self.seconds}
+        values = {gauge.key: self.value(gauge) for gauge in GAUGES}
+        found |= {key: value if math.isfinite(value) else None for key, value in values.items() if value is not None}
+        return found | {"skipped": sum(count for _, count in skipped(self.records))}
+
+
+def warnings(records: Sequence[Record]) -> list[str]:
+    """What a reader should hear first: the run diverged, skipped steps, or went on after it had been at its best."""
+    return [said for said in (_divergence(records), _skips(records), _overfit(records)) if said]
+
+
+def _divergence(records: Sequence[Record]) -> str | None:
+    losses = _series(records, "loss")
+    if losses and not math.isfinite(losses[-1][1]):
+        last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), None)
+        return "the loss was never finite" if last is None else f"the loss was not finite after step {last:,}"
+    losses = _of_last_phase(records, "loss")
+    tenth = len(losses) // 10
+    if tenth < 2:  # a rise of so few steps is noise
+        return None
+    begin, end = (median(loss for _, loss in part) for part in (losses[:tenth], losses[-tenth:]))
+    return f"the loss rose from {begin:.3f} to {end:.3f}" if end > begin + RISE * abs(begin) else None
+
+
+def _skips(records: Sequence[Record]) -> str | None:
+    skips = skipped(records)
+    if not skips:
+        return None
+    count = sum(count for _, count in skips)
+    steps = f"step {skips[0][0]:,} was skipped" if count == 1 else f"{count:,} of {len(records):,} steps were skipped"
+    since = "" if count == 1 else f", the first at step {skips[0][0]:,}"
+    return f"{steps}{since}: the loss or the gradient was not finite"
+
+
+def _overfit(records: Sequence[Record]) -> str | None:
+    losses = _of_last_phase(records, "held_out")
+    if not losses:
+        return None
+    (step, best), (_, last) = min(losses, key=lambda point: point[1]), losses[-1]
+    if last <= best + WORSE * abs(best):
+        return None
+    return f"the held-out loss was lowest at step {step:,} ({best:.3f}) and {last:.3f} at the end"
+
+
+def skipped(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """(step, how many were skipped up to it since the record before). The tape counts anew in each phase."""
+    counts = [(step, int(count)) for step, count in _series(records, "skipped") if math.isfinite(count)]
+    new = [(step, b - a if b >= a else b) for (_, a), (step, b) in pairwise([(0, 0), *counts])]
+    return [(step, count) for step, count in new if count]
+
+
+def _series(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
+    return [(r["step"], float(r[key])) for r in records if r.get(key) is not None]
+
+
+def _of_last_phase(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
+    last = [r for r in records if r.get("phase") == records[-1].get("phase")]
+    return [(step, value) for step, value in _series(last, key) if math.isfinite(value)]

@@ -1,0 +1,66 @@
+"""A chart draws the data that it is given, between axes that can be read."""
+
+import re
+
+import pytest
+
+from gpubound.monitor.chart import Axis, Series, line_chart
+
+
+def test_the_chart_draws_the_data():
+    """Of two points at the extremes, the line starts at the bottom left and ends at the top right."""
+    svg = line_chart("speed", [Series("a", [0, 10], [0.0, 100.0])])
+    (x0, y0), (x1, y1) = (tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg)[1].split())
+    assert (x0, y0) == (72.0, 186.0) and (x1, y1) == (544.0, 22.0)
+
+
+def test_many_points_are_averaged_not_sampled():
+    spiky = [0.0, 2.0] * 3000  # taking every tenth point would show 0 or 2 only
+    svg = line_chart("spikes", [Series("a", list(range(6000)), spiky)])
+    assert svg.count("<circle") == 600 and svg.count(": 1</title></circle>") == 600, (
+        "each point is the mean of the ten it stands for"
+    )
+
+
+def test_a_single_point_is_a_dot():
+    assert '<g class="s0 few">' in line_chart("held out", [Series("a", [7], [3.0])])
+    assert '<g class="s0">' in line_chart("loss", [Series("a", list(range(100)), list(range(100)))])
+
+
+def test_several_lines_have_a_key():
+    chart = line_chart("loss", [Series("a", [0, 1], [0.0, 1.0]), Series("b", [0, 1], [1.0, 0.0], colour=1, dash=1)])
+    assert '<span class="s0"><i class="key"></i>a</span><span class="s1 d1"><i class="key"></i>b</span>' in chart
+
+
+def test_names_are_escaped():
+    assert "<script>" not in line_chart("t", [Series("<script>", [0, 1], [0.0, 1.0])])
+
+
+def ticks(chart):
+    """(y labels, x labels) of a chart."""
+    found = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="\w+">([^<]*)</text>', chart)
+    return [label for x, label in found if x == "66"], [label for x, label in found if x != "66"]
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys", "axis", "wanted"),
+    [
+        ([31], [0.0], Axis(), ["31"]),
+        ([1, 2, 3], [1.0, 2.0, 3.0], Axis(), ["1", "2", "3"]),
+        ([12_340, 12_352], [0.991, 0.994], Axis(".0%"), ["12,340", "12,342", "12,344", "12,346", "12,348", "12,350", "12,352"]),
+    ],
+)
+def test_labels_of_an_axis_differ_and_steps_are_whole(xs, ys, axis, wanted):
+    y, x = ticks(line_chart("t", [Series("a", xs, ys)], axis))
+    assert x == [*wanted, "step"], "the last is the axis' name"
+    assert len(set(y)) == len(y) >= 3
+
+
+def test_labels_of_values_that_hardly_differ():
+    labels = ticks(line_chart("lr", [Series("a", [0, 100], [0.00012345, 0.00012385])], Axis(".2g")))[0]
+    assert len(set(labels)) == len(labels) and labels[0] == "1.234e-4", "0.0001234 would not fit beside the axis"
+
+
+def test_a_share_goes_from_none_to_all():
+    chart = line_chart("busy", [Series("a", [0, 100], [0.991, 0.994])], Axis(".0%", low=0, high=1))
+    assert ticks(chart)[0][:3] == ["0%", "50%", "100%"]

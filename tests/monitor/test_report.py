@@ -1,0 +1,125 @@
+"""The report shows what the tape holds and nothing else."""
+
+import doctest
+import json
+import re
+
+import pytest
+
+from gpubound.monitor import Tape, report, words, write_report
+from gpubound.monitor.figures import Figures, warnings
+
+from .tapes import PLACEMENT, diverged_run, gpu_run
+
+
+def a_run(path, name="first", steps=30, slope=1.0):
+    tape = Tape.create(path, name=name, verdict="ran on the CPU")
+    for step in range(1, steps + 1):
+        tape.append({"step": step, "loss": 5.0 - slope * step / steps, "tokens_per_s": 1000.0 + step, "mfu": None})
+    return tape
+
+
+def test_a_nan_loss_is_kept(tmp_path):
+    tape = Tape.create(tmp_path)
+    tape.append({"step": 1, "loss": float("nan")})
+    assert json.loads((tmp_path / "steps.jsonl").read_text())["loss"] == "nan"
+    assert "loss" in write_report([tape]).read_text()
+
+
+def test_a_line_begins_anew_with_each_phase(tmp_path):
+    """The held-out losses of two phases are of different data: no line between them."""
+    tape = Tape.create(tmp_path, name="first")
+    for step in range(1, 7):
+        tape.append({"step": step, "held_out": float(step), "phase": "books" if step < 4 else "chats"})
+    page = write_report([tape]).read_text()
+    assert [len(points.split()) for points in re.findall(r'points="([^"]+)"', page)] == [3, 3]
+    assert re.findall(r'<text class="mark"[^>]*>(\w+)<', page) == ["books", "chats"], "and each has its name above"
+    assert page.count('<line class="mark"') == 1, "a line between them"
+
+
+def test_settings_in_words(tmp_path):
+    for module in (report, words):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+    config = {"data": ["a/", "b/"], "lr": 1e-3, "phases": [{"name": "books", "steps": 3}, {"name": "chats", "steps": 2}]}
+    tape = Tape.create(tmp_path, name="first", config=config, mfu="share of the matrix rate = 1 / 2")
+    tape.append({"step": 1, "loss": 2.0})
+    page = write_report([tape]).read_text()
+    assert "<td>data</td><td>a/ b/</td>" in page and "<td>phases</td><td>books: steps 3; chats: steps 2</td>" in page
+    assert "share of the matrix rate = 1 / 2" in page
+
+
+def test_the_report_compares_two_runs(tmp_path):
+    runs = [a_run(tmp_path / "a", "slow"), a_run(tmp_path / "b", "fast", slope=2.0)]
+    assert [Figures(run).gauges()["loss, last"] for run in runs] == ["4", "3"]
+    page = write_report(runs, tmp_path / "both.html").read_text()
+    assert "slow against fast" in page and page.count("<polyline") == 4 and "share of this machine" not in page
+    assert not re.search(r'(src|href)="http', page), "the page must not reach for the network"
+
+
+def test_the_page_says_when_how_and_how_long_it_ran(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/gpubound", "train", "--data", "my texts"])
+    monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", iter([100.0, 100.0, 184.5]).__next__)
+    tape = Tape.create(tmp_path, name="first")
+    tape.append({"step": 1, "loss": 3.0, "tokens": 1000})
+    tape.append({"step": 2, "loss": 2.0, "tokens": 1024})
+    date = json.loads((tmp_path / "run.json").read_text())["starts"][0]["date"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", date)
+    page = write_report([tape]).read_text()
+    rows = re.findall(r"<tr><td>([^<]+)</td><td>(?:<code>)?([^<]+)<", page)
+    assert rows[:5] == [
+        ("started", date.replace("T", " ").replace("+00:00", " UTC")),
+        ("command", "gpubound train --data &#39;my texts&#39;"),
+        ("trained for", "1 min 24 s"),
+        ("steps", "2"),
+        ("tokens", "2,024"),
+    ]
+
+
+def test_where_it_ran_is_a_table(tmp_path):
+    page = write_report([gpu_run(tmp_path, steps=3)]).read_text()
+    assert "<th>module</th><th>device</th><th>dtype</th><th>kernel</th><th>fallbacks</th><th>why</th>" in page
+    assert "<td>lm_head</td><td>cuda:0</td><td>bfloat16</td><td>loss without whole logits: triton" in page
+    assert page.count("<td>cuda:0</td>") == 5 and f'<p class="soft">{PLACEMENT.splitlines()[-1]}</p>' in page
+
+
+def losses(*values, key="loss", **also):
+    return [{"step": step, key: value} | also for step, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([], []),
+        (losses(*[3.0 - step / 100 for step in range(100)]), []),
+        (losses(3.0, 2.5, float("nan"), float("nan")), ["the loss was not finite after step 2"]),
+        (losses(float("inf"), "nan"), ["the loss was never finite"]),
+        (losses(*[3.0] * 10, *[3.3] * 10), []),
+        (losses(*[3.0] * 10, *[3.4] * 10), ["the loss rose from 3.000 to 3.400"]),
+        ([*losses(*[1.0] * 20, phase="a"), *({"step": 30 + i, "loss": 2.0, "phase": "b"} for i in range(20))], []),
+        (losses(*[3.0] * 9, 9.0), []),
+        (losses(0, 1, 1, 1, key="skipped"), ["step 2 was skipped: the loss or the gradient was not finite"]),
+        (
+            [*losses(0, 2, 2, key="skipped", phase="a"), {"step": 4, "skipped": 1, "phase": "b"}],  # counted anew
+            ["3 of 4 steps were skipped, the first at step 2: the loss or the gradient was not finite"],
+        ),
+        (losses(2.55, 2.41, 2.45, key="held_out"), []),
+        (losses(2.55, 2.41, 2.55, key="held_out"), ["the held-out loss was lowest at step 2 (2.410) and 2.550 at the end"]),
+    ],
+)
+def test_what_went_wrong_is_said_first(records, said):
+    assert warnings(records) == said
+
+
+def test_the_page_of_a_run_that_diverged(tmp_path):
+    page = write_report([diverged_run(tmp_path)]).read_text()
+    assert '<p class="warn">40 steps. The loss was not finite after step 12. 28 of 40 steps were skipped, the first' in page
+    assert page.count("<figure>") == 4, "loss, gradient norm, learning rate, skipped"
+    quiet = write_report([gpu_run(tmp_path / "well", steps=30)]).read_text()
+    assert '<p class="warn">' not in quiet
+
+
+def test_no_run():
+    with pytest.raises(ValueError) as error:
+        write_report([])
+    assert str(error.value) == "write_report: got no run; give at least one run folder."
