@@ -10,6 +10,7 @@
 """
 
 import glob
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
             raise DeviceError(
                 f"device={str(spec)!r} needs a GPU: {sight.why}. What to do: make one visible, or pass device='cpu'."
             )
-        notice(f"NO GPU: running on the CPU ({sight.why}).")
+        notice(f"NO GPU: running on the CPU ({sight.why}).", logging.WARNING)
         return torch.device("cpu")
     if index is not None and index >= sight.count:
         raise DeviceError(f"device={str(spec)!r}: there is no GPU {index}: {sight.count} visible, counted from 0.")

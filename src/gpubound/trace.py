@@ -2,8 +2,12 @@
 
 Spans and counts cost one attribute test until a recorder listens (watch/, monitor/ and doctor/ do). Fallbacks are different:
 they are always counted and printed once each, because a slow path that nobody hears of is the failure this library exists for.
+
+Every message goes to the logger "gpubound": fallbacks and the like as warnings, the rest as information. While nobody has
+configured logging the library prints them itself, as `gpubound: message` on stderr.
 """
 
+import logging
 import sys
 import threading
 from collections import Counter
@@ -54,14 +58,32 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+logger = logging.getLogger("gpubound")
+_nowhere = logging.NullHandler()  # or logging would print warnings by itself, beside us
+logger.addHandler(_nowhere)
+
 _said: set[str] = set()
 
 
-def notice(text: str) -> None:
-    """Print one line on stderr, once in this process."""
-    if text not in _said:
-        _said.add(text)
+def notice(text: str, level: int = logging.INFO) -> None:
+    """Say one line, once in this process."""
+    if text in _said:
+        return
+    _said.add(text)
+    if prints(level):
         print(f"gpubound: {printable(text)}", file=sys.stderr, flush=True)
+    logger.log(level, "%s", printable(text), stacklevel=2)
+
+
+def prints(level: int = logging.INFO) -> bool:
+    """Whether the library prints by itself: nobody has given its logger, or logging at large, a handler or a higher level.
+
+    pytest's handlers do not count: they keep a copy.
+    """
+    handlers = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
+    if any(h is not _nowhere and not type(h).__module__.startswith("_pytest.") for h in handlers):
+        return False
+    return level >= (logger.level or logging.INFO) and level > logging.root.manager.disable and not logger.disabled
 
 
 fallbacks: Counter[tuple[str, str]] = Counter()
@@ -78,7 +100,7 @@ def fallback(what: str, why: str) -> None:
     with _lock:
         fallbacks[what, why] += 1
     count("fallback")
-    notice(f"fallback: {what}: {why}")
+    notice(f"fallback: {what}: {why}", logging.WARNING)
 
 
 @contextmanager

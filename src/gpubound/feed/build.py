@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, write_whole
-from ..trace import notice
+from ..trace import notice, prints
 from .corpus import CLAIM, MANIFEST, tokenizer_checksums
 from .encode import Encoded, encode_all
 from .shards import CURE, DTYPES, SUFFIX, read_shard, write_shard
@@ -257,7 +257,7 @@ class _Progress:
         self.shown = 0.0
 
     def __enter__(self) -> "_Progress":
-        if self.wanted:
+        if self.wanted and prints():
             from rich.console import Console
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,6 +1,7 @@
 """gpubound.capture, the one CUDA-graph wrapper, and Captured, which it returns."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,10 @@ class Captured:
                 work.reset()
                 raise
         else:
-            notice(f"capture({self.name}): verify=False: nothing has shown that a replay computes what the function does.")
+            notice(
+                f"capture({self.name}): verify=False: nothing has shown that a replay computes what the function does.",
+                logging.WARNING,
+            )
         self._layout, self._runner, self._guard = layout, work.runner, work.guard
         self._outputs = work.outputs
         self._leaves, self._spec = tree_flatten(work.outputs)

@@ -1,0 +1,103 @@
+"""What the library says goes to the logger "gpubound", in the library's own look until somebody configures logging."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from gpubound import trace
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
+
+
+@pytest.fixture
+def handler():
+    """One of the user's, with what it wrote as `.text()`."""
+    made = logging.StreamHandler(io.StringIO())
+    made.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    made.text = made.stream.getvalue
+    yield made
+    for logger in (trace.logger, logging.root):
+        logger.removeHandler(made)
+        logger.setLevel(logging.NOTSET if logger is trace.logger else logging.WARNING)
+
+
+def say():
+    trace.notice("100 % resident")
+    trace.fallback("rms_norm", "no Triton")
+
+
+def test_by_default_it_is_printed_once(capsys):
+    say()
+    say()
+    assert capsys.readouterr().err == "gpubound: 100 % resident\ngpubound: fallback: rms_norm: no Triton\n"
+    assert trace.fallbacks["rms_norm", "no Triton"] == 2
+
+
+def test_a_process_that_configured_nothing():
+    """Without pytest, and with a warning: logging itself would print that one, too."""
+    code = "from gpubound import trace; trace.notice('one'); trace.fallback('two', 'three')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "gpubound: one\ngpubound: fallback: two: three\n")
+
+
+@pytest.mark.parametrize("logger", [trace.logger, logging.root], ids=["gpubound", "root"])
+def test_a_handler_of_the_user_gets_it_instead(handler, logger, capsys):
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    say()
+    assert handler.text() == "INFO gpubound 100 % resident\nWARNING gpubound fallback: rms_norm: no Triton\n"
+    assert capsys.readouterr().err == "" and not trace.prints()
+
+
+def test_logging_s_own_default_level_shows_warnings(handler, capsys):
+    logging.root.addHandler(handler)
+    say()
+    assert handler.text() == "WARNING gpubound fallback: rms_norm: no Triton\n" and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("level", "shown"), [(logging.WARNING, ["fallback: rms_norm: no Triton"]), (logging.ERROR, [])])
+def test_a_level_silences(handler, level, shown, capsys):
+    trace.logger.setLevel(level)
+    say()
+    assert capsys.readouterr().err == "".join(f"gpubound: {line}\n" for line in shown)
+
+
+def test_a_null_handler_and_a_general_disable_silence(handler, capsys):
+    trace.logger.addHandler(silent := logging.NullHandler())
+    trace.notice("one")
+    trace.logger.removeHandler(silent)
+    logging.disable(logging.INFO)
+    trace.notice("two")
+    logging.disable(logging.NOTSET)
+    assert capsys.readouterr().err == ""
+
+
+def test_pytest_sees_it(caplog, capsys):
+    with caplog.at_level(logging.INFO, "gpubound"):
+        say()
+    found = [(record.levelname, record.getMessage(), record.filename) for record in caplog.records]
+    assert [row[:2] for row in found] == [("INFO", "100 % resident"), ("WARNING", "fallback: rms_norm: no Triton")]
+    assert found[0][2] == "test_trace.py" and "gpubound: 100 % resident\n" in capsys.readouterr().err
+
+
+def test_control_characters_are_shown_wherever_it_goes(handler, capsys):
+    trace.logger.addHandler(handler)
+    trace.fallback("a\x1b[2J", "b")
+    assert handler.text() == "WARNING gpubound fallback: a\\x1b[2J: b\n"
+
+
+def test_a_progress_line_is_a_message_too(handler, tmp_path, monkeypatch):
+    from gpubound.feed.build import _Progress
+
+    with _Progress(True, tmp_path) as shown:
+        assert shown.bar is not None
+    trace.logger.setLevel(logging.WARNING)
+    with _Progress(True, tmp_path) as silent:
+        assert silent.bar is None
