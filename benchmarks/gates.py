@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpubound.cli import guarded
 
-from .results import FOLDER, Line, newest, read
+from .results import COUNTS, FOLDER, Line, newest, read
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,12 +32,22 @@ def main(argv: Sequence[str]) -> int:
 def sentence(line: Line) -> str:
     """One line a reader can act on: what, by how much, how sure, and how to see it again."""
     assert line.gate is not None
+    where = f"{line.gpu}, {line.commit}, {line.command}"
+    if line.unit in COUNTS:
+        counted = f"{figure(line.ours, line.unit)}, {line.peer_name} {figure(line.peer, line.unit)}"
+        return f"SHORT  {line.bench}: {line.case}: {counted} ({where})"
     gap = (line.gate - line.ratio) / line.gate
     sure = "" if line.spread is None else f", spread ±{line.spread:.1%}"
     return (
         f"SHORT  {line.bench}: {line.case}: {line.ratio:.3f} of {line.peer_name}, gate {line.gate:.2f}, "
-        f"short by {gap:.1%}{sure} ({figure(line.ours, line.unit)}, {line.gpu}, {line.commit}, {line.command})"
+        f"short by {gap:.1%}{sure} ({figure(line.ours, line.unit)}, {where})"
     )
+
+
+def beside(line: Line) -> str:
+    """How a peer did: the ratio to it, or its count."""
+    theirs = f"{line.peer:,.0f}" if line.unit in COUNTS else f"{line.ratio:.2f}"
+    return f"{line.peer_name} {theirs}{' SHORT' if line.short else ''}"
 
 
 def figure(value: float, unit: str) -> str:
@@ -45,7 +55,7 @@ def figure(value: float, unit: str) -> str:
     >>> figure(3912.4, "GB/s")
     '3,912 GB/s'
     """
-    digits = 0 if unit == "syncs" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    digits = 0 if unit in COUNTS or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {unit}"
 
 

@@ -19,7 +19,7 @@ from gpubound.trace import strict
 from gpubound.watch import watch
 
 from . import results
-from .gates import figure
+from .gates import beside, figure, sentence
 
 SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12, "tok/s": 1.0, "us": 1e-6, "ms": 1e-3}
 # bf16 against bf16, each rounded at its own places: two units in the last place (2^-8) of relative error over the whole tensor.
@@ -131,8 +131,8 @@ class Bench:
     def _say(self, case: str) -> None:
         mine = [line for line in self.lines if line.case == case]
         newest = [line for line in mine if line.unit == mine[-1].unit]
-        beside = "  ".join(f"{line.peer_name} {line.ratio:.2f}{' SHORT' if line.short else ''}" for line in newest)
-        print(f"{case:44} {figure(newest[0].ours, newest[0].unit):>14}  {beside}", flush=True)
+        peers = "  ".join(beside(line) for line in newest)
+        print(f"{case:44} {figure(newest[0].ours, newest[0].unit):>14}  {peers}", flush=True)
 
     def _agreeing(self, case: str, works: Mapping[str, measure.Work], tolerance: float) -> list[str]:
         """The names that ran and agree with ours; ours first. Whatever does not is reported, and ends the run red."""
@@ -157,12 +157,14 @@ class Bench:
         return agreed
 
     def finish(self) -> int:
-        """Say what went wrong, last, and return the exit code."""
+        """Say what went wrong and what falls short, last, and return the exit code."""
         short = [line for line in self.lines if line.short and not self.dry]
         for what in self.wrong:
             print(f"WRONG       {what}", file=sys.stderr)
         for what in self.unmeasured:
             print(f"UNMEASURED  {what}", file=sys.stderr)
+        for line in short:
+            print(sentence(line), file=sys.stderr)
         kept = "nothing kept (dry)" if self.dry else f"kept in {results.file_of(self.origin['gpu'], self.folder)}"
         gated = sum(line.gate is not None for line in self.lines)
         print(f"{self.name}: {len(self.lines)} lines, {kept}; {gated - len(short)} of {gated} gates hold")

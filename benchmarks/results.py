@@ -2,7 +2,8 @@
 
 `ratio` is ours over the peer and above 1 is better, whatever the unit: GB/s and tokens/s divide one way, ms and GiB the other.
 `gate` and `moonshot` are what the ratio is meant to reach. A ceiling stands as a peer too ("copy rate"), so that a gate on a
-percentage of it is a gate on a ratio. A budget ("budget") is a peer whose count is what is allowed.
+percentage of it is a gate on a ratio. A budget ("budget") is a peer whose count is what is allowed; counts are never printed as
+ratios. (Lines of before 2026-11-22 hold (peer + 1) / (ours + 1) for them.)
 
 python -m benchmarks.results add lines.jsonl --commit 0a55bec    keep lines that were measured on another machine
 """
@@ -61,7 +62,7 @@ class Line:
 
 
 def ratio(unit: str, ours: float, peer: float) -> float:
-    """Ours over the peer, above 1 is better. Counts are compared one up, so that 0 against 0 is 1 and 0 against 2 is 3.
+    """Ours over the peer, above 1 is better. A count may be zero, and has none: 1 where ours is no more than theirs, else 0.
 
     >>> ratio("ms", ours=2.0, peer=3.0)
     1.5
@@ -69,7 +70,7 @@ def ratio(unit: str, ours: float, peer: float) -> float:
     if unit not in UNITS:
         raise ValueError(f"ratio: unknown unit {unit!r}, wanted one of {', '.join(sorted(UNITS))}.")
     if unit in COUNTS:
-        return (peer + 1) / (ours + 1)
+        return float(ours <= peer)
     return ours / peer if unit in MORE_IS_BETTER else peer / ours
 
 

@@ -36,7 +36,7 @@ def three(x=3.0):
     return torch.full((4,), x)
 
 
-def test_a_case_keeps_a_line_a_peer_and_one_for_the_ceiling(bench, tmp_path):
+def test_a_case_keeps_a_line_a_peer_and_one_for_the_ceiling(bench, tmp_path, capsys):
     works = {"ours": three, "eager": lambda: three() + 0.0}
     bench.case("c", works, unit="GB/s", amount=16.0, ceiling=("copy rate", 1e15), gates={"copy rate": 0.5, "eager": 1e-9})
     kept = {line.peer_name: line for line in read(tmp_path)}
@@ -45,7 +45,10 @@ def test_a_case_keeps_a_line_a_peer_and_one_for_the_ceiling(bench, tmp_path):
     assert ceiling.peer == 1e6 and ceiling.gate == 0.5 and ceiling.short
     assert ceiling.ratio == pytest.approx(ceiling.ours / ceiling.peer, rel=1e-3)
     assert kept["eager"].gate == 1e-9 and not kept["eager"].short
-    assert bench.finish() == 1  # a gate is short
+    capsys.readouterr()
+    assert bench.finish() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("SHORT  kernels: c: ") and "of copy rate, gate 0.50, short by " in said and said.count("\n") == 1
 
 
 def test_results_that_disagree_are_never_timed(bench, tmp_path, capsys):
@@ -89,6 +92,14 @@ def test_a_door_that_falls_back_is_not_measured_as_ours(bench):
 
     bench.case("c", {"ours": fallen, "eager": three}, unit="ms", amount=1)
     assert bench.wrong[0].startswith("c: ours raised FallbackError: rms_norm: would fall back: its self-test failed.")
+
+
+def test_a_count_is_said_as_a_count(bench, capsys):
+    bench.figure("host syncs", "syncs", 0, {"budget": 0, "liger": 3}, {"budget": 1.0})
+    bench.figure("more host syncs", "syncs", 1, {"budget": 0}, {"budget": 1.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == ["host", "syncs", "0", "syncs", "budget", "0", "liger", "3"]
+    assert second.split()[3:] == ["1", "syncs", "budget", "0", "SHORT"] and bench.finish() == 1
 
 
 def test_a_dry_run_keeps_nothing(tmp_path, capsys):

@@ -316,11 +316,14 @@ def test_bench_with_an_unknown_name(run):
 def test_bench_outside_a_checkout(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "a/b/c/bench.py"))
-    assert run("bench", "kernels") == (
-        3,
-        "",
-        "gpubound bench: bench: the benchmarks are not in the installed package; run this inside a checkout of the source.\n",
-    )
+    assert run("bench", "kernels") == (3, "", f"gpubound bench: {bench.MISSING}\n")
+    code, out, err = run("bench", "--help")
+    assert (code, err) == (0, "") and f"benchmarks: none here. {bench.MISSING}\n" in out and "example: gpubound bench" in out
+
+
+def test_a_benchmark_that_a_signal_ends(run, monkeypatch):
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -9))
+    assert run("bench", "kernels")[0] == 137
 
 
 def test_bench_passes_options_and_exit_code_on(run, monkeypatch):

@@ -52,8 +52,8 @@ def test_docstring_examples(module):
         ("ms", 2.0, 3.0, 1.5),
         ("GiB", 4.0, 2.0, 0.5),
         ("syncs", 0, 0, 1.0),
-        ("syncs", 0, 2, 3.0),
-        ("syncs", 1, 0, 0.5),
+        ("syncs", 0, 2, 1.0),
+        ("syncs", 1, 0, 0.0),
     ],
 )
 def test_above_one_is_better_whatever_the_unit(unit, ours, peer, wanted):
@@ -137,6 +137,22 @@ def test_a_case_that_falls_short_is_listed_with_its_gap(tmp_path, capsys):
         "SHORT  kernels: rms_norm forward 8b: 0.765 of copy rate, gate 0.85, short by 10.0%, spread ±0.6% "
         "(3,912 GB/s, NVIDIA H200, 0a55bec, gpubound bench kernels)\n1 of 2 gates hold\n"
     )
+
+
+def test_a_count_is_printed_as_a_count(tmp_path, capsys):
+    """No ratio stands behind "0 syncs, 4.00 x": its denominator would be invented."""
+    counts = {"case": "350m host syncs", "unit": "syncs", "peer_name": "budget", "peer": 0.0, "gate": 1.0, "spread": None}
+    over = replace(LINE, ours=2.0, ratio=ratio("syncs", 2, 0), **counts)
+    held = replace(LINE, ours=0.0, ratio=ratio("syncs", 0, 0), **counts)
+    append([over], tmp_path)
+    assert gates.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == (
+        "SHORT  kernels: 350m host syncs: 2 syncs, budget 0 syncs (NVIDIA H200, 0a55bec, gpubound bench kernels)\n"
+        "0 of 1 gates hold\n"
+    )
+    assert not held.short and gates.beside(held) == "budget 0" and gates.beside(over) == "budget 0 SHORT"
+    liger = replace(held, peer_name="liger", peer=3.0, ratio=4.0, gate=None)  # as an older line has it
+    assert gates.beside(liger) == "liger 3" and gates.beside(LINE) == "liger 1.09"
 
 
 def test_a_newer_measurement_clears_the_gate(tmp_path):

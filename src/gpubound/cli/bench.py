@@ -14,21 +14,25 @@ from ..errors import MeasureError
 
 USAGE = """usage: gpubound bench NAME [options]
 
-Run a benchmark beside its peers and keep the result in benchmarks/results. Exit code 1: a case disagrees with a peer or falls
-short of its gate; 3: something could not be measured.
+Run a benchmark beside its peers and keep the result in benchmarks/results.
+Exit code 1: a case disagrees with a peer or falls short of its gate. 3: something could not be measured.
 
 benchmarks: {names}
 
 example: gpubound bench kernels --only rms_norm --peers eager,liger
 `gpubound bench NAME --help` lists a benchmark's own options; --dry runs it tiny, on any machine, and keeps nothing."""
 
+MISSING = "The benchmarks are not in the installed package: run this command inside a checkout of the source."
+
 
 def main(argv: Sequence[str]) -> int:
     root = checkout()
-    names = sorted(path.stem.removeprefix("bench_") for path in (root / "benchmarks").glob("bench_*.py"))
+    names = sorted(path.stem.removeprefix("bench_") for path in (root / "benchmarks").glob("bench_*.py")) if root else []
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(names=", ".join(names)))
+        print(USAGE.format(names=", ".join(names) or f"none here. {MISSING}"))
         return 0
+    if root is None:
+        raise MeasureError(MISSING)
     name, *rest = argv
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
@@ -36,12 +40,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"there is no benchmark {name!r}; {hint}")
     paths = os.pathsep.join(filter(None, (str(root), str(root / "src"), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", f"benchmarks.bench_{name}", *rest]
-    return subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": paths}).returncode
+    code = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": paths}).returncode
+    return code if code >= 0 else 128 - code  # ended by a signal, as a shell says it
 
 
-def checkout() -> Path:
-    """The source checkout: the working folder or one above it, else where this very file lies in one."""
+def checkout() -> Path | None:
+    """The source checkout: the working folder or one above it, else where this very file lies in one; None without any."""
     for folder in (Path.cwd(), *Path.cwd().parents, Path(__file__).parents[3]):
         if (folder / "benchmarks" / "harness.py").exists() and (folder / "src" / "gpubound").is_dir():
             return folder
-    raise MeasureError("bench: the benchmarks are not in the installed package; run this inside a checkout of the source.")
+    return None
