@@ -15,13 +15,6 @@ class Lists(griffe.Extension):
 
 
 def listed(text: str) -> str:
-    """
-    >>> print(listed("Do it.\\n\\nclip   the largest norm;\\n       None does not clip\\nlr     the rate"))
-    Do it.
-    <BLANKLINE>
-    - **`clip`** the largest norm; None does not clip
-    - **`lr`** the rate
-    """
     return "\n\n".join(_paragraph(part) for part in re.split(r"\n\s*\n", text))
 
 

@@ -23,7 +23,11 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         venv.create(environment, with_pip=True)
         names = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-        names |= {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        names |= {
+            "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_QUIET": "1",
+        }
 
         def run(*command: str) -> None:
             print("$", *command, flush=True)
