@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,7 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     record, rate = answer["last"], float(formula) * {"G": 1e9, "T": 1e12}[size]
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * (6 * 94_208 + 6 * 2 * 64 * 32) / rate, rel=6e-3)
     assert {p.name for p in (tmp_path / "model").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert about["config"]["lr"] == 3e-3 and about["finished"] and "model.layers.*.mlp (2)" in about["placement"]
 
@@ -221,8 +220,9 @@ def test_what_is_refused(config, tmp_path, capsys, options, sentence):
 
 
 def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):
-    assert main(["train", str(config), "--export", str(config)]) == 2
-    assert capsys.readouterr().err == f"gpubound train: export: {config} is a file; give a folder.\n"
+    for folder in (config, config / "model"):
+        assert main(["train", str(config), "--export", str(folder)]) == 2
+        assert capsys.readouterr().err == f"gpubound train: export: {config} is a file; give a folder.\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -309,16 +309,6 @@ def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):
     assert "FAILED" in (tmp_path / "run" / "report.html").read_text() and not (tmp_path / "run" / "hf").exists()
 
 
-def test_what_a_run_s_tape_tells_the_report(config, tmp_path, capsys):
-    assert main(["train", str(config), "--steps", "2"]) == 0
-    first = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert first["command"] == f"gpubound train {config} --steps 2" and first["tokens"] == 2 * 4 * 32
-    assert datetime.fromisoformat(first["began"]).tzinfo and first["seconds"] > 0
-    assert main(["train", str(config), "--steps", "3", "--resume"]) == 0
-    second = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert second["began"] == first["began"] and second["seconds"] > first["seconds"] and second["tokens"] == 3 * 4 * 32
-
-
 def lines(out) -> int:
     return len((out / "steps.jsonl").read_text().splitlines()) if (out / "steps.jsonl").exists() else 0
 
@@ -345,18 +335,16 @@ phases:
 
 
 def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
-    """examples/train_from_yaml as it stands, its first phase cut to 30 steps, and its tokenizer made on 100 kB."""
+    """examples/train_from_yaml as it stands, its first phase cut to 10 steps, and its tokenizer made on 100 kB."""
     from gpubound.train import data
 
     root, whole = Path(__file__).parents[1], data.python_stdlib_texts
     monkeypatch.chdir(root)
     monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(100_000))
     text = (root / "examples" / "train_from_yaml" / "two_phases.yaml").read_text()
-    (tmp_path / "c.yaml").write_text(
-        text.replace("steps: 300", "steps: 30").replace("evaluate_every: 60", "evaluate_every: 15")
-    )
+    (tmp_path / "c.yaml").write_text(text.replace("steps: 300", "steps: 10").replace("evaluate_every: 60", "evaluate_every: 5"))
     assert main(["train", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["finished"] and answer["last"]["step"] == 90
+    assert answer["finished"] and answer["last"]["step"] == 70
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert records[-1]["loss"] < records[30]["loss"] - 1, "the answers are few and learnt by heart"
+    assert records[-1]["loss"] < records[10]["loss"] - 1, "the answers are few and learnt by heart"

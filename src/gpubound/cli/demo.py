@@ -60,17 +60,17 @@ def main(argv: Sequence[str]) -> int:
     out, command = Path(options.out), ["gpubound", "demo", *argv]
     with alone(options.out):
         clear(out, options.resume)
-        Tape.create(out, finished=False, **{FILES: {}})  # from here on the folder is a demo's
+        tape = Tape.create(out, finished=False, **{FILES: {}})  # from here on the folder is a demo's
         run = prepare(recipe, options)
-        outcome = train(run, "demo", command, write)
+        outcome = train(run, "demo", write, tape=tape)
         if run.finished and not outcome.failed:
-            say(f"\nIt goes on from {PROMPT!r}:\n\n{outcome.tape.about['sample']}\n")
+            say(f"\nIt goes on from {PROMPT!r}:\n\n{tape.about['sample']}\n")
             say(f"export: {run.export(out / 'model')} (a Hugging Face folder, weights of step {run.best or run.done:,})")
         elif not run.diverged:
             say(f"go on with: {shlex.join(command if options.resume else [*command, '--resume'])}")
-        finish(outcome.tape)
+        finish(tape)
         if run.finished:
-            outcome.tape.tell(**{FILES: files(out)})
+            tape.tell(**{FILES: files(out)})
     return 1 if outcome.failed else 0
 
 

@@ -3,13 +3,10 @@
 import dataclasses
 import math
 import os
-import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -64,22 +61,20 @@ def alone(out: str) -> Iterator[None]:
 
 
 def train(
-    run: Run, title: str, command: Sequence[str], sample: Callable[[Run], str] | None = None, log: str | None = None
+    run: Run, title: str, sample: Callable[[Run], str] | None = None, log: str | None = None, tape: Tape | None = None
 ) -> "Outcome":
     """Train `run` with a live line, a tape, perhaps a logger.
 
-    `command` is what the user typed. `sample(run)` gives a text that the best weights write, for the report.
+    `sample(run)` gives a text that the best weights write, for the report. `tape` is the run's, when it has been begun.
     """
     config = dataclasses.asdict(run.recipe)
     logger = open_log(log, run.folder, title, config)
-    tape = Tape.create(run.folder, name=title, config=config, machine=machine(run.device), command=shlex.join(command))
+    tape = tape or Tape.create(run.folder)
     tape.rewind(run.done)
     run.checkpoints.first = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
-    began, spent = time.monotonic(), float(tape.about.get("seconds", 0)) if first else 0.0
-    since = tape.about.get("began") if first else None
-    tape.tell(began=since or datetime.now().astimezone().isoformat(timespec="seconds"))
-    tape.tell(placement=str(run.placement), mfu=scale.formula, verdict=None, finished=False, sample=None)
+    tape.tell(name=title, config=config, machine=machine(run.device), placement=str(run.placement), mfu=scale.formula)
+    tape.tell(verdict=None, finished=False, sample=None)
     say(run.placement.summary)
     after = f" after step {first:,}" if first else ""
     say(f"{title}: {size_of(run)}, {max(run.steps - first, 0):,} steps of {quantity(run.tokens_per_step)} tokens{after}")
@@ -99,8 +94,6 @@ def train(
         with run.best_weights():
             tape.tell(sample=sample(run))
     tape.tell(
-        seconds=spent + time.monotonic() - began,
-        tokens=sum(record["tokens"] for record in tape.steps()),
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
         finished=run.finished,

@@ -8,6 +8,7 @@ gpubound train --list                         the presets
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         )
     with alone(recipe.out):
         run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
-        command = ["gpubound", "train", *typed_in]
-        outcome = train(run, Path(recipe.out).resolve().name, command, log=options.log)
+        outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
+            command = ["gpubound", "train", *typed_in]
             say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}")
         report = finish(outcome.tape)
         if export and outcome.failed:
@@ -104,8 +105,11 @@ def export_folder(options: Train) -> Path | None:
     if not options.export.strip():
         raise ValueError("export: got an empty text; give hf or a folder.")
     folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
-    if folder.is_file():
-        raise ValueError(f"export: {folder} is a file; give a folder.")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"export: {there} is a file; give a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"export: {there} may not be written to; give another folder.")
     return folder
 
 
