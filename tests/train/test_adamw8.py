@@ -112,7 +112,9 @@ def test_the_state_of_another_optimizer_is_refused():
 def test_errors():
     with pytest.raises(ValueError) as error:
         AdamW8bit(lr=-1)
-    assert str(error.value) == "AdamW8bit: lr, eps and weight_decay must not be negative, got -1, 1e-08 and 0.01."
+    assert (
+        str(error.value) == "AdamW8bit: lr, eps and weight_decay must be finite numbers of at least 0, got -1, 1e-08 and 0.01."
+    )
     with pytest.raises(ValueError) as error:
         TrainStep(small(), summed, Muon(rest=AdamW8bit()), precision="fp32")
     assert str(error.value) == "AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...)."

@@ -137,8 +137,8 @@ def test_memory_is_one_moment_less():
     [
         (
             lambda: Muon(momentum=1.0),
-            "Muon: lr and weight_decay must not be negative, momentum lies from 0 to below 1, iterations is at least 1; "
-            "got 0.001, 0.1, 1.0 and 5.",
+            "Muon: lr and weight_decay must be finite and not negative, momentum lies from 0 to below 1, "
+            "iterations is at least 1; got 0.001, 0.1, 1.0 and 5.",
         ),
         (
             lambda: Muon(rest=AdamW(lr=0.0)),

@@ -44,7 +44,8 @@ def message(call) -> str:
         ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
         (
             {"optimizer": "sgd"},
-            "TrainStep: optimizer must be 'adamw' or 'adamw8bit' or 'muon' or an AdamW(...) or Muon(...), got 'sgd'.",
+            "TrainStep: optimizer must be 'adamw' or 'adamw8bit' or 'muon', an AdamW(...) or Muon(...), or what makes a torch "
+            "optimizer of a list of parameters, as torch.optim.SGD does, got 'sgd'.",
         ),
     ],
 )
@@ -55,7 +56,7 @@ def test_wrong_options(options, sentence):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"lr": -1}, "AdamW: lr, eps and weight_decay must not be negative, got -1, 1e-08 and 0.01."),
+        ({"lr": -1}, "AdamW: lr, eps and weight_decay must be finite numbers of at least 0, got -1, 1e-08 and 0.01."),
         ({"betas": (0.9, 1.0)}, "AdamW: betas must be two numbers from 0 to below 1, got (0.9, 1.0)."),
     ],
 )

@@ -5,6 +5,7 @@ gradient. The orthogonal factor comes from five Newton-Schulz steps in 16 bits, 
 one moment where AdamW keeps two. Rates carry over: an update has the size that AdamW's would have (0.2 · √ of the longer side).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,10 +34,11 @@ class Muon:
     rest: AdamW = field(default_factory=AdamW)
 
     def __post_init__(self):
-        if self.lr < 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1 or self.iterations < 1:
+        rates = 0 <= self.lr < math.inf and 0 <= self.weight_decay < math.inf
+        if not rates or not 0 <= self.momentum < 1 or self.iterations < 1:
             raise ValueError(
-                f"Muon: lr and weight_decay must not be negative, momentum lies from 0 to below 1, iterations is at least 1; "
-                f"got {self.lr}, {self.weight_decay}, {self.momentum} and {self.iterations}."
+                f"Muon: lr and weight_decay must be finite and not negative, momentum lies from 0 to below 1, "
+                f"iterations is at least 1; got {self.lr}, {self.weight_decay}, {self.momentum} and {self.iterations}."
             )
         if not self.rest.lr > 0:
             raise ValueError(f"Muon: rest.lr must be above 0, for one schedule moves both rates, got {self.rest.lr}.")

@@ -1,5 +1,6 @@
 """AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/optim.py), not seen by the host."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,9 +31,10 @@ class AdamW:
     decays: Callable[[str, Parameter], bool] = matrices
 
     def __post_init__(self):
-        if self.lr < 0 or self.eps < 0 or self.weight_decay < 0:
+        numbers = self.lr, self.eps, self.weight_decay
+        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
             raise ValueError(
-                f"{type(self).__name__}: lr, eps and weight_decay must not be negative, "
+                f"{type(self).__name__}: lr, eps and weight_decay must be finite numbers of at least 0, "
                 f"got {self.lr}, {self.eps} and {self.weight_decay}."
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -109,6 +111,16 @@ class FlatAdamW:
             weight, gradient, self.m[here], self.v[here], plan, master, config.betas, config.eps, decay_until, seed
         )  # fmt: skip
 
+    def carry_on(self, gradient: Tensor) -> None:
+        """What is left of the update behind the step's own graph: nothing, of ours."""
+
+    def makes(self, name: str) -> bool:
+        """Whether this entry of a state is the optimizer's to load."""
+        return False
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """What of a saved state is not written in place: nothing, of ours."""
+
     def set_lr(self, lr: float) -> None:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
         self.config = replace(self.config, lr=lr)
@@ -170,12 +182,17 @@ class FlatAdamW8bit(FlatAdamW):
         )  # fmt: skip
 
 
-def memory(layout: Layout, precision: Precision, config: AdamW | None = None) -> dict[str, int]:
-    """Bytes that training these parameters takes besides activations, before any of it is allocated."""
+def memory(layout: Layout, precision: Precision, config: object = None) -> dict[str, int]:
+    """Bytes that training these parameters takes besides activations, before any of it is allocated.
+
+    What a `config` that is not ours will keep, nobody knows before its first step.
+    """
     counts = [(group.dtype, group.stop - group.start) for group in layout.groups]
     moments = 4 * layout.size + 4 * layout.adamw_size
     if isinstance(config, AdamW8bit):
         moments = sum(2 * coded_bytes(n) for _, n in counts)
+    elif getattr(config, "make", None) is not None:
+        moments = 0
     return {
         "weights": sum(n * dtype.itemsize for dtype, n in counts),
         "masters": sum(4 * n for dtype, n in counts if precision.masters and dtype != torch.float32),

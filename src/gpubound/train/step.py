@@ -26,6 +26,7 @@ from .accumulate import Accumulators
 from .batches import gather, take_apart
 from .core import Core, Loss, Reduce
 from .flat import MUON, Layout, Members, Weights, lay_out
+from .foreign import FlatForeign, Foreign
 from .fp8 import Sites
 from .graphs import MODES as GRAPH_MODES
 from .graphs import Graphs
@@ -40,6 +41,7 @@ from .result import Mail, StepResult
 from .schedule import Schedule
 
 LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
+MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
@@ -48,7 +50,8 @@ class TrainStep:
 
     loss       "causal_lm" (labels as Hugging Face's, the tokens themselves), "next_token" (labels are the next tokens already,
                as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
-    optimizer  an AdamW(...), AdamW8bit(...) or Muon(...), or "adamw", "adamw8bit" or "muon" for their defaults
+    optimizer  an AdamW(...), AdamW8bit(...) or Muon(...), or "adamw", "adamw8bit" or "muon" for their defaults; or what makes
+               a torch.optim.Optimizer of a list of parameters: torch.optim.SGD, a functools.partial, a lambda (foreign.py)
     clip       the largest global gradient norm; None does not clip
     precision  bf16 (fp32 masters), fp8 (the same, the blocks' linear products in 8 bits), bf16-pure (rounded at random),
                fp16 (fp32 masters, loss scale), tf32 or fp32
@@ -64,7 +67,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss: str | Loss,
-        optimizer: str | AdamW | Muon = "adamw",
+        optimizer: str | AdamW | Muon | MakesOptimizer = "adamw",
         *,
         accumulate: int = 1,
         clip: float | None = None,
@@ -78,9 +81,10 @@ class TrainStep:
     ):
         _check(model, accumulate, clip, graph, schedule)
         way, blocks = _recompute(recompute)
-        numbers, config, lossy = precision_named(precision), _optimizer(optimizer), _loss(loss)
+        numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         layout = _lay_out(model, numbers, config)
-        self.memory = memory(layout, numbers, config if isinstance(config, AdamW) else None)
+        theirs = config.begin(layout, numbers) if isinstance(config, Foreign) else ()
+        self.memory = memory(layout, numbers, config)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
@@ -101,7 +105,7 @@ class TrainStep:
                 self._undo.append(self._sites.release)
             self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
             rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
-            self._optimizer = _flat_optimizer(config, *rest)
+            self._optimizer = _flat_optimizer(config, *theirs, *rest)
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
@@ -126,6 +130,7 @@ class TrainStep:
             self._members.check()
             self._weights.check()
             result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
+            self._optimizer.carry_on(self._graphs.core.accumulators.gradient)
             self._weights.stepped()
             return self._mail.post(result)
 
@@ -157,7 +162,8 @@ class TrainStep:
         """Continue where `state` was taken, bit for bit once the model's own state is loaded too, before or after."""
         here = self.state_dict()
         _check_precision(here.pop("precision"), state)
-        for name in here.keys() | (state.keys() - {"precision"}):
+        here = {name: tensor for name, tensor in here.items() if not self._optimizer.makes(name)}
+        for name in here.keys() | {name for name in state if name != "precision" and not self._optimizer.makes(name)}:
             if name not in state or name not in here or state[name].shape != here[name].shape:
                 got = "nothing" if name not in state else f"shape {tuple(state[name].shape)}"
                 wanted = "nothing" if name not in here else f"shape {tuple(here[name].shape)}"
@@ -165,6 +171,7 @@ class TrainStep:
                     f"load_state_dict: {name}: got {got}, wanted {wanted}; "
                     f"the state is another model's, or another precision's."
                 )
+        self._optimizer.load(state)
         for name, tensor in here.items():
             tensor.copy_(state[name])
         self._weights.round_masters()
@@ -235,7 +242,9 @@ def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) ->
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
 
-def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon) -> Layout:
+def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon | Foreign) -> Layout:
+    if isinstance(config, Foreign):
+        return lay_out(model.named_parameters(), numbers.dtype, others=model.named_buffers())
     if isinstance(config, AdamW):
         return lay_out(model.named_parameters(), numbers.dtype, config.decays, others=model.named_buffers())
     if numbers.at_random:
@@ -251,18 +260,25 @@ def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon) -> Layo
     return layout
 
 
-def _optimizer(optimizer: str | AdamW | Muon) -> AdamW | Muon:
+def _optimizer(optimizer: str | AdamW | Muon | MakesOptimizer, graph: str) -> AdamW | Muon | Foreign:
     if isinstance(optimizer, AdamW | Muon):
         return optimizer
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return OPTIMIZERS[optimizer]()
+    if callable(optimizer):
+        return Foreign(optimizer, graph=graph)
+    made = isinstance(optimizer, torch.optim.Optimizer)
     raise ValueError(
-        f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))} or an AdamW(...) or Muon(...), "
-        f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}."
+        f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))}, an AdamW(...) or Muon(...), or what makes a torch "
+        f"optimizer of a list of parameters, as torch.optim.SGD does, "
+        f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}"
+        f"{', which is made already and holds other parameters' if made else ''}."
     )
 
 
-def _flat_optimizer(config: AdamW | Muon, *rest: Any) -> FlatAdamW:
+def _flat_optimizer(config: AdamW | Muon | Foreign, *rest: Any) -> FlatAdamW:
+    if isinstance(config, Foreign):
+        return FlatForeign(config, *rest)
     if isinstance(config, Muon):
         return FlatMuon(config, *rest)
     return FlatAdamW8bit(config, *rest) if isinstance(config, AdamW8bit) else FlatAdamW(config, *rest)

@@ -1,0 +1,256 @@
+"""Any torch.optim.Optimizer inside a TrainStep: its update runs behind the device's decision, on fp32 weights.
+
+Gradients are summed, divided, clipped and judged on the device as for our own optimizers. What differs is the end: the
+optimizer's own `step()` runs on one Parameter for each of the model's, over the fp32 masters where there are any.
+
+An optimizer that torch calls capturable becomes a graph of its own, from its second update on: the first one makes its state.
+Inside, a step that is not finite runs like any other, and old values are put back over what it wrote. Any other optimizer runs
+call by call, and the host waits for the device once a step to learn whether to run it and at which rate.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..errors import GraphError
+from ..graph import Captured, capture
+from ..kernels import plan_update
+from ..trace import fallback
+from .flat import Layout, Slot, Weights
+from .optimizer import FlatAdamW
+from .precision import Precision
+from .schedule import Schedule
+
+PREFIX, CLASS = "optimizer.", "optimizer.class"  # of the names of its state
+NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A function from a list of Parameters to a torch optimizer: a class, a functools.partial, a lambda."""
+
+    make: Callable[[list[Parameter]], Optimizer]
+    graph: str = "auto"
+    lr: float = 1.0  # the largest of its groups', once it is made
+
+    def begin(self, layout: Layout, precision: Precision) -> tuple[Optimizer, list[Parameter]]:
+        """The optimizer over fp32 stand-ins, and these: what can be refused is refused before the model is touched."""
+        if precision.at_random:
+            raise ValueError(
+                "TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got a torch optimizer; "
+                "take precision='bf16'."
+            )
+        given = [Parameter(slot.parameter.detach().float()) for slot in _ordered(layout)]
+        optimizer = _made(self.make, given)
+        for group in optimizer.param_groups:
+            _lr(optimizer, group)
+        if self.graph == "require" and not capturable(optimizer):
+            raise GraphError(f"TrainStep: {_not_capturable(optimizer)}; take graph='auto', which runs it call by call.")
+        return optimizer, given
+
+
+class FlatForeign(FlatAdamW):
+    """A torch optimizer in FlatAdamW's place: the same four numbers of state, the same schedule, clip and finite guard."""
+
+    def __init__(
+        self, config: Foreign, optimizer: Optimizer, parameters: list[Parameter], weights: Weights, precision: Precision,
+        clip: float | None, schedule: Schedule, seed: int,
+    ):  # fmt: skip
+        layout = weights.layout
+        self.optimizer, self.parameters, self.device = optimizer, parameters, layout.device
+        self._slots = _ordered(layout)
+        self._names = [slot.name for slot in self._slots]
+        homes = zip(layout.groups, weights.finest())
+        for parameter, home in zip(parameters, [slot.view(t, g.start) for g, t in homes for slot in layout.slots_of(g)]):
+            parameter.data = home
+        lrs = [_lr(optimizer, group) for group in optimizer.param_groups]
+        base = max(lrs)
+        self._ratios = [lr / base if base else 1.0 for lr in lrs]
+        self._captured: Captured | None = None
+        self._captures = capturable(optimizer) and config.graph != "off" and layout.device.type == "cuda"
+        self._says = not capturable(optimizer) and config.graph != "off" and layout.device.type != "cpu"
+        for group in optimizer.param_groups if self._captures else ():
+            group["capturable"] = True
+        super().__init__(replace(config, lr=base), weights, precision, clip, schedule, seed)  # type: ignore[arg-type]
+        self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
+        self._gradients: list[Tensor] = []
+
+    def _begin_moments(self, layout: Layout) -> None:
+        pass
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """What the captured part of a step writes; the optimizer's state is not of it."""
+        return [self.decision]
+
+    def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
+        """Decide, and scale the gradient. `carry_on` does the rest, outside of the step's own graph."""
+        plan, report = plan_update(
+            gradient, totals, self.state, self.rates, clip=self.clip, growth_interval=self.growth_interval
+        )
+        gradient.mul_(plan[1])
+        self.decision.copy_(torch.stack([plan[0].double(), report[4]]))
+        return report
+
+    @torch.no_grad()
+    def carry_on(self, gradient: Tensor) -> None:
+        """The optimizer's own update, where the decision is to make one."""
+        self._gradients = self._gradients or [slot.view(gradient) for slot in self._slots]
+        if self._says:
+            fallback(
+                "train step: optimizer",
+                f"{_not_capturable(self.optimizer)}; it runs call by call, behind a wait for the device",
+            )
+        if self._captures and any(self.optimizer.state.values()):
+            if self._captured is None:
+                self._captured = self._capture()
+            if self._captured is not None:
+                self._captured()
+                return
+        apply, lr = self.decision.tolist()
+        if apply:
+            for group, ratio in zip(self.optimizer.param_groups, self._ratios):
+                group["lr"] = lr * ratio
+            self._stepped()
+
+    def _stepped(self) -> None:
+        for parameter, gradient in zip(self.parameters, self._gradients):
+            parameter.grad = gradient
+        with torch.enable_grad():
+            self.optimizer.step()
+        self.weights.round_masters()
+
+    def _capture(self) -> Captured | None:
+        rates = [torch.zeros((), device=self.device) for _ in self._ratios]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        kept = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        written = [*self.parameters, *kept]
+
+        def optimizer_step() -> None:
+            with torch.no_grad():
+                for rate, ratio in zip(rates, self._ratios):
+                    rate.copy_(self.decision[1] * ratio)
+                before = [t.clone() for t in written]
+                self._stepped()
+                for t, old in zip(written, before):
+                    torch.where(self.decision[0] != 0, t, old, out=t.data)
+                self.weights.round_masters()
+
+        try:
+            return capture(optimizer_step, state=[written, self.weights.flat, rates], tolerance=5e-2)
+        except (GraphError, torch.OutOfMemoryError) as error:
+            if self.config.graph == "require":  # type: ignore[attr-defined]
+                raise
+            self._captures = False
+            fallback("train step: optimizer", str(error))
+            return None
+
+    def named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's state by parameter name, and the numbers of its groups. Numbers are copies, tensors are live."""
+        yield CLASS, torch.tensor(list(type(self.optimizer).__name__.encode()), dtype=torch.uint8)
+        for name, parameter in zip(self._names, self.parameters):
+            yield from _named(f"{PREFIX}{name}", self.optimizer.state.get(parameter, {}))
+        for i, group in enumerate(self.optimizer.param_groups):
+            own = {key: value for key, value in group.items() if key not in ("params", "lr") and type(value) in (int, float)}
+            yield from _named(f"{PREFIX}group {i}", own)
+
+    def makes(self, name: str) -> bool:
+        return name.startswith(PREFIX)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take what `named_moments` gave, whether this optimizer has made its state yet or not."""
+        self._check(state)
+        self.optimizer.state.clear()
+        owners: dict[str, dict] = {f"{PREFIX}{n}": self.optimizer.state[p] for n, p in zip(self._names, self.parameters)}
+        owners |= {f"{PREFIX}group {i}": group for i, group in enumerate(self.optimizer.param_groups)}
+        for name, tensor in state.items():
+            owner, _, key = name.rpartition("/")
+            if name == CLASS or not name.startswith(PREFIX):
+                continue
+            key, _, kind = key.partition("=")
+            if kind in NUMBERS:
+                owners[owner][key] = NUMBERS[kind](tensor.item())
+            else:
+                there = "cpu" if tensor.dim() == 0 and not self._captures else self.device
+                owners[owner][key] = tensor.detach().clone().to(there)
+        self._captured = None
+
+    def _check(self, state: dict[str, Tensor]) -> None:
+        got = bytes(state[CLASS].tolist()).decode() if CLASS in state else "another"
+        if got != type(self.optimizer).__name__:
+            raise ValueError(
+                f"load_state_dict: optimizer: got the state of {got}, wanted {type(self.optimizer).__name__}'s; "
+                f"make the TrainStep with the optimizer that the run began with."
+            )
+        groups = [f"group {i}" for i in range(len(self.optimizer.param_groups))]
+        known = {f"{PREFIX}{name}" for name in (*self._names, *groups)}
+        for name in state:
+            if name.startswith(PREFIX) and name != CLASS and name.rpartition("/")[0] not in known:
+                raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
+
+
+def _ordered(layout: Layout) -> list[Slot]:
+    return [slot for group in layout.groups for slot in layout.slots_of(group)]
+
+
+def capturable(optimizer: Optimizer) -> bool:
+    return all("capturable" in group for group in optimizer.param_groups)
+
+
+def _not_capturable(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name} is not capturable (its param_groups have no such key), so no graph can hold its update"
+
+
+def _named(owner: str, values: dict) -> Iterator[tuple[str, Tensor]]:
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            yield f"{owner}/{key}", value
+        elif type(value).__name__ in NUMBERS:
+            yield f"{owner}/{key}={type(value).__name__}", torch.tensor(value, dtype=torch.float64)
+        elif value is not None:
+            raise ValueError(
+                f"TrainStep: {owner} keeps {key} as a {type(value).__name__}, wanted tensors and numbers: "
+                f"a checkpoint could not hold it."
+            )
+
+
+def _made(make: Callable[[list[Parameter]], Optimizer], parameters: list[Parameter]) -> Optimizer:
+    optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"TrainStep: optimizer must make a torch.optim.Optimizer of a list of parameters, "
+            f"got a {type(optimizer).__name__}; "
+            f"as in optimizer=torch.optim.SGD or lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held != {id(p) for p in parameters}:
+        raise ValueError(
+            f"TrainStep: optimizer must hold the {len(parameters)} parameters that it is given, got one with {len(held)}, "
+            f"some of them others; make it of the whole list that it is given, and freeze what is not to be trained."
+        )
+    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty and p.kind < 2]
+    if needed:
+        raise ValueError(
+            f"TrainStep: {type(optimizer).__name__}.step needs {', '.join(needed)}, which a TrainStep cannot give: "
+            f"it has computed the gradients already; take an optimizer whose step() stands alone."
+        )
+    return optimizer
+
+
+def _lr(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    lr = group.get("lr")
+    if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr) or float(lr) < 0:
+        raise ValueError(
+            f"TrainStep: {type(optimizer).__name__}: every param_group needs a finite lr of at least 0, got {lr!r}; "
+            f"the schedule moves it."
+        )
+    return float(lr)

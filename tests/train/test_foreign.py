@@ -1,0 +1,220 @@
+"""Any torch optimizer in a TrainStep: equal to the usual loop, guarded, scheduled, saved, and refused in a sentence."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from gpubound.errors import GraphError
+from gpubound.trace import fallbacks
+from gpubound.train import AdamW, Muon, Schedule, TrainStep
+
+from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's own: the sign of a momentum, its steps counted as a Python number, and a number in its group."""
+
+    def __init__(self, params, lr=1e-3, keep=0.9):
+        super().__init__(params, {"lr": lr, "keep": keep, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("m", torch.zeros_like(p)).mul_(group["keep"]).add_(p.grad)
+                state["steps"] = state.get("steps", 0) + 1
+                p.sub_(group["lr"] * state["m"].sign() / state["steps"])
+
+
+def apart(parameters):
+    """Two groups with rates of their own."""
+    matrices, rest = ([p for p in parameters if (p.dim() > 1) is wide] for wide in (True, False))
+    return torch.optim.SGD([{"params": matrices, "lr": 0.05}, {"params": rest}], lr=0.2, momentum=0.9, dampening=0.5)
+
+
+MAKES = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "a class": torch.optim.Adagrad,
+    "groups": apart,
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "a user's": partial(Signs, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_six_updates_are_the_usual_loops(make):
+    """Mean loss over the whole batch, clip_grad_norm_, the schedule's factor on each group's rate, step."""
+    model = small()
+    theirs = copy.deepcopy(model)
+    optimizer = make(list(theirs.parameters()))
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    schedule = Schedule("linear", steps=8, warmup=2)
+    step = TrainStep(model, summed, make, accumulate=3, clip=0.5, precision="fp32", schedule=schedule)
+    for i in range(6):
+        for group, lr in zip(optimizer.param_groups, lrs):
+            group["lr"] = lr * schedule.factor(i + 1)
+        total, items = summed(theirs, draw(16, seed=i))
+        (total / items).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = step(cut(draw(16, seed=i), 3)).read()
+        assert values.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        assert values.lr == pytest.approx(max(lrs) * schedule.factor(i + 1)) and values.updates == i + 1
+    for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
+        assert (got - want).norm() <= 1e-4 * want.norm(), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_weights_have_fp32_masters_that_it_moves(precision):
+    """Updates of 1e-5 would be lost in the weights' own 16 bits."""
+    model = small()
+    before = named(model)
+    step = TrainStep(model, summed, partial(torch.optim.SGD, lr=1e-5), precision=precision, graph="off")
+    for i in range(3):
+        step([draw(16, seed=i)])
+    state = step.state_dict()
+    for name, p in model.named_parameters():
+        master = state[f"master.{name}"]
+        assert 0 < (master - before[name]).abs().max() < 1e-3 and torch.equal(p, master.to(p.dtype))
+
+
+@pytest.mark.parametrize("make", [MAKES["adamw"], MAKES["a user's"]], ids=["adamw", "a user's"])
+def test_a_step_that_is_not_finite_moves_nothing(make):
+    model = small()
+    step = TrainStep(model, spoiled, make, precision="fp32", graph="off")
+    run_spoiled(step, 0, 2)
+    weights, state = named(model), {name: t.clone() for name, t in step.state_dict().items()}
+    run_spoiled(step, 2, 3)
+    after = step.state_dict()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert state.keys() == after.keys() and after["state"][1] == 1
+    assert all(torch.equal(after[name], state[name]) for name in state if name != "state")
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_state_resumes_bit_for_bit(make):
+    """Saved after two steps, loaded into a step that has made none, and into one that went another way."""
+
+    def fresh():
+        model = small()
+        return model, TrainStep(model, summed, make, precision="bf16", schedule=Schedule("cosine", steps=6), graph="off")
+
+    model, step = fresh()
+    for i in range(2):
+        step([draw(8, seed=i)])
+    state = {name: t.clone() for name, t in step.state_dict().items()}
+    weights = copy.deepcopy(model.state_dict())
+    want = [step([draw(8, seed=i)]).read() for i in (2, 3)]
+    for wandered in (False, True):
+        other, again = fresh()
+        if wandered:
+            again([draw(8, seed=9)])
+        other.load_state_dict(weights)
+        again.load_state_dict(state)
+        assert [again([draw(8, seed=i)]).read() for i in (2, 3)] == want
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters()))
+
+
+def test_a_rate_set_later_reaches_the_groups():
+    model = small()
+    step = TrainStep(model, summed, apart, precision="fp32", graph="off")
+    assert step.lr == 0.2
+    step.lr = 0.0
+    before = named(model)
+    step([draw(8)])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_frozen_and_tied_weights_are_given_once():
+    seen = []
+    model = small()
+    model.norm.requires_grad_(False)
+    step = TrainStep(model, summed, lambda ps: seen.append(len(ps)) or torch.optim.SGD(ps, lr=0.1), precision="fp32")
+    step([draw(8)])
+    assert seen == [3]  # the tied table, the matrix and its bias
+
+
+def test_what_no_graph_can_hold_is_said_once_a_step(monkeypatch):
+    model = small()
+    step = TrainStep(model, summed, partial(Signs, lr=1e-2), precision="fp32", graph="off")
+    monkeypatch.setattr(step._optimizer, "_says", True)  # as on a GPU
+    before = sum(fallbacks.values())
+    for i in range(2):
+        step([draw(8, seed=i)])
+    assert sum(fallbacks.values()) == before + 2
+    assert any(what == "train step: optimizer" and why.startswith("Signs is not capturable") for what, why in fallbacks)
+
+
+class NeedsMore(Signs):
+    def step(self, closure):
+        raise AssertionError
+
+
+REFUSED = {
+    "a rate that is none": (lambda ps: Signs(ps, lr=float("nan")), "TrainStep: Signs: every param_group needs a finite lr"),
+    "no optimizer": (
+        lambda ps: None,
+        "TrainStep: optimizer must make a torch.optim.Optimizer of a list of parameters, got a NoneT",
+    ),
+    "not all": (lambda ps: torch.optim.SGD(ps[1:], lr=0.1), "TrainStep: optimizer must hold the 5 parameters that it is given"),
+    "a closure": (NeedsMore, "TrainStep: NeedsMore.step needs closure, which a TrainStep cannot give"),
+    "LBFGS": (torch.optim.LBFGS, "TrainStep: LBFGS.step needs closure"),
+}
+
+
+@pytest.mark.parametrize("make, sentence", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_and_the_model_given_back(make, sentence):
+    model = small()
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        TrainStep(model, summed, make, precision="bf16")
+    assert all(p.dtype == torch.float32 and not hasattr(p, "main_grad") for p in model.parameters())
+
+
+def test_refusals_of_its_settings():
+    made = torch.optim.SGD(small().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="made already and holds other parameters"):
+        TrainStep(small(), summed, made)
+    with pytest.raises(ValueError, match="take precision='bf16'"):
+        TrainStep(small(), summed, torch.optim.SGD, precision="bf16-pure")
+    with pytest.raises(GraphError, match=r"^TrainStep: Signs is not capturable"):
+        TrainStep(small(), summed, Signs, precision="fp32", graph="require")
+    step = TrainStep(small(), summed, torch.optim.SGD, precision="fp32", graph="off")
+    other = TrainStep(small(), summed, torch.optim.Adam, precision="fp32", graph="off").state_dict()
+    with pytest.raises(ValueError, match="got the state of Adam, wanted SGD's"):
+        step.load_state_dict(other)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+def test_rates_that_are_no_rates_are_refused_at_once(name, bad):
+    with pytest.raises(ValueError, match=r"^AdamW: lr, eps and weight_decay must be finite"):
+        AdamW(**{name: bad})
+    if name != "eps":
+        with pytest.raises(ValueError, match=r"^Muon: lr and weight_decay must be finite"):
+            Muon(**{name: bad})
+
+
+@pytest.mark.gpu
+def test_a_capturable_one_is_captured(device):
+    """Bit for bit what the same optimizer does call by call; a step that is not finite is undone inside the graph."""
+    ends = []
+    for graph in ("require", "off"):
+        model = small().to(device)
+        step = TrainStep(model, spoiled, partial(torch.optim.AdamW, lr=1e-2, capturable=True), precision="bf16", graph=graph)
+        factors = [1.0, 1.0, float("nan"), 1.0, 1.0]
+        for i, factor in enumerate(factors):
+            batch = [t.to(device) for t in (*draw(8, seed=i), torch.tensor(factor))]
+            step([tuple(batch)])
+        ends.append(named(model))
+        assert step.state_dict()["state"][0] == 4 and (step._optimizer._captured is not None) == (graph == "require")
+    for name, want in ends[1].items():
+        torch.testing.assert_close(ends[0][name], want, rtol=2e-2, atol=1e-4)
