@@ -1,12 +1,12 @@
 """What this machine can do, and the policy: which device the work goes to.
 
-    auto      a GPU that is visible and passes a real test is used; visible but failing is an error;
-              none visible is the CPU, said aloud
+    auto      a visible GPU that passes a real test; one that fails it is an error;
+              without a visible GPU the CPU, and a line says so
     require   a working GPU, or an error; never the CPU
     cpu       the CPU, by the user's own choice
     cuda[:n]  that GPU, or an error
 
-"Visible but failing" never becomes the CPU: a broken set-up that trains slowly looks like success for hours.
+A GPU that fails the test never becomes the CPU: a broken set-up that trains slowly looks like success for hours.
 """
 
 import glob
@@ -163,7 +163,7 @@ def exercise(device: torch.device) -> None:
 
 @cache
 def _tested(index: int) -> str | None:
-    """None when GPU `index` passes `exercise`, else the cause. Once a process: a GPU does not mend itself under us."""
+    """None when GPU `index` passes `exercise`, else the cause. Tested once a process: a broken GPU stays broken."""
     try:
         exercise(torch.device("cuda", index))
     except (RuntimeError, AssertionError, OSError) as error:

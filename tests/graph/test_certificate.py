@@ -118,7 +118,7 @@ HOST_READS = {
     "time_ns": lambda x: x * time.time_ns(),
     "perf_counter": lambda x: x * int(time.perf_counter() / 1e6),
     "datetime": lambda x: x * datetime.now().timestamp(),
-    "datetime.utcnow": lambda x: x * float(f"{dates.datetime.now(dates.UTC):%Y}"),
+    "datetime by its module": lambda x: x * float(f"{dates.datetime.now(dates.UTC):%Y}"),
     "random": lambda x: x * random.random(),
     "numpy": lambda x: x * float(np.random.rand()),
     "a choice": lambda x: x * random.choice(range(1000)),

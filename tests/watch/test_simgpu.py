@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from gpubound.errors import DeviceError
+from gpubound.watch import simgpu as module
 from gpubound.watch.simgpu import SimTensor, simgpu
 
 from .test_ledger import Block, make_step
@@ -181,35 +183,27 @@ def test_devices_do_not_mix(sim):
     assert (x + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_another_backend_in_its_place():
-    said = run_alone(
-        "import torch\n"
-        "torch.utils.rename_privateuse1_backend('npu')\n"
-        "from gpubound.watch.simgpu import simgpu\n"
-        "from gpubound.errors import DeviceError\n"
-        "try: simgpu()\n"
-        "except DeviceError as error: print(error)"
-    )
-    assert said == (
+def refused(monkeypatch, backend: str, gpu: bool) -> str:
+    """What simgpu() says in a process that has this backend, and a GPU or none."""
+    monkeypatch.setattr(module, "_registered", [])
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(DeviceError) as error:
+        simgpu()
+    return str(error.value)
+
+
+def test_another_backend_in_its_place(monkeypatch):
+    assert refused(monkeypatch, "npu", gpu=False) == (
         "simgpu: this process already has the backend 'npu' in torch's one free place (PrivateUse1), which can "
-        "be named once; run the "
-        "pretend device in a process of its own."
+        "be named once; run the pretend device in a process of its own."
     )
 
 
-def test_beside_a_real_gpu():
-    said = run_alone(
-        "import torch\n"
-        "torch.cuda.is_available = lambda: True\n"
-        "from gpubound.watch.simgpu import simgpu\n"
-        "from gpubound.errors import DeviceError\n"
-        "try: simgpu()\n"
-        "except DeviceError as error: print(error)"
-    )
-    assert said == (
+def test_beside_a_real_gpu(monkeypatch):
+    assert refused(monkeypatch, "privateuseone", gpu=True) == (
         "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned memory "
-        "in this process; start it "
-        "with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
+        "in this process; start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
     )
 
 

@@ -150,8 +150,11 @@ def capture(
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself; on a CPU, the same checks around eager calls.
 
     fn may do anything on one device: forward, backward, an optimizer's step. Inputs are tensors and constants in any nesting of
-    tuples, lists and dicts. What fn uses besides is found by watching it; the state that warm-up and capture change (weights,
-    moments, caches, random generators) is put back bit for bit.
+    tuples, lists and dicts. What else fn uses is found by watching it. The state that warm-up and capture change (weights,
+    moments, caches, torch's random generators) is put back bit for bit.
+
+    The certificate calls fn on other inputs, with the host's clocks decades ahead and with other random numbers: a graph that
+    has baked one of them in is refused.
 
     pool          another Captured's `.pool`, to share its memory: for functions that are replayed one after the other
     state         modules, optimizers, tensors, generators in any nesting that fn uses unseen (in an extension's kernels)

@@ -16,7 +16,7 @@ from ..device import has_triton, interpreted
 def patched(watch: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
     """Inside the block every launch of this thread and of autograd's becomes `watch(tensors, launch)`, which must launch."""
     mine, changed = threading.get_ident(), []
-    for owner, name in _doors():
+    for owner, name in _launchers():
         original = getattr(owner, name)
         setattr(owner, name, _through(watch, original, mine))
         changed.append((owner, name, original))
@@ -36,7 +36,7 @@ def _through(watch: Callable, original: Callable, mine: int) -> Callable:
     return launch
 
 
-def _doors() -> list[tuple[type, str]]:
+def _launchers() -> list[tuple[type, str]]:
     """The methods through which launches pass. Triton is imported here: the first watched call may be the first to launch."""
     doors: list[tuple[type, str]] = []
     if has_triton():

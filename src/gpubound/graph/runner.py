@@ -38,7 +38,7 @@ class EagerRunner:
             return call()
 
     def waits(self, call: Callable[[], Any]) -> list[Place | None]:
-        """A CPU waits for no one: nothing to find."""
+        """There is no device to wait for."""
         return []
 
     def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def vary(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
-    """(new tensors, which of them still equal the example). The draws are our own: no generator of the user's moves."""
+    """(new tensors, which of them still equal the example). It draws from its own generator: the user's stand still."""
     generator = torch.Generator().manual_seed(0x5EED + round_)
     made = [_other(example, generator) for example in examples]
     unvaried = [index for index, (new, old) in enumerate(zip(made, examples)) if torch.equal(new, old) and old.numel()]

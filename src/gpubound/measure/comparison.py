@@ -20,7 +20,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Ratio:
-    """How often ours fits into the peer's time: above 1, ours is faster. `low` to `high` is the 95 % bootstrap interval."""
+    """The peer's time over ours: above 1, ours is faster. `low` to `high` is the 95 % bootstrap interval."""
 
     value: float
     low: float

@@ -30,7 +30,7 @@ def __getattr__(name: str):
 
 
 class _Callable(ModuleType):
-    """To its users `gpubound.watch` is the function; to Python, once anything in here is imported, the package. Call either."""
+    """For users `gpubound.watch` is a function; for Python, once anything in it is imported, a package. Both can be called."""
 
     def __call__(self, **options):
         return import_module(".ledger", __name__).watch(**options)

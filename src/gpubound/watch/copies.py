@@ -69,7 +69,7 @@ class Clones:
         self._candidates: list[_Candidate] = []
 
     def used(self, args, kwargs) -> None:
-        """Drop the candidates whose source this op uses: they earned their clone."""
+        """Drop the candidates whose source this op uses: their clone was needed."""
         if not self._candidates:
             return
         touched = {storage_of(t)._cdata for t in ops.tensors((*args, *kwargs.values()))}

@@ -176,7 +176,7 @@ def no_stall(allow: Iterable[str] = (), message: str | None = None) -> Guard:
     """A guard, as `with no_stall():` or `@no_stall()`: StallError at the line where this thread would wait for a device.
 
     allow    kinds of stall to let through: "sync", "h2d", "d2h".
-    message  what the error shall begin with.
+    message  text that the error begins with.
     """
     if isinstance(allow, str):
         allow = (allow,)

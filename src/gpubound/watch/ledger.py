@@ -178,8 +178,7 @@ class Ledger:
         why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
         return (
             f"not counted: {', '.join(names)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
-            "pretend device "
-            f"(gpubound.watch.simgpu). Sensors that did not run: {why or 'none'}."
+            f"pretend device (gpubound.watch.simgpu). Sensors that did not run: {why or 'none'}."
         )
 
     def as_dict(self) -> dict:

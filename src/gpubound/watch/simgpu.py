@@ -56,8 +56,7 @@ def _refuse() -> None:
     if taken != "privateuseone":
         raise DeviceError(
             f"simgpu: this process already has the backend {taken!r} in torch's one free place (PrivateUse1), "
-            "which can be named "
-            "once; run the pretend device in a process of its own."
+            "which can be named once; run the pretend device in a process of its own."
         )
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         raise DeviceError(
@@ -65,9 +64,8 @@ def _refuse() -> None:
         )
     if torch.cuda.is_available():
         raise DeviceError(
-            "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned "
-            "memory in this process; "
-            "start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
+            "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned memory in this "
+            "process; start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
         )
 
 
