@@ -8,6 +8,7 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..kernels.choose import hasten, implementation
 from ..layers import MLP, Attention
 from ..trace import fallback
 from . import exercise, families, guard
-from .swap import Fused, adopt, release
+from .swap import Fused, adopt, release_if_fused
 from .table import Note, Placement, forget_slow_calls
 from .verify import Verdict, verify
 
@@ -58,7 +59,8 @@ def place(
     notes = placer.notes(model)
     for note in notes:
         forget_slow_calls(note.module)  # the exercises' own
-    return Placement(model, there, notes, verdict, verified, time.perf_counter() - begin)
+    unsupported = families.unsupported(model) if fuse else None
+    return Placement(model, there, notes, verdict, verified, time.perf_counter() - begin, unsupported)
 
 
 def _first_run(model: nn.Module, example: Any) -> tuple[exercise.Exercise | None, exercise.Sketch | None, str]:
@@ -107,15 +109,29 @@ class _Placer:
             why = candidate.refusal or guard.leave_alone(candidate.module) or _torn(candidate, shared)
             if why:
                 self.refuse(candidate, why)
-            else:
-                self.settle(candidate, self._verified(candidate))
+                continue
+            verdict = self._verified(candidate)
+            if not verdict.ok and candidate.otherwise is not None:
+                release_if_fused(candidate.module)
+                candidate = replace(candidate, part=candidate.otherwise)
+                verdict = self._verified(candidate)
+            self.settle(candidate, verdict)
 
     def wholes(self, model: nn.Module) -> None:
         for candidate in families.wholes(model):
-            if candidate.refusal:
-                self.refuse(candidate, candidate.refusal)
+            why = candidate.refusal or self._tried(candidate)
+            if why:
+                self.refuse(candidate, why)
             else:
                 self.settle(candidate, self._exercised(candidate))
+
+    def _tried(self, c: families.Candidate) -> str | None:
+        try:
+            return None if c.trial is None else c.trial()
+        except FallbackError:
+            raise
+        except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
+            return f"its trial raised {_said(error)}"
 
     def _verified(self, c: families.Candidate) -> Verdict:
         try:
@@ -144,8 +160,7 @@ class _Placer:
             why = "; ".join([f"verified: {verdict}", *(stacked.fallbacks if stacked else ())])
             self.decided[c.name] = Note(c.name, c.module, _kernel(c.module, *kernels), why, verdict=verdict)
             return
-        if isinstance(c.module, Fused):
-            release(c.module)
+        release_if_fused(c.module)
         self.refuse(c, str(verdict))
 
     def refuse(self, c: families.Candidate, why: str) -> None:
@@ -165,8 +180,7 @@ class _Placer:
 
     def release_all(self) -> None:
         for module in self.adopted:
-            if isinstance(module, Fused):
-                release(module)
+            release_if_fused(module)
 
     def report(self) -> None:
         """One fallback for each kind of module and reason, however many layers there are."""

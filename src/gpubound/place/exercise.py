@@ -35,11 +35,11 @@ def exercise_for(model: nn.Module, example: Any = None) -> Exercise | None:
         return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
     if isinstance(getattr(model, "lm_head", None), LMLoss):
         return lambda: _sketched(model, lambda: _own_loss(model), training=True)
-    if not _reads_tokens(model):
+    if not reads_tokens(model):
         return None
     if hasattr(model, "lm_head") or "ForCausalLM" in type(model).__name__:
         return lambda: _sketched(model, lambda: _language_loss(model), training=True) + _padded_logits(model)
-    return lambda: _sketched(model, lambda: _call(model, {"input_ids": _tokens(model)[:1]}), training=True)
+    return lambda: _sketched(model, lambda: _call(model, {"input_ids": made_up(model)[:1]}), training=True)
 
 
 def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
@@ -85,7 +85,7 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[list, list]], traini
 
 def _language_loss(model: Any) -> tuple[list, list]:
     """The training path: a loss over labels of which some are ignored, with a gradient back to the embeddings."""
-    ids = _tokens(model)
+    ids = made_up(model)
     embeddings = model.get_input_embeddings()(ids)
     if not embeddings.requires_grad:
         embeddings.requires_grad_()
@@ -97,13 +97,13 @@ def _language_loss(model: Any) -> tuple[list, list]:
 
 def _own_loss(model: Any) -> tuple[list, list]:
     """A model of gpubound's own (models/): `loss(ids, labels)`."""
-    ids = _tokens(model)
+    ids = made_up(model)
     return [("loss", model.loss(ids, ids))], []
 
 
 def _padded_logits(model: Any) -> Sketch:
     """The reading path: eval mode, one row shorter than the other."""
-    ids = _tokens(model)
+    ids = made_up(model)
     mask = torch.ones_like(ids)
     mask[1, -TOKENS // 3 :] = 0
     with torch.no_grad(), _quietly(model), mode(model, training=False):
@@ -141,7 +141,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return type(value)(_moved(v, device) for v in value) if isinstance(value, list | tuple) else value
 
 
-def _reads_tokens(model: Any) -> bool:
+def reads_tokens(model: Any) -> bool:
     """A Hugging Face model of text, read left to right: it can be fed made-up tokens."""
     config = getattr(model, "config", None)
     return (
@@ -152,7 +152,8 @@ def _reads_tokens(model: Any) -> bool:
     )
 
 
-def _tokens(model: Any) -> Tensor:
+def made_up(model: Any) -> Tensor:
+    """Token ids to feed it, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     words = model.lm_head.out_features if isinstance(getattr(model, "lm_head", None), LMLoss) else model.config.vocab_size
     ids = torch.randint(words, (BATCH, TOKENS), generator=generator, device="cpu")

@@ -2,10 +2,13 @@
 
 Hugging Face's modules are known by name and home: `LlamaMLP` of transformers.models.llama.modeling_llama, and its like. A
 subclass of a user's own lives elsewhere, may compute something else, and is left alone.
+
+Of the other families of transformers only what every model has is swapped: RMS norms, by the formula that their verification
+finds to be theirs, and the loss, where the model is shown to do nothing to its logits.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import MLP, Attention, LMLoss, RMSNorm, RopeTable, Stacked
+from ..layers.head import why_whole
 from ..layers.product import plain
 from . import torch_parts
-from .verify import Case, noise
+from .exercise import made_up, reads_tokens
+from .verify import Case, mode, noise
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -40,6 +45,8 @@ class Candidate:
     attributes: dict[str, Any] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     refusal: str = ""
+    otherwise: type | None = None  # the part to try when `part` is found to compute something else
+    trial: Callable[[], str | None] | None = None  # what the exercise would not show: why not to swap, or None
 
 
 def leaves(model: nn.Module) -> Iterator[Candidate]:
@@ -56,6 +63,8 @@ def leaves(model: nn.Module) -> Iterator[Candidate]:
                 yield _mlp(name, module)
             elif role == "Attention":
                 yield _attention(name, module, rotary.get(name.rpartition(".layers.")[0]))
+        elif _foreign_norm(module):
+            yield _norm(name, module, otherwise=_parts().HFShiftedNorm)
 
 
 def wholes(model: nn.Module) -> Iterator[Candidate]:
@@ -64,6 +73,18 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
         for name, module in model.named_modules():
             if role_of(module) == wanted:
                 yield make(name, module)
+    for name, module in model.named_modules():
+        if not role_of(module) and _foreign_causal_lm(module):
+            yield _causal_lm(name, module, trial=lambda module=module: _why_not_head(module))
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """The model_type of a transformers model none of whose decoder stacks is of a known family; None for any other model."""
+    kinds = {role_of(module) for module in model.modules()}
+    if kinds & {"Model", "Attention", "MLP"}:
+        return None
+    types = [getattr(m.config, "model_type", "") for m in model.modules() if _home(m) and hasattr(m, "config")]
+    return next(iter(types), None)
 
 
 def kernels_of(model: nn.Module) -> Iterator[str]:
@@ -119,9 +140,27 @@ def _torch_norm(name: str, module: Any) -> Candidate:
     return Candidate(name, module, part, "{}", part.ops, cases=(_case(module, shape),), refusal=refusal)
 
 
-def _norm(name: str, module: Any) -> Candidate:
+def _home(module: nn.Module) -> bool:
+    """Whether its class is one of transformers' own models'."""
+    return getattr(type(module), "original", type(module)).__module__.startswith("transformers.models.")
+
+
+def _foreign_norm(module: Any) -> bool:
+    """An RMS norm of another family, to judge by its name: one gain for each column, an eps, and nothing else."""
+    kinds = list(module._parameters), list(module._buffers), list(module._modules)
+    named = _home(module) and type(module).__name__.endswith("RMSNorm") and kinds == (["weight"], [], [])
+    return named and module.weight.dim() == 1 and _eps(module) is not None
+
+
+def _eps(module: Any) -> float | None:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+def _norm(name: str, module: Any, otherwise: type | None = None) -> Candidate:
     shape = (BATCH, TOKENS, module.weight.shape[0])
-    return Candidate(name, module, _parts().HFNorm, *NORM, {"eps": module.variance_epsilon}, (_case(module, shape),))
+    eps = {} if hasattr(module, "eps") else {"eps": _eps(module)}
+    return Candidate(name, module, _parts().HFNorm, *NORM, eps, (_case(module, shape),), otherwise=otherwise)
 
 
 def _mlp(name: str, module: Any) -> Candidate:
@@ -191,8 +230,30 @@ def _decoder(name: str, module: Any) -> Candidate:
     return Candidate(name, module, parts.HFDecoder, "residual adds in the norms: {}", ops, attributes, refusal=refusal)
 
 
-def _causal_lm(name: str, module: Any) -> Candidate:
-    return Candidate(name, module, _parts().HFCausalLM, *LOSS, {"delegated": Counter()})
+def _causal_lm(name: str, module: Any, trial: Callable[[], str | None] | None = None) -> Candidate:
+    return Candidate(name, module, _parts().HFCausalLM, *LOSS, {"delegated": Counter()}, trial=trial)
+
+
+def _foreign_causal_lm(module: Any) -> bool:
+    """A language model of another family, whose loss is transformers' usual one over lm_head's logits."""
+    named = _home(module) and type(module).__name__.endswith("ForCausalLM") and reads_tokens(module)
+    usual = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    routed = hasattr(module.config, "output_router_logits") if named else False  # a loss of the router's is added to it
+    return named and usual and not routed and isinstance(getattr(module, "lm_head", None), nn.Module)
+
+
+def _why_not_head(module: Any) -> str | None:
+    """Whether its logits are its head's product with the hidden states and nothing more."""
+    trunk = getattr(module, module.base_model_prefix, module)
+    if trunk is module:
+        return f"it has no {module.base_model_prefix!r} to take hidden states from"
+    ids = made_up(module)
+    with mode(module, training=False):
+        return why_whole(
+            module.lm_head,
+            lambda: module(input_ids=ids, use_cache=False).logits,
+            lambda: trunk(input_ids=ids, use_cache=False).last_hidden_state,
+        )
 
 
 def _window(decoder: Any) -> int | None:

@@ -35,6 +35,14 @@ class HFNorm(Fused, RMSNorm):
         return rms_norm(hidden_states, self.weight, self.eps)
 
 
+class HFShiftedNorm(Fused, RMSNorm):
+    """Gemma's: the gain is 1 + weight, added in fp32, or a 16-bit weight would lose its last bits."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        return rms_norm(hidden_states, 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)), self.eps)
+
+
 class HFMLP(Fused, MLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x)
@@ -255,9 +263,9 @@ class HFCausalLM(Fused):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=None,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+            past_key_values=outputs.get("past_key_values"),
+            hidden_states=outputs.get("hidden_states"),
+            attentions=outputs.get("attentions"),
         )
 
     def _unable(self, kwargs: dict[str, Any]) -> str | None:

@@ -62,3 +62,8 @@ def release(module: Any) -> None:
     for name in (*module.__dict__["_added"], "_added"):
         del module.__dict__[name]
     module.__class__ = original
+
+
+def release_if_fused(module: Any) -> None:
+    if isinstance(module, Fused):
+        release(module)

@@ -11,7 +11,8 @@ from torch import nn
 
 from .. import device as facts
 from ..layers import RMSNorm
-from .swap import Fused, release
+from .families import FAMILIES
+from .swap import Fused, release_if_fused
 from .verify import Verdict
 
 
@@ -45,9 +46,17 @@ class Placement:
     """The record of `place`. `str()` is the table; `undo()` gives the model its own classes back."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, notes: list[Note], verdict: str, verified: bool, seconds: float
+        self,
+        model: nn.Module,
+        device: torch.device,
+        notes: list[Note],
+        verdict: str,
+        verified: bool,
+        seconds: float,
+        unsupported: str | None = None,
     ) -> None:
         self.model, self.device, self.verified, self.seconds = model, device, verified, seconds
+        self.unsupported = unsupported  # the model_type of a transformers model whose attention and MLP have no parts here
         self._notes, self._verdict = notes, verdict
 
     @property
@@ -71,6 +80,11 @@ class Placement:
     def summary(self) -> str:
         """The last line: where the model is, and whether it was seen to work there."""
         swaps = f"{self.swapped} swapped, {self.refused} refused, {self.seconds:.1f} s"
+        if self.unsupported:
+            swaps += (
+                f". Attention and MLP stay transformers' own: {self.unsupported!r} is not among the families that have fused "
+                f"ones ({', '.join(FAMILIES)})"
+            )
         where = facts.label(self.device)
         if not self.verified:
             return f"On {where}, not verified as a whole: {self._verdict}. {swaps}."
@@ -89,14 +103,14 @@ class Placement:
             "refused": self.refused,
             "fallbacks": self.fallbacks,
             "seconds": self.seconds,
+            "unsupported": self.unsupported,
             "rows": [asdict(row) for row in self.rows],
         }
 
     def undo(self) -> None:
         """Every swapped module its own class again. The weights stay on their device, in the same memory."""
         for note in self._notes:
-            if isinstance(note.module, Fused):
-                release(note.module)
+            release_if_fused(note.module)
 
     def __str__(self) -> str:
         columns = ("module", "device", "dtype", "kernel", "fallbacks", "why")

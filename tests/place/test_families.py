@@ -1,0 +1,144 @@
+"""Families without fused attention and MLP: what any model has is swapped where it is shown to be the same, and it is said."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPTNeoXConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+)
+
+from gpubound.errors import PlaceError
+from gpubound.place import families, hf_parts
+from gpubound.place.swap import Fused
+
+from .models import VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "gemma": (GemmaConfig, {"head_dim": 8}),
+    "gemma2": (Gemma2Config, {"head_dim": 8}),
+    "gemma3_text": (Gemma3TextConfig, {"head_dim": 8}),
+    "phi3": (Phi3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+    "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mixtral": (MixtralConfig, {}),
+}
+SWAPPED = {"gemma": 6, "gemma2": 9, "gemma3_text": 14, "phi3": 6, "olmo2": 10, "gpt_neox": 6, "mixtral": 5}
+NORMS_ALONE = ("gemma2", "mixtral")  # its logits are capped; a router's loss may be added
+
+
+def made(kind, dtype=torch.float32, **options):
+    config, own = CONFIGS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES | own | options))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
+    model = made(kind)
+    other = twin(model)
+    placement = place(model)
+    assert (placement.swapped, placement.verified) == (SWAPPED[kind], True)
+    assert placement.unsupported == placement.as_dict()["unsupported"] == kind
+    assert placement.summary.endswith(
+        f". Attention and MLP stay transformers' own: {kind!r} is not among the families that have fused ones "
+        f"(llama, mistral, qwen2, qwen3, smollm3)."
+    )
+    assert isinstance(model, Fused) is (kind not in NORMS_ALONE)
+    assert_close(training_run(model, batch()), training_run(other, batch()))
+    torch.testing.assert_close(model.eval()(tokens()).logits, other.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+    placement.undo()
+    assert_close(training_run(model, batch()), training_run(other, batch()), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo2"])
+def test_in_bf16(kind):
+    model = made(kind, torch.bfloat16)
+    other = twin(model).float()
+    place(model, strict=True)
+    got, want = training_run(model, batch()), training_run(other, batch())
+    assert got["loss"].item() == pytest.approx(want["loss"].item(), rel=2e-2)
+
+
+def test_a_gain_of_one_and_a_little_keeps_the_little():
+    """1 + 2^-10 is 1 in bf16, and Gemma adds in fp32."""
+    model = made("gemma", torch.bfloat16)
+    norm = model.model.norm
+    place(model)
+    assert norm.part is hf_parts.HFShiftedNorm
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-10)
+    x = torch.full((1, 32), 1.0)
+    fine = norm(x)
+    assert fine[0, 0].item() == pytest.approx(1 + 2.0**-10, abs=1e-5)
+
+
+def test_known_families_say_nothing_of_it():
+    placement = place(tiny())
+    assert placement.unsupported is None and "families" not in placement.summary
+    assert place(nn.Sequential(nn.LayerNorm(4)), example=torch.ones(2, 4)).unsupported is None
+
+
+def test_a_capped_loss_stays_as_it_was():
+    """Its cap of 30 does not show in fresh weights' logits: the trial looks at larger ones."""
+    model = made("gemma2")
+    placement = place(model)
+    assert rows(placement)["(the model)"].why.startswith(
+        "not swapped: its forward does more than head(hidden states): the logits"
+    )
+    with pytest.raises(PlaceError, match="does more than head"):
+        place(made("gemma2"), strict=True)
+    assert place(made("gemma2", final_logit_softcapping=None), strict=True).swapped == SWAPPED["gemma2"] + 1
+
+
+class OddRMSNorm(nn.Module):
+    """At a gain of 1 its outputs are the usual ones; its gradient tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight**2
+
+
+class BufferedRMSNorm(OddRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+
+@pytest.mark.parametrize("kind", [OddRMSNorm, BufferedRMSNorm])
+def test_a_norm_is_judged_by_what_it_computes(kind, monkeypatch):
+    monkeypatch.setattr(kind, "__module__", "transformers.models.odd.modeling_odd")
+    net = nn.Sequential(kind())
+    placement = place(net, example=torch.randn(2, 8, generator=torch.Generator().manual_seed(0)))
+    assert placement.swapped == 0 and type(net[0]) is kind
+    assert placement.refused == (kind is OddRMSNorm) and not hasattr(net[0], "_added")
+    if kind is OddRMSNorm:
+        assert "gradient of weight off by" in placement.rows[0].why or "output off by" in placement.rows[0].why
+
+
+def test_a_loss_of_ones_own_and_a_users_class_are_left_alone():
+    model = made("phi3")
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    assert not families._foreign_causal_lm(model)
+    model = made("phi3")
+    model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
+    place(model)
+    assert not isinstance(model, Fused)
