@@ -217,7 +217,7 @@ def test_scaled_rope(rope):
 
 
 def test_torch_compile_traces_a_placed_model():
-    model = tiny()
+    model = tiny(num_hidden_layers=1)
     other = twin(model).eval()
     place(model)
     compiled = torch.compile(model.eval(), backend="eager")

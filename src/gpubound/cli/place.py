@@ -6,17 +6,24 @@ The model is a Hugging Face folder or a function of yours that builds one; nothi
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
-from ..errors import PlaceError
+from ..errors import DataError, PlaceError
+from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
+from ..models.hf_config import Beyond, config_of, read_config
 from ..place import place
 from ..trace import notice
 from . import arguments
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,15 @@ class Place:
     """Swap modules for fused ones; --no-fuse only moves the model and runs it."""
     strict: bool = False
     """Fail when any module that could be swapped is not."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
     json: bool = False
     """Print one JSON document instead of the table."""
 
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Place, argv, "place")
-    model, example = load(options.target, options.dtype)
+    model, example = load(options.target, options.dtype, options.trust_remote_code)
     try:
         placement = place(model, options.device, fuse=options.fuse, strict=options.strict, example=example)
     except PlaceError as error:
@@ -57,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if placement.verified else 3
 
 
-def load(target: str, dtype: str = "auto") -> tuple[Any, Any]:
+def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(model, example or None) of what the user named."""
     if (Path(target) / "config.json").is_file():
-        return _from_folder(Path(target), dtype), None
+        return _from_folder(Path(target), dtype, trust_remote_code), None
     module, _, function = target.partition(":")
     if not function:
         raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
@@ -68,19 +77,36 @@ def load(target: str, dtype: str = "auto") -> tuple[Any, Any]:
     return built if isinstance(built, tuple) else (built, None)
 
 
-def _from_folder(folder: Path, dtype: str) -> Any:
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype: got {dtype!r}, wanted one of auto, float32, bfloat16, float16.")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("a checkpoint's folder is read with transformers: pip install 'gpubound[hf]'.") from None
+def _from_folder(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, wanted one of auto, {', '.join(DTYPES)}.")
+    needs_transformers(folder)
+    about = read_config(folder)
+    with suppress(Beyond):  # a model of another family, whose fields transformers knows
+        config_of(about, folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        where = torch.device("cpu")
+        return load_foreign(folder, where, DTYPES.get(dtype), trust_remote_code, attn_implementation="sdpa")
     notice(f"{folder} holds no weights: placing random ones.")
-    config = AutoConfig.from_pretrained(folder)
-    kind = config.dtype if dtype == "auto" else dtype
-    return AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
+    return attempt(folder, lambda: _random(folder, about, dtype, trust_remote_code))
+
+
+def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check_size(folder, about)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    kind = DTYPES.get(dtype, config.dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+
+
+def _check_size(folder: Path, about: dict[str, Any]) -> None:
+    """No tensors bound the sizes here: a model of a billion layers would be built for ever."""
+    for part in (about, about.get("text_config")):
+        for name in LAYERS:
+            layers = part.get(name) if isinstance(part, dict) else None
+            if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+                raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
 
 
 def _imported(name: str) -> Any:

@@ -61,7 +61,7 @@ def attempt(folder: Path, load: Callable[[], Any]) -> Any:
     """What transformers makes of a folder. It raises exceptions of any kind on one that is damaged."""
     try:
         return load()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, DataError):
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
@@ -82,7 +82,7 @@ def _check_layers(folder: Path) -> None:
     for part in (about, about.get("text_config")):
         for name in LAYERS:
             layers = part.get(name) if isinstance(part, dict) else None
-            if isinstance(layers, int) and layers > max(numbers, default=0) + 1:
+            if isinstance(layers, int) and not 1 <= layers <= max(numbers, default=0) + 1:
                 raise DataError(
                     f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
                     "layers; check that config.json belongs to these weights."

@@ -57,8 +57,7 @@ def prepare(
         recipe = stages[0].recipe
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, tokenizer, device)
-    example = torch.arange(recipe.seq, device=device).remainder(tokenizer.vocab_size).unsqueeze(0)
-    placement = place(model, device, example={"input_ids": example})
+    placement = place(model, device)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
