@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, flops_per_s: float) -> None:
     """Build every contestant, check that they agree on loss and gradient norm, then let them run in turn."""
-    workers = {name: Worker(name, setting, bench.dry) for name in names}
+    workers = {name: Worker(name, setting.shape, bench.dry) for name in names}
     try:
         ready = {name: answer for name, worker in workers.items() if (answer := worker.read()) is not None}
         for name in names:
@@ -92,7 +92,7 @@ def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, f
                 (bench.wrong if name == "ours" else bench.unmeasured).append(f"{setting.case}: {name} could not start")
         if "ours" not in ready:
             return
-        agreed = [name for name in ready if _agrees(bench, setting, name, ready)]
+        agreed = [name for name in ready if agrees(bench, setting.case, name, ready)]
         seconds: dict[str, list[float]] = {name: [] for name in agreed}
         order = list(agreed)
         for turn in range(rounds):
@@ -113,23 +113,22 @@ def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, f
         bench.figure(f"{setting.case} peak memory", "GiB", peaks.pop("ours"), peaks, {})
 
 
-def _agrees(bench: Bench, setting: Setting, name: str, ready: dict[str, dict]) -> bool:
+def agrees(bench: Bench, case: str, name: str, ready: dict[str, dict]) -> bool:
+    """Whether a contestant's first loss and gradient norm are ours; what is not is reported, and ends the run red."""
     limits = {"loss": LOSS_TOLERANCE, "gradient_norm": GRADIENT_TOLERANCE}
     for what, limit in limits.items():
         ours, theirs = ready["ours"][what], ready[name][what]
         if not abs(ours - theirs) <= limit * abs(theirs):
-            bench.wrong.append(
-                f"{setting.case}: {what} is {ours:.5g} in ours, {theirs:.5g} in {name} (limit {limit:.0%}); not timed"
-            )
+            bench.wrong.append(f"{case}: {what} is {ours:.5g} in ours, {theirs:.5g} in {name} (limit {limit:.0%}); not timed")
             return False
     return True
 
 
 class Worker:
-    """The parent's end of one contestant."""
+    """The parent's end of one contestant, whose life is `module --worker`."""
 
-    def __init__(self, name: str, setting: Setting, dry: bool):
-        command = [sys.executable, "-m", "benchmarks.bench_place", "--worker", name, "--shapes", setting.shape]
+    def __init__(self, name: str, shape: str, dry: bool, module: str = "benchmarks.bench_place"):
+        command = [sys.executable, "-m", module, "--worker", name, "--shapes", shape]
         self.name = name
         self.process = subprocess.Popen(
             command + (["--dry"] if dry else []), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -147,7 +146,7 @@ class Worker:
         self.process.stdin.flush()
         answer = self.read()
         if answer is None:
-            raise MeasureError(f"bench place: {self.name} ended in the middle of the measurement; its message is above.")
+            raise MeasureError(f"bench: {self.name} ended in the middle of the measurement; its message is above.")
         return answer["seconds"]
 
     def stop(self) -> None:
@@ -174,9 +173,9 @@ def serve(name: str, setting: Setting, device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         answer["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    _tell(answer)
+    tell(answer)
     for _ in sys.stdin:
-        _tell({"seconds": measure.time(step, warmup=0, runs=3 if on_gpu else 1, device=device).median_s})
+        tell({"seconds": measure.time(step, warmup=0, runs=3 if on_gpu else 1, device=device).median_s})
     return 0
 
 
@@ -213,7 +212,7 @@ def contestant(name: str, setting: Setting, device: torch.device) -> Callable[[]
     return step
 
 
-def _tell(answer: dict) -> None:
+def tell(answer: dict) -> None:
     print(SEEN + json.dumps(answer), flush=True)
 
 

@@ -10,6 +10,7 @@ finds to be theirs, and the loss, where the model is shown to do nothing to its 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -75,7 +76,7 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
                 yield make(name, module)
     for name, module in model.named_modules():
         if not role_of(module) and _foreign_causal_lm(module):
-            yield _causal_lm(name, module, trial=lambda module=module: _why_not_head(module))
+            yield _causal_lm(name, module, trial=partial(_why_not_head, module))
 
 
 def unsupported(model: nn.Module) -> str | None:
