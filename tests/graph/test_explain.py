@@ -1,7 +1,9 @@
 """What no graph can hold is refused before the capture, with its line and what to write instead; what one can hold is not."""
 
+import _thread
 import inspect
 import re
+import threading
 import warnings
 
 import pytest
@@ -170,3 +172,27 @@ def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
     assert modes == ["warn", 0]
     with pytest.warns(UserWarning, match="the function's own"):
         assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []
+
+
+@pytest.mark.parametrize("whose", ["autograd's", "another"])
+def test_waits_of_other_threads_are_not_the_functions(monkeypatch, whose):
+    """A self-test that is still under way waits for the device beside the function. Autograd's threads work for it."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    runner = object.__new__(GraphRunner)
+    monkeypatch.setattr(runner, "run", lambda call: call(), raising=False)
+
+    def wait():
+        warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
+
+    def fn():
+        if whose == "another":
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+        else:  # one that Python did not start
+            done = threading.Event()
+            _thread.start_new_thread(lambda: (wait(), done.set()), ())
+            assert done.wait(60)
+
+    assert len(runner.waits(fn)) == (1 if whose == "autograd's" else 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +93,16 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device.index]
 
 
+def _of_another_thread(caller: threading.Thread) -> bool:
+    """True in a thread that Python started and that is not the caller's: a loader's, or a self-test's that is still under way.
+
+    torch warns of every thread's waits. Autograd's threads are C++'s own, which Python knows as dummies: what they do is the
+    function's.
+    """
+    current = threading.current_thread()
+    return current is not caller and not isinstance(current, threading._DummyThread)
+
+
 class GraphRunner:
     """A GPU's form: the calls run on the capture stream, and one of them is captured into a graph."""
 
@@ -118,13 +129,14 @@ class GraphRunner:
         torch warns there. It could raise instead, but then one run would find one line.
         """
         self.run(call)  # whatever compiles or searches at its first unwatched call may wait
-        before, found = torch.cuda.get_sync_debug_mode(), []
+        before, found, caller = torch.cuda.get_sync_debug_mode(), [], threading.current_thread()
         with warnings.catch_warnings():
             show = warnings.showwarning
 
             def note(message, *rest, **named):
                 if str(message).startswith(_WAIT):
-                    found.append(here())
+                    if not _of_another_thread(caller):
+                        found.append(here())
                 else:
                     show(message, *rest, **named)
 
