@@ -1,9 +1,10 @@
 """Train a decoder: a config file, options, or both; resumes bit for bit, exports to Hugging Face's layout.
 
 gpubound train --model 10m --data my_texts/ --steps 2000
-gpubound train config.yaml --lr 1e-3          options override the file
-gpubound train config.yaml --resume           go on from the newest whole checkpoint
-gpubound train --list                         the presets
+gpubound train config.yaml --lr 1e-3               options override the file
+gpubound train config.yaml --resume                go on from the newest whole checkpoint
+gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
+gpubound train --list                              the models that have a name
 """
 
 import dataclasses
@@ -29,7 +30,9 @@ from .session import alone, finish, say, train
 class Train(Recipe):
     """Train a decoder on text.
 
-    The folder --out gets the corpus, checkpoints, a line a step (steps.jsonl) and the report. Ctrl-C saves, exit code 0.
+    The folder --out gets the corpus, the checkpoints, a line for each step (steps.jsonl) and the report. Ctrl-C ends the run
+    after a checkpoint, with exit code 0. Exit code 1: the training was not sound (its last loss is not finite, or too many
+    steps were skipped).
 
     Example: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
 
@@ -38,20 +41,20 @@ class Train(Recipe):
 
     phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
     resume: bool = False
-    """Go on from the newest whole checkpoint in --out."""
+    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
     auto_batch: bool = False
-    """Take the largest micro-batch that fits on the GPU, found by trying; a step keeps its number of tokens."""
+    """Use the largest micro-batch that fits on the GPU, found by trial. A step keeps its number of tokens."""
     export: str | None = None
-    """hf, or a folder: write the trained model there as transformers loads it; hf is the folder hf in --out."""
+    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out."""
     log: str | None = None
-    """tensorboard, wandb or trackio: write the records there, too."""
+    """Also write the records to tensorboard, wandb or trackio."""
     list: bool = False
-    """List the models that --model knows by name, and end."""
+    """List the models that --model knows by name, and exit."""
     json: bool = False
-    """Print the run's last record and where everything is as JSON on stdout."""
+    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
 
     def __post_init__(self) -> None:
-        """Nothing: it is checked when it becomes a Recipe, and what is wrong is said in one line, not in the parser's box."""
+        """Nothing is checked here: the Recipe made from it checks, and its errors are one line instead of the parser's box."""
 
     def recipe(self) -> Recipe:
         return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})

@@ -1,10 +1,9 @@
-"""Step after step. The host draws, launches, then looks at the step before the one it has launched; never waiting for it.
+"""The training loop. The host launches a step, then reads the result of the step before, so it never waits for the device.
 
-What a record holds (see monitor/tape.py for the names) is measured: pace from the ends of two steps on the device's own clock,
-`host_lead_ms` as the time the host waited for a number because the device still worked on it, `gpu_busy` from events around
-each step. `gpu_busy` is given for steps captured on a GPU only: between the launches of an eager step the events see nothing.
-An early step, and one in a thousand after it, runs under the ledger, so that a run says how often its step makes the host wait,
-and what it copies.
+Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
+own clock. `host_lead_ms` is the time that the host waited for a result because the device was still busy. `gpu_busy` comes from
+events around each step, for captured steps on a GPU alone: the events do not see the gaps between the launches of an eager
+step. One early step, and one in a thousand after it, runs under the ledger, which counts host syncs and copies.
 """
 
 import signal
@@ -23,8 +22,8 @@ from .result import StepResult
 from .step import TrainStep
 
 Record = dict[str, Any]
-WATCHED = 6  # the first step of a loop that is counted: behind compiling and capture, early enough for a short run
-WATCHED_EVERY = 1000  # and one of so many after it: counting slows the host down
+WATCHED = 6  # the first step that the ledger watches: after compiling and capture, early enough for a short run
+WATCHED_EVERY = 1000  # steps between two that it watches: counting slows the host down
 
 
 class Stop:

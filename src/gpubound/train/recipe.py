@@ -57,67 +57,68 @@ class Recipe:
     out: str = "runs/train"
     """Folder of the run: tape, checkpoints, corpus, report."""
     model: str = "10m"
-    """A preset (see --list), one with -tiny behind it to try the recipe, or a Hugging Face folder to go on from."""
+    """A preset (see --list), a preset's name with -tiny added to try a recipe, or a Hugging Face folder to train further."""
     data: tuple[str, ...] = (STDLIB,)
     """Text files or folders (txt, jsonl, parquet, HF datasets), a built corpus, or 'stdlib': this Python's own source."""
     data_bytes: int | None = None
-    """Of 'stdlib', read no more than this."""
+    """Read at most this many bytes of 'stdlib'."""
     tokenizer: str | None = None
     """A tokenizer.json or HF folder; without one the model folder's own, or a byte-level BPE trained on the data."""
     vocabulary: int = 8192
-    """Size of that BPE."""
+    """Number of tokens of the BPE that is trained on the data."""
     seq: int = 512
-    """Tokens a row."""
+    """Tokens in a row."""
     micro_batch: int = 8
-    """Rows that go through the model at once."""
+    """Rows that the model computes at once."""
     accumulate: int = 1
-    """Micro-batches an optimizer step."""
+    """Micro-batches in an optimizer step."""
     steps: int = 1000
     """Optimizer steps."""
     optimizer: str = "adamw"
-    """adamw, adamw8bit (its moments in 8 bits), or muon (for the matrices; adamw for the rest)."""
+    """adamw, adamw8bit (moments in 8 bits), or muon (for the matrices; adamw for everything else)."""
     lr: float = 3e-3
     """The highest learning rate."""
     schedule: str = "cosine"
     """constant, linear, cosine or wsd."""
     warmup: float = 0.02
-    """Below 1 a fraction of the steps."""
+    """Steps in which the rate rises from 0; a number below 1 is a fraction of all steps."""
     decay: float = 0.2
-    """Of wsd: the last part of the steps, in which the rate falls."""
+    """For wsd: the fraction of the steps, at the end, in which the rate falls."""
     final: float = 0.1
-    """The rate at the end, as a fraction of lr."""
+    """The learning rate at the end, as a fraction of lr."""
     weight_decay: float = 0.1
-    """Of matrices; gains and biases do not decay."""
+    """Weight decay of the matrices; gains and biases do not decay."""
     clip: float = 1.0
     """The largest global gradient norm."""
     precision: str = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
-    """auto, require or off: the step as CUDA graphs."""
+    """Run the step as CUDA graphs: auto (where it can be), require, or off."""
     recompute: str = "cheap"
-    """In backward. cheap: norms and activations; none; blocks: all but each block's input; how many; or a budget: '40 GB'."""
+    """What backward computes again to save memory: cheap (norms and activations), none, blocks (all but each block's input),
+    a number of blocks, or as many as keep a step within a number of bytes such as '40 GB'."""
     overlap: bool = False
-    """Weight gradients on a second stream: a gain where the step is bound by launches (135m, micro 1: 3 %)."""
+    """Compute weight gradients on a second stream; small models gain (135m, one row at a time: 3 %)."""
     ema: float = 0.0
-    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and exported; 0: none."""
+    """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
-    """Fraction of the documents held out."""
+    """Fraction of the documents that is held out from training."""
     evaluate_every: int = 0
-    """Steps between held-out losses; 0: only at the end. An improved one is saved, and the best is kept."""
+    """Steps between two held-out losses; 0: only at the end. The weights with the best one are kept and exported."""
     patience: int = 0
-    """End after this many held-out losses without a better one, and go back to the best; 0: never."""
+    """Stop after this many held-out losses in a row without a better one, and return to the best weights; 0: never."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between two checkpoints; 0: only at the end."""
     keep: int = 3
-    """How many of the newest checkpoints stay; the best stays, too."""
+    """How many of the newest checkpoints are kept; the best one is kept as well."""
     keep_every: int = 0
-    """Steps between checkpoints that stay for good; 0: none."""
+    """Steps between two checkpoints that are never removed; 0: none."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     seed: int = 0
-    """Of the first weights and of the data's order."""
+    """Seed of the first weights and of the order of the data."""
     phases: tuple[dict[str, Any], ...] = ()
-    """Phases trained one after the other, each with a name and its own data, steps, lr and so on. In a config file only."""
+    """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
         for field in fields(Recipe):
