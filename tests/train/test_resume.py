@@ -84,6 +84,12 @@ def test_what_was_trained_with_may_not_change(book, tmp_path, changes, more, sai
     assert str(error.value) == (f"resume: the recipe has changed: {said}. Give the old values, or begin anew in another --out.")
 
 
+def test_a_phase_that_is_over_keeps_its_steps(book, tmp_path):
+    train(recipe("", tmp_path, **phases(book)), until=5)
+    with pytest.raises(ValueError, match=r"the recipe has changed: phase a: steps was 3, is 4\."):
+        prepare(recipe("", tmp_path, **phases(book, {"steps": 4}, {})), resume=True, progress=False)
+
+
 def test_phases_may_not_go_away(book, tmp_path):
     train(recipe("", tmp_path, **phases(book)))
     for shorter in (phases(book) | {"phases": phases(book)["phases"][:1]}, {"data": (str(book),), "vocabulary": 300}):

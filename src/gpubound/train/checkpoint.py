@@ -1,8 +1,8 @@
 """Checkpoints: each is complete or absent, and they are written while the training goes on.
 
 `snapshot` clones the tensors on their device, in order with the step's own work, so no step waits for the disk. `write` starts
-a thread that copies the clone to the host on a side stream and writes a temporary folder. The folder is renamed once all of it is
-on disk, so a run that is killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
+a thread that copies the clone to the host on a side stream and writes a temporary folder, which is renamed once all of it is on
+disk. A run that is killed at any moment so leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
 
     <folder>/step-00000120/
         tensors.safetensors    every tensor, by name

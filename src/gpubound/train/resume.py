@@ -38,10 +38,9 @@ def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
 
 
 def reopened(found: Checkpoint, recipe: Recipe) -> bool:
-    """Whether the phase that `found` had finished has more steps now."""
-    facts, (_, own) = found.facts, recipe.stages()[found.facts["phase"]]
-    was = _recipe(facts["recipe"]).stages()[facts["phase"]][1]
-    return facts["over"] and own.steps > was.steps
+    """Whether the phase of `found` has more steps now, which may have been over."""
+    phase = found.facts["phase"]
+    return recipe.stages()[phase][1].steps > _recipe(found.facts["recipe"]).stages()[phase][1].steps
 
 
 def _more_steps(found: Checkpoint, old: Recipe, new: Recipe) -> list[str]:
