@@ -145,7 +145,7 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize("words", [["train", "--list"], ["train", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["report", "--help"], ["train", "--list"]])
 def test_a_reader_that_leaves_is_no_error(words):
     """As in `| head`: no complaint, and the code that a shell gives for a closed pipe."""
     called = [sys.executable, "-m", "gpubound", *words]
@@ -160,6 +160,13 @@ def test_a_name_in_a_sentence_does_not_steer_the_terminal(run):
     said = run("report", "a\x1b[2J\udcff")[2]
     assert said.startswith("gpubound report: a\\x1b[2J\\udcff is not a run: ")
     assert run("a\x1b[2J")[2].startswith("gpubound: there is no command ")
+
+
+def test_a_closed_stdout_is_no_error():
+    """As in `>&-`: Python has no sys.stdout then."""
+    called = [sys.executable, "-m", "gpubound", "report", "--help"]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *called], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_traceback_on_request(capsys, monkeypatch):
@@ -280,6 +287,19 @@ def test_env_help_holds_an_example(run):
     code, out, _ = run("env", "--help")
     assert code == 0 and out.startswith("usage: gpubound env [-h] [--json] [--refresh]")
     assert "Example: gpubound env --json" in out
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "place", "env", "bench", "report", "demo"])
+def test_help_speaks_of_values_in_words(run, command):
+    """An example to copy, N for a whole number, and nothing of how Python writes a type."""
+    code, out, err = run(command, "--help")
+    assert (code, err) == (0, "") and f"gpubound {command} " in out.split("usage:")[1].split("\n", 1)[1]
+    assert not [raw for raw in ("{None}", "INT", "FLOAT", "STR", "default: None") if raw in out]
+
+
+def test_a_value_that_is_no_number(run):
+    code, _, err = run("demo", "--steps", "x")
+    assert code == 2 and "Error parsing --steps: got 'x', wanted a whole number." in err
 
 
 def test_an_unknown_option_suggests_the_near_one(run):

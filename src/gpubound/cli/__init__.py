@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
 
 from ..errors import BudgetError, GpuboundError, MeasureError
 from ..trace import printable
@@ -32,32 +31,20 @@ COMMANDS = {
     "report": "gpubound report runs/first",
 }
 
-Config = TypeVar("Config")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is returned, never raised."""
+    if sys.stdout is None:  # the caller has closed it
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the process)
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(_help())
-        return 0
+        return guarded("help", lambda _: _answer(_help()), rest)
     if name in ("-V", "--version", "version"):
-        print(f"gpubound {__version__}")
-        return 0
+        return guarded("version", lambda _: _answer(f"gpubound {__version__}"), rest)
     if name not in commands():
         print(f"gpubound: {printable(_unknown(name))}", file=sys.stderr)
         return 2
     return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
-
-
-def arguments(kind: type[Config], argv: Sequence[str], command: str) -> Config:
-    """Parse `argv` into the dataclass `kind`. Its docstring is the help text, its fields' docstrings are the options'.
-
-    Unknown options end with exit code 2 and the near ones; `--help` prints the docstring, which holds an example.
-    """
-    import tyro  # 70 ms that `gpubound --help` need not wait for
-
-    return tyro.cli(kind, args=list(argv), prog=f"gpubound {command}", config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def commands() -> dict[str, Path]:
@@ -69,14 +56,12 @@ def commands() -> dict[str, Path]:
 def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
     try:
-        code = command(argv)
+        code = _code(command, argv)
         sys.stdout.flush()  # here, where its failure can be told
         return code
     except KeyboardInterrupt:
         print("gpubound: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as stop:  # how an argument parser says that it has already answered
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except (GpuboundError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 141
@@ -84,6 +69,18 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
             traceback.print_exc()
         print(f"gpubound {name}: {_one_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2
+
+
+def _code(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    try:
+        return command(argv)
+    except SystemExit as stop:  # how an argument parser says that it has already answered
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+
+
+def _answer(text: str) -> int:
+    print(text)
+    return 0
 
 
 def _nobody_reads() -> bool:

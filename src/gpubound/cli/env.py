@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import measure
 from ..device import label, look, resolve
 from ..errors import DeviceError
-from . import arguments
+from .options import arguments
 
 # Figure -> what it says, in the order printed.
 ROWS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -22,7 +22,7 @@ from ..decode.run import Run
 from ..device import label, resolve
 from ..feed.tokenizer import Tokenizer
 from ..monitor.live import quantity
-from . import arguments
+from .options import arguments
 from .saved import Saved, open_saved
 from .speed import Speed
 
@@ -46,7 +46,7 @@ class Generate:
               gpubound generate path/to/checkpoint --chat
     """
 
-    ckpt: tyro.conf.Positional[str]
+    ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
     """A Hugging Face folder, a run's folder, or one of its checkpoints."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text to go on from; give it several times for several."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -20,7 +20,7 @@ from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
 from ..models.hf_config import Beyond, config_of, read_config
 from ..place import place
 from ..trace import notice
-from . import arguments
+from .options import arguments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
@@ -38,7 +38,7 @@ class Place:
               gpubound place train:build_model --device require
     """
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A checkpoint's folder, or MODULE:FUNCTION."""
     device: str = "auto"
     """Where to: auto, require, cpu, cuda or cuda:<index>."""

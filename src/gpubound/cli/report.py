@@ -4,23 +4,44 @@ gpubound report runs/first                     writes runs/first/report.html
 gpubound report runs/first runs/second -o both.html
 """
 
-import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from ..monitor import Tape, write_report
 from ..monitor.figures import Figures
+from .options import arguments
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "gpubound report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a folder that train or demo wrote; several are drawn over each other"
-    )
-    parser.add_argument("-o", "--out", metavar="FILE", help="where to write the page (default: report.html in the first run)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of writing a page")
-    options = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Report:
+    """Write the HTML report of a run, or of several compared.
+
+    The page needs no network and no script. With --json the figures are printed as JSON instead: for each run its numbers under
+    the names that steps.jsonl has for them, the last of loss, held_out, grad_norm, lr and memory, the median of the others.
+
+    Example: gpubound report runs/first
+
+    Example: gpubound report runs/first runs/second -o both.html
+    """
+
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(at least one)")
+    ]
+    """Folders that train or demo wrote. Several are drawn over each other."""
+    out: Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
+    """Where to write the page. By default: report.html in the first run."""
+    json: bool = False
+    """Print the figures as JSON instead of writing a page."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Report, argv, "report")
+    if not options.runs:
+        raise ValueError("runs: got none; give at least one run folder, as in gpubound report runs/first.")
     tapes = [Tape.open(run) for run in options.runs]
     if options.json:
         runs = [{"run": run} | Figures(tape).as_dict() for run, tape in zip(options.runs, tapes)]

@@ -23,6 +23,7 @@ from ..monitor.logs import check_log
 from ..train.prepare import prepare
 from ..train.recipe import KINDS, OFFERED, Recipe, shown, unknown
 from ..train.recompute import parse as parse_recompute
+from .options import arguments
 from .session import alone, finish, say, train
 
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     typed_in = argv = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     default = from_file(file) if file is not None else Train()
-    options = tyro.cli(Train, args=argv, prog="gpubound train", default=default, config=(tyro.conf.FlagCreatePairsOff,))
+    options = arguments(Train, argv, "train", default)
     if options.list:
         print(presets())
         return 0
