@@ -95,14 +95,14 @@ INDEX = "model.safetensors.index.json"
     [
         ('{"weight_map": {"a": "../stolen.safetensors"}}', "names the file '../stolen.safetensors', wanted the name of a file"),
         ('{"weight_map": {"a": "/stolen.safetensors"}}', "names the file '/stolen.safetensors', wanted the name of a file"),
-        ('{"weight_map": {"a": 3}}', "names the file 3, wanted"),
-        ('{"weight_map": ["model.safetensors"]}', "weight_map: got ['model.safetensors'], wanted a file name for each tensor"),
-        ("{}", "weight_map: got None, wanted"),
+        ('{"weight_map": {"a": 3}}', "weight_map: wanted "),
+        ('{"weight_map": ["model.safetensors"]}', "weight_map: wanted "),
+        ("{}", "weight_map: wanted "),
         ("[", "is not JSON"),
     ],
 )
 def test_a_models_index_names_only_files_beside_it(tmp_path, content, said):
     folder = save_hf(Decoder(PRESETS["tiny"]), tmp_path / "model")
-    (tmp_path / "stolen.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").rename(tmp_path / "stolen.safetensors")
     (folder / INDEX).write_text(content)
     assert refused(load_hf, folder).startswith(f"{folder / INDEX}: {said}")

@@ -93,11 +93,19 @@ def test_control_characters_are_shown_wherever_it_goes(handler, capsys):
     assert handler.text() == "WARNING gpubound fallback: a\\x1b[2J: b\n"
 
 
-def test_a_progress_line_is_a_message_too(handler, tmp_path, monkeypatch):
-    from gpubound.feed.build import _Progress
+def test_a_progress_line_is_a_message_too(handler, capsys):
+    from gpubound.feed.progress import Progress
 
-    with _Progress(True, tmp_path) as shown:
-        assert shown.bar is not None
+    def work():
+        with Progress("reading", True, 2_000) as report:
+            report.show(1_000, "1 text")
+
+    work()
+    assert capsys.readouterr().err == "gpubound: reading: 1.0 kB of 2.0 kB (50 %), 1 text\n"
+    trace.logger.addHandler(handler)
+    trace.logger.setLevel(logging.INFO)
+    work()
+    assert handler.text() == "INFO gpubound reading: 1.0 kB of 2.0 kB (50 %), 1 text\n"
     trace.logger.setLevel(logging.WARNING)
-    with _Progress(True, tmp_path) as silent:
-        assert silent.bar is None
+    work()
+    assert capsys.readouterr().err == "" and handler.text().count("reading") == 1

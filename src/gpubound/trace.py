@@ -67,12 +67,16 @@ _said: set[str] = set()
 
 def notice(text: str, level: int = logging.INFO) -> None:
     """Say one line, once in this process."""
-    if text in _said:
-        return
-    _said.add(text)
+    if text not in _said:
+        _said.add(text)
+        say(text, level, stacklevel=3)
+
+
+def say(text: str, level: int = logging.INFO, stacklevel: int = 2) -> None:
+    """Say one line, each time."""
     if prints(level):
         print(f"gpubound: {printable(text)}", file=sys.stderr, flush=True)
-    logger.log(level, "%s", printable(text), stacklevel=2)
+    logger.log(level, "%s", printable(text), stacklevel=stacklevel)
 
 
 def prints(level: int = logging.INFO) -> bool:

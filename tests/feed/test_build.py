@@ -15,6 +15,7 @@ from gpubound.feed import Corpus, Tokenizer, train_tokenizer
 from gpubound.feed import build as build_module
 from gpubound.feed.corpus import CLAIM, MANIFEST
 from gpubound.feed.shards import write_shard
+from gpubound.feed.text import Texts
 
 from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
@@ -59,17 +60,6 @@ def test_random_reads_across_shards(corpus):
     whole = np.concatenate([part.tokens for part in corpus.parts])
     index = np.random.default_rng(0).integers(0, corpus.tokens, (7, 11))
     assert np.array_equal(corpus.read(index), whole[index])
-
-
-def test_a_split_is_by_documents(corpus):
-    train, held_out = corpus.split(0.1)
-    assert (train.documents, held_out.documents) == (54, 6) and train.tokens + held_out.tokens == corpus.tokens
-    assert all(np.array_equal(train.document(i), corpus.document(i)) for i in range(54))
-    assert all(np.array_equal(held_out.document(i), corpus.document(54 + i)) for i in range(6))
-    assert train.identity() != corpus.identity()
-    with pytest.raises(ValueError) as error:
-        corpus.split(0.001)
-    assert str(error.value) == "Corpus.split: 0.001 of 60 documents is 0, wanted at least one on either side."
 
 
 def test_workers_make_the_same_files(corpus, tmp_path):
@@ -200,7 +190,7 @@ def test_a_finished_corpus_is_left_as_it_is(corpus, said):
 def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text " * 10)
     build(tmp_path / "c", tmp_path / "a.txt")
-    monkeypatch.setattr(build_module, "documents", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(Texts, "__iter__", lambda _: pytest.fail("read again"))
     assert build(tmp_path / "c", tmp_path / "a.txt").documents == 1
 
 

@@ -1,13 +1,15 @@
 """Texts from everything a user may have, and what is said when it cannot be read."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from gpubound.errors import DataError
-from gpubound.feed import text
-from gpubound.feed.text import documents, files
+from gpubound.feed import readers
+from gpubound.feed.text import Texts, documents
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -32,19 +34,143 @@ def test_files_and_folders(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "d.txt").write_text("deep")
-    (tmp_path / "ignored.md").write_text("not text")
-    assert read(tmp_path) == read(str(tmp_path)) == ["a text\nof lines", "row", CHAT, "deep"]
-    assert read([tmp_path / "sub", tmp_path / "b.txt"]) == ["deep", "a text\nof lines"]
-    assert files([tmp_path / "sub", tmp_path / "b.txt"]) == [tmp_path / "sub" / "d.txt", tmp_path / "b.txt"]
-    assert files(["a text"]) is None and files(iter([])) is None
+    (tmp_path / "sub" / "e.py").write_text("pass")
+    (tmp_path / "sub" / "f.md").write_text("# Title")
+    (tmp_path / "ignored.csv").write_text("not,text")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "ignored.txt").write_text("nobody's text")
+    (tmp_path / ".ignored.txt").write_text("nobody's text")
+    (tmp_path / "named.txt").mkdir()  # a folder by that name is a folder, read once
+    (tmp_path / "named.txt" / "g.txt").write_text("inside")
+    assert read(tmp_path) == read(str(tmp_path)) == ["a text\nof lines", "row", CHAT, "inside", "deep", "pass", "# Title"]
+    assert read([tmp_path / "sub", tmp_path / "b.txt"]) == ["deep", "pass", "# Title", "a text\nof lines"]
+    sub = [tmp_path / "sub" / name for name in ("d.txt", "e.py", "f.md")]
+    assert Texts([tmp_path / "sub", tmp_path / "b.txt"]).files == [*sub, tmp_path / "b.txt"]
+    assert Texts(["a text"]).files is None and Texts(iter([])).files is None
 
 
 def test_a_separator_splits_a_txt_file_even_across_its_chunks(tmp_path, monkeypatch):
     path = tmp_path / "stories.txt"
     path.write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\nthree")
     for chunk in (1, 5, 1000):
-        monkeypatch.setattr(text, "_CHUNK", chunk)
+        monkeypatch.setattr(readers, "_CHUNK", chunk)
         assert read(path, separator="<|endoftext|>") == ["one", "two\nlines", "three"]
+
+
+def test_a_separator_makes_no_empty_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("<s>\none<s><s>\n<s>two\n<s>\n")
+    (tmp_path / "b.txt").write_text("")
+    assert read(tmp_path, separator="<s>") == ["one", "two"] and read(tmp_path / "b.txt") == []
+    assert refused(tmp_path, ValueError, separator="").startswith("texts: separator: got an empty text")
+
+
+def test_another_key_holds_the_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"body": "one", "text": "title"}) + "\n" + json.dumps({"body": CHAT}) + "\n")
+    assert read(path, text_key="body") == ["one", CHAT] == read([{"body": "one"}, {"body": CHAT}], text_key="body")
+    path.write_text(json.dumps({"body": None}) + "\n")
+    assert refused(path, text_key="body") == f"{path}:1: its 'body' is null, wanted a text or a chat; leave the row out."
+    (tmp_path / "b.txt").write_text("text")
+    assert read(tmp_path / "b.txt") == ["text"]
+    assert refused(tmp_path / "b.txt", ValueError, text_key="body") == (
+        f"texts: text_key: 'body' has no effect on {tmp_path / 'b.txt'}, which has no rows; leave it out."
+    )
+
+
+def test_how_far_it_has_read(tmp_path):
+    (tmp_path / "a.txt").write_text("é" * 10)
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    texts = Texts(["abc", tmp_path])
+    assert texts.size == 3 + 20 + 28 and [texts.read for _ in texts] == [0, 23, 37, 51]
+    assert [texts.read for _ in texts] == [0, 23, 37, 51], "again from the beginning"
+    assert Texts(iter(["abc"])).size is None and Texts([{"text": "abc"}]).size is None
+
+
+# What a data folder from elsewhere may hold
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    for where in (tmp_path, tmp_path / name, [tmp_path / name], iter([tmp_path])):
+        assert refused(where) == f"{tmp_path / name}: is a named pipe, wanted a regular file."
+
+
+def test_a_pipe_among_a_datasets_files(tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    os.mkfifo(tmp_path / "state.json")
+    assert refused(tmp_path) == f"{tmp_path / 'state.json'}: is a named pipe, wanted a regular file."
+
+
+@pytest.mark.parametrize("name", ["../a.arrow", "/a.arrow", 3, None])
+def test_a_saved_dataset_names_only_its_own_files(tmp_path, name):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert refused(tmp_path) == (
+        f"{tmp_path / 'state.json'}: names the file {name!r}, wanted the name of a file in the same folder."
+    )
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [3]}', '{"_data_files": []}'])
+def test_a_damaged_dataset_is_named(tmp_path, state):
+    pytest.importorskip("datasets")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(state)
+    assert refused(tmp_path).startswith(str(tmp_path))
+    (tmp_path / "dataset_dict.json").write_text(state)
+    with pytest.raises((ValueError, DataError), match=f"^{re.escape(str(tmp_path))}"):
+        read(tmp_path)
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
+    assert refused(tmp_path) == f"{tmp_path / 'a.txt'}: cannot be read: No such file or directory; check the path."
+
+
+def test_links_that_lead_in_a_circle(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert read(tmp_path) == ["text"]
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"[" * 100_000, "is not JSON ("),
+        (b'{"text": ' * 100_000, "is not JSON ("),
+        (b'{"text": {"text": {"text": "x"}}}', "['text']: got a dict, wanted a string or a chat"),
+        (b'{"text": "a\\ud800"}', "['text']: holds half a surrogate pair (U+D800 at character 1), which no tokenizer takes"),
+        (b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "['messages'][0]: holds half a surrogate pair (U+DFFF"),
+        (b'{"messages": [{"role": 3, "content": ""}]}', "['messages'][0]: role: got 3, wanted a text such as 'user'"),
+        (
+            b'{"messages": [{"role": "user", "content": "", "calls": ' + b"[" * 80 + b"]" * 80 + b"}]}",
+            "['messages'][0]: is nested more than 64 deep; leave the field out.",
+        ),
+        (b'{"messages": []}', "['messages']: got a list, wanted a string or a chat"),
+        (b'{"text": 5}', "['text']: got a int, wanted a string or a chat"),
+        (b"null", "got a NoneType, wanted a string or a chat"),
+        (b"{}", "has no keys, wanted 'text' or 'messages'"),
+        (b"\xff\xfe\x00", "is not JSON ("),
+        (b"9" * 5000, "is not JSON ("),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_lines_that_are_no_documents(tmp_path, line, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    sentence = refused(path)
+    assert sentence.startswith(f"{path}:2") and said in sentence and "\n" not in sentence and len(sentence) < 1000
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "row"}\n')
+    assert read(tmp_path) == ["text", "row"]
+
+
+def test_a_long_text_that_ends_like_a_files_name():
+    text = "x" * 300 + ".txt"  # as a name it would be too long for the system, which says so
+    assert read([text]) == [text]
 
 
 def test_parquet(tmp_path):
@@ -54,7 +180,10 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"messages": [CHAT]}), tmp_path / "u.parquet")
     parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "v.parquet")
     assert read(tmp_path / "t.parquet") == ["a", "b"] and read(tmp_path / "u.parquet") == [CHAT]
-    assert refused(tmp_path / "v.parquet") == f"{tmp_path / 'v.parquet'}: has the columns n, wanted 'text' or 'messages'."
+    assert (
+        refused(tmp_path / "v.parquet")
+        == f"{tmp_path / 'v.parquet'}: has the columns n, wanted 'text' or 'messages'; name another with text_key (--text-key)."
+    )
 
 
 def test_a_saved_dataset(tmp_path):
@@ -83,7 +212,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, suffix
     if suffix == "saved":
         path.mkdir()
         (path / "dataset_info.json").write_text("{}")
-        (path / "state.json").write_text("{}")
+        (path / "state.json").write_text('{"_data_files": []}')
     else:
         path.write_bytes(b"")
     assert refused(path, ValueError) == (
@@ -111,9 +240,13 @@ def test_sentences(tmp_path, monkeypatch):
         refused([[{"role": "user"}]]) == "texts[0]: got a list, wanted a string or a chat [{'role': ..., 'content': ...}, ...]."
     )
     assert refused("bad.jsonl").startswith("bad.jsonl:2: is not JSON (")
-    assert refused("keys.jsonl") == "keys.jsonl:1: has the keys 'body', 'title', wanted 'text' or 'messages'."
+    assert refused("keys.jsonl") == (
+        "keys.jsonl:1: has the keys 'body', 'title', wanted 'text' or 'messages'; name another with text_key (--text-key)."
+    )
     assert refused("latin.txt") == "latin.txt: is not UTF-8 text (unexpected end of data at byte 3); convert it first."
-    assert refused("x.csv", ValueError) == "x.csv: cannot be read as texts, wanted one of .txt, .jsonl, .parquet or a folder."
+    assert refused("x.csv", ValueError) == (
+        f"x.csv: cannot be read as texts, wanted {readers.KINDS} or a folder; rename the file if it is one of them."
+    )
     assert refused("empty", ValueError) == (
-        "empty: holds no texts, wanted .txt, .jsonl, .parquet files or a saved Hugging Face dataset."
+        f"empty: holds no texts, wanted {readers.KINDS} files or a saved Hugging Face dataset."
     )

@@ -6,7 +6,6 @@ over.
 """
 
 import json
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,11 +16,13 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, write_whole
-from ..trace import notice, prints
+from ..trace import notice
 from .corpus import CLAIM, MANIFEST, tokenizer_checksums
+from .document import Document, weight
 from .encode import Encoded, encode_all
+from .progress import Progress
 from .shards import CURE, DTYPES, SUFFIX, read_shard, write_shard
-from .text import Document, documents, files
+from .text import Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024
@@ -38,42 +39,44 @@ def build(
     workers: int = 0,
     progress: bool = True,
     separator: str | None = None,
+    text_key: str | None = None,
 ) -> None:
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there.
 
-    texts         see gpubound.feed.text.documents
+    texts         see gpubound.feed.text.Texts, as for separator and text_key
     tokenizer     see gpubound.feed.tokenizer.adapt; it is saved with the corpus
     dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
     workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
                   which helps a tokenizer written in Python
-    separator     splits a txt file into documents, as in "<|endoftext|>"
+    progress      show how far it is on stderr: a live bar on a terminal, else a line every ten seconds
     """
     if shard_tokens < 1 or workers < 0:
         raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
-    encoder = adapt(tokenizer)
+    encoder, source = adapt(tokenizer), Texts(texts, separator, text_key)
     settings = {
         "dtype": _dtype(dtype, encoder.vocab_size),
         "vocab_size": encoder.vocab_size,
         "tokenizer": encoder.fingerprint,
         "shard_tokens": shard_tokens,
         "separator": separator,
+        "text_key": text_key,
     }
-    sources = _describe(texts)
-    if _finished(path, settings, sources, texts):
+    sources = _describe(source)  # before they are read: what changes later must not look the same
+    if _finished(path, settings, source, sources, progress):
         return
     state = _resume(path, settings, encoder)
-    read = _Reading(documents(texts, separator))
-    if not read.skip(Position(state.texts_read, state.texts_crc)):
+    read = _Reading(source)
+    if not read.skip(Position(state.texts_read, state.texts_crc), progress):
         raise DataError(
             f"{path}: the texts have changed since the interrupted build; build to another path, or delete that one."
         )
-    with _Progress(progress, path) as report:
+    with Progress(f"tokenising into {path}", progress, source.size) as report:
         for encoded, after in encode_all(read.batches(), encoder, workers):
             state.add(encoded, after)
-            report.show(after.texts, state.tokens)
+            speed = f"{state.made / report.seconds / 1e6:.2f} M a second"
+            report.show(source.read, f"{after.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
         state.close()
-        report.show(read.at.texts, state.tokens, last=True)
     manifest = {
         "settings": settings,
         "sources": sources,
@@ -96,13 +99,14 @@ def _dtype(wanted: str, vocab_size: int) -> str:
     return ("uint16" if vocab_size <= 1 << 16 else "uint32") if wanted == "auto" else wanted
 
 
-def _describe(texts: Any) -> list[list[Any]] | None:
+def _describe(source: Texts) -> list[list[Any]] | None:
     """The files to be read, with size and time: the same ones need not be read again to know that nothing has changed."""
-    found = files(texts)
-    return None if found is None else [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]
+    if source.files is None:
+        return None
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
 
 
-def _finished(path: Path, settings: dict[str, Any], sources: Any, texts: Any) -> bool:
+def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any, progress: bool) -> bool:
     """True when `path` holds this very corpus already. DataError when it holds another."""
     manifest = path / MANIFEST
     if not manifest.exists():
@@ -110,8 +114,8 @@ def _finished(path: Path, settings: dict[str, Any], sources: Any, texts: Any) ->
     there = read_json(manifest, CURE)
     _check_settings(path, there.get("settings"), settings)
     if sources is None or there.get("sources") != sources:
-        read = _Reading(documents(texts, settings["separator"]))
-        if not read.skip(_position(manifest, there.get("texts"))) or next(read.texts, None) is not None:
+        read = _Reading(source)
+        if not read.skip(_position(manifest, there.get("texts")), progress) or next(read.texts, None) is not None:
             raise DataError(
                 f"{path}: holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
             )
@@ -172,16 +176,20 @@ class Position:
 class _Reading:
     """The texts in batches, each text with the position after it."""
 
-    def __init__(self, texts: Iterator[Document]):
-        self.texts, self.at = texts, Position(0, 0)
+    def __init__(self, source: Texts):
+        self.source, self.texts, self.at = source, iter(source), Position(0, 0)
 
-    def skip(self, done: Position) -> bool:
+    def skip(self, done: Position, progress: bool) -> bool:
         """Read up to `done`; False when the texts up to there are other ones."""
-        while self.at.texts < done.texts:
-            text = next(self.texts, None)
-            if text is None:
-                return False
-            self._step(text)
+        if not done.texts:
+            return True
+        with Progress("reading again what was tokenised before", progress, self.source.size) as report:
+            while self.at.texts < done.texts:
+                text = next(self.texts, None)
+                if text is None:
+                    return False
+                self._step(text)
+                report.show(self.source.read, f"{self.at.texts:,} of {done.texts:,} texts")
         return self.at == done
 
     def _step(self, text: Document) -> None:
@@ -193,7 +201,7 @@ class _Reading:
         for text in self.texts:
             self._step(text)
             batch.append((text, self.at))
-            letters += len(text) if isinstance(text, str) else sum(len(message["content"]) for message in text)
+            letters += weight(text)
             if len(batch) >= BATCH_TEXTS or letters >= BATCH_LETTERS:
                 yield batch
                 batch, letters = [], 0
@@ -213,6 +221,7 @@ class _Shards:
     texts_crc: int = 0
     filling: list[Encoded] = field(default_factory=list)
     filled: int = 0
+    made: int = 0  # tokens of this process, not of the interrupted build before it
 
     def add(self, encoded: Encoded, after: Position) -> None:
         self.texts_read, self.texts_crc = after.texts, after.crc
@@ -221,6 +230,7 @@ class _Shards:
         self.filling.append(encoded)
         self.filled += len(encoded[0])
         self.tokens += len(encoded[0])
+        self.made += len(encoded[0])
         if self.filled >= self.settings["shard_tokens"]:
             self.close()
 
@@ -246,35 +256,3 @@ class _Shards:
         )
         self.names.append(name)
         self.filling, self.filled = [], 0
-
-
-class _Progress:
-    """A live line on stderr: texts, tokens and tokens a second."""
-
-    def __init__(self, wanted: bool, path: Path):
-        self.wanted, self.path = wanted, path
-        self.bar: Any = None
-        self.shown = 0.0
-
-    def __enter__(self) -> "_Progress":
-        if self.wanted and prints():
-            from rich.console import Console
-            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task(f"tokenising into {self.path}")
-            self.bar.start()
-        return self
-
-    def show(self, texts: int, tokens: int, last: bool = False) -> None:
-        if self.bar is None or (not last and time.monotonic() - self.shown < 0.1):
-            return
-        self.shown = time.monotonic()
-        millions, seconds = tokens / 1e6, max(self.bar.tasks[0].elapsed or 0.0, 1e-3)
-        said = f"{texts:,} texts, {millions:,.2f} M tokens, {millions / seconds:.2f} M a second"
-        self.bar.update(self.task, description=said)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

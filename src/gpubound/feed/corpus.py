@@ -31,6 +31,15 @@ class Part:
         mask = None if self.mask is None else self.mask[start:end]
         return Part(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
 
+    def cut(self, at: int) -> tuple["Part", "Part"]:
+        """What lies before the token `at`, and the rest; the document that holds it falls into two."""
+        before, behind = self.documents[self.documents < at], self.documents[self.documents > at]
+        masks = (None, None) if self.mask is None else (self.mask[:at], self.mask[at:])
+        return (
+            Part(self.tokens[:at], np.append(before, at), masks[0]),
+            Part(self.tokens[at:], np.insert(behind - at, 0, 0), masks[1]),
+        )
+
 
 class Corpus:
     """`Corpus.build(texts, tokenizer, path)` once, `Corpus.open(path)` ever after; `corpus.batches(seq, micro_batch)` to
@@ -115,23 +124,18 @@ class Corpus:
             )
         return found
 
-    def split(self, validation: float) -> tuple["Corpus", "Corpus"]:
-        """(training, validation): the last documents that make up the fraction `validation` of them, and the ones before."""
-        held_out = round(self.documents * validation)
-        if not 0 < held_out < self.documents:
-            raise ValueError(
-                f"Corpus.split: {validation} of {self.documents} documents is {held_out}, wanted at least one on either side."
-            )
-        return self._slice(0, self.documents - held_out), self._slice(self.documents - held_out, self.documents)
+    def split(self, validation: float, seed: int = 0) -> tuple["Corpus", "Corpus"]:
+        """(training, validation): the fraction `validation` of the documents, drawn from all over the corpus.
 
-    def _slice(self, first: int, last: int) -> "Corpus":
-        parts, seen = [], 0
-        for part in self.parts:
-            count = len(part.documents) - 1
-            low, high = max(first - seen, 0), min(last - seen, count)
-            if low < high:
-                parts.append(part.slice(low, high))
-            seen += count
+        The same corpus and seed give the same documents on every machine. A corpus of more than 256 / `validation` documents
+        gives up runs of neighbours instead of single ones.
+        """
+        from .split import split  # split needs Corpus
+
+        return split(self, validation, seed)
+
+    def of(self, parts: Sequence[Part]) -> "Corpus":
+        """A corpus of some of this one's parts."""
         return Corpus(parts, self.vocab_size, self.fingerprint, self.path)
 
     def read(self, index: np.ndarray) -> np.ndarray:
@@ -149,12 +153,14 @@ class Corpus:
     def _gather(self, index: np.ndarray, runs: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
         if len(runs) == 1:
             return runs[0][index]
-        found = np.empty(index.shape, dtype)
-        owner = np.searchsorted(self.starts, index, side="right") - 1
-        for number in np.unique(owner):
-            here = owner == number
-            found[here] = runs[number][index[here] - self.starts[number]]
-        return found
+        flat = index.reshape(-1)
+        owner = np.searchsorted(self.starts, flat, side="right") - 1
+        grouped = np.argsort(owner, kind="stable")  # so that each part is read once, however many there are
+        owners, first = np.unique(owner[grouped], return_index=True)
+        found = np.empty(flat.shape, dtype)
+        for number, here in zip(owners, np.split(grouped, first[1:])):
+            found[here] = runs[number][flat[here] - self.starts[number]]
+        return found.reshape(index.shape)
 
     def identity(self) -> int:
         """A number that changes with the corpus's extent and its documents: a saved position is one in this corpus alone."""
@@ -189,7 +195,9 @@ def _listed(folder: Path) -> list[Path]:
 
 def tokenizer_checksums(folder: Path) -> dict[str, int]:
     """CRC-32 of each file that a tokenizer is saved in; a file that is absent has none."""
-    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    files = [
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    ]
     return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files if file.exists()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .text import Document
+from .document import Document
 from .tokenizer import Encoder, Tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray | None]

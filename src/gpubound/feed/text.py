@@ -1,48 +1,121 @@
-"""Reading texts: one text or chat after another from whatever the user has, without holding more than one file's part in
-memory.
+"""Reading texts: one document after another from whatever the user has, without holding more than one file's part in memory."""
 
-A document is a `str`, or a chat: a list of {"role", "content"} messages.
-"""
-
-import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-
-Document = str | list[dict[str, Any]]
-
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-_CHUNK = 1 << 20
+from .document import Document, as_document, refuse_a_files_name
+from .readers import ROWS, SUFFIXES, Read, files_of, is_dataset, read_dataset, read_file, refuse_splits, tables_of
 
 
-def documents(texts: Any, separator: str | None = None) -> Iterator[Document]:
-    """The documents of `texts`: a path or several (txt, jsonl, parquet, a folder of them, a saved Hugging Face dataset), or
-    an iterable of strings, chats or rows with "text" or "messages". `separator` splits a txt file, as in "<|endoftext|>";
-    without it a file is one document.
+@dataclass(frozen=True)
+class _Place:
+    """A path that was given, and the files there."""
+
+    path: Path
+    files: list[Path]
+    rows: bool  # whether any of them holds rows
+
+    @staticmethod
+    def at(path: Path) -> "_Place":
+        if path.is_dir():
+            refuse_splits(path)
+            if is_dataset(path):
+                return _Place(path, tables_of(path), True)
+        files = files_of(path)
+        return _Place(path, files, any(file.suffix in ROWS for file in files))
+
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def read(self, separator: str | None, text_key: str | None) -> Iterator[Read]:
+        """A reader for each file."""
+        if is_dataset(self.path):
+            return iter([read_dataset(self.path, text_key)])
+        return (read_file(file, separator, text_key) for file in self.files)
+
+
+class Texts:
+    """The documents of `texts`, and how far they have been read.
+
+    texts       a path or several (plain text, source code, jsonl, parquet, a folder of them, a saved Hugging Face dataset),
+                or an iterable of strings, chats, rows or paths
+    separator   splits a text file into documents, as in "<|endoftext|>"; without it a file is one document
+    text_key    the key or column of a row that holds its text or chat; without it "text" or "messages"
+
+    files   every file that will be read; None when texts come from the program
+    size    bytes of the files and letters of the texts; None when the program yields them one by one
+    read    how much of `size` has been read
     """
-    if isinstance(texts, str | Path):
-        yield from _read_path(_existing(texts), separator)
-        return
-    if not isinstance(texts, Iterable) or isinstance(texts, bytes | Mapping):
-        raise ValueError(f"texts: got a {type(texts).__name__}, wanted a path, or an iterable of strings, chats or paths.")
-    for number, item in enumerate(texts):
-        if isinstance(item, Path):
-            yield from _read_path(_existing(item), separator)
-        else:
-            yield _document(item, f"texts[{number}]", first=number == 0)
+
+    def __init__(self, texts: Any, separator: str | None = None, text_key: str | None = None):
+        if isinstance(texts, str | Path):
+            texts = [_existing(texts)]
+        elif not isinstance(texts, Iterable) or isinstance(texts, bytes | Mapping):
+            raise ValueError(f"texts: got a {type(texts).__name__}, wanted a path, or an iterable of strings, chats or paths.")
+        if separator == "":
+            raise ValueError("texts: separator: got an empty text, wanted one such as '<|endoftext|>', or None.")
+        self.texts, self.separator, self.text_key, self.read = texts, separator, text_key, 0
+        self.files: list[Path] | None = None
+        self.size: int | None = None
+        self._listed = [_place(item) for item in texts] if isinstance(texts, list | tuple) else None
+        if self._listed:
+            self._measure(self._listed)
+
+    def _measure(self, items: list[Any]) -> None:
+        places = [item for item in items if isinstance(item, _Place)]
+        letters = [len(item) for item in items if isinstance(item, str)]
+        if len(places) + len(letters) == len(items):
+            self.size = sum(letters) + sum(place.bytes() for place in places)
+        if len(places) < len(items):
+            return
+        self.files = [file for place in places for file in place.files]
+        if self.text_key is not None and not any(place.rows for place in places):
+            raise ValueError(
+                f"texts: text_key: {self.text_key!r} has no effect on {places[0].path}, which has no rows; leave it out."
+            )
+
+    def __iter__(self) -> Iterator[Document]:
+        self.read = 0
+        for number, item in enumerate(map(_place, self.texts) if self._listed is None else self._listed):
+            before = self.read
+            if isinstance(item, _Place):
+                for reader in item.read(self.separator, self.text_key):
+                    before = self.read
+                    for document, done in reader:
+                        self.read = before + done
+                        yield document
+                continue
+            if number == 0:
+                refuse_a_files_name(item, "texts[0]", SUFFIXES)
+            yield as_document(item, f"texts[{number}]", self.text_key)
+            self.read = before + (len(item) if isinstance(item, str) else 0)
 
 
-def files(texts: Any) -> list[Path] | None:
-    """Every file that `documents(texts)` would read; None when the texts come from the program."""
-    if isinstance(texts, str | Path):
-        texts = [_existing(texts)]
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(item, Path) for item in texts):
-        return None
-    return [
-        file for item in texts for file in ([item] if item.is_file() else sorted(p for p in item.rglob("*") if p.is_file()))
-    ]
+class Several:
+    """Some Texts, one after another, as one."""
+
+    def __init__(self, parts: list[Texts]):
+        self.parts = parts
+        self.size = None if any(part.size is None for part in parts) else sum(part.size or 0 for part in parts)
+
+    @property
+    def read(self) -> int:
+        return sum(part.read for part in self.parts)
+
+    def __iter__(self) -> Iterator[Document]:
+        return chain.from_iterable(self.parts)
+
+
+def documents(texts: Any, separator: str | None = None, text_key: str | None = None) -> Iterator[Document]:
+    """The documents of `texts`; see Texts."""
+    return iter(Texts(texts, separator, text_key))
+
+
+def _place(item: Any) -> Any:
+    return _Place.at(_existing(item)) if isinstance(item, Path) else item
 
 
 def _existing(path: str | Path) -> Path:
@@ -52,106 +125,3 @@ def _existing(path: str | Path) -> Path:
             f"texts: {said} does not exist, wanted the path of a file or folder; pass a single text as a list of one."
         )
     return Path(path)
-
-
-def _document(item: Any, where: str, first: bool = False) -> Document:
-    """A text or a chat out of one item or row."""
-    if isinstance(item, Mapping):
-        for key in ("text", "messages"):
-            if item.get(key) is not None:
-                return _document(item[key], f"{where}[{key!r}]")
-        raise DataError(f"{where}: has the keys {', '.join(map(repr, item))}, wanted 'text' or 'messages'.")
-    if isinstance(item, str):
-        if first and len(item) < 4096 and Path(item).suffix in SUFFIXES and Path(item).is_file():
-            raise ValueError(
-                f"{where}: got {item!r}, which is the name of a file, wanted a text; write Path({item!r}) to have it read."
-            )
-        return item
-    chat = list(item) if isinstance(item, list | tuple) else None
-    if not chat or not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in chat):
-        raise DataError(
-            f"{where}: got a {type(item).__name__}, wanted a string or a chat [{{'role': ..., 'content': ...}}, ...]."
-        )
-    return [dict(message) for message in chat]
-
-
-def _read_path(path: Path, separator: str | None) -> Iterator[Document]:
-    if path.is_dir():
-        yield from _read_folder(path, separator)
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
-    elif path.suffix == ".txt":
-        yield from _read_txt(path, separator)
-    else:
-        raise ValueError(f"{path}: cannot be read as texts, wanted one of {', '.join(SUFFIXES)} or a folder.")
-
-
-def _read_folder(path: Path, separator: str | None) -> Iterator[Document]:
-    if (path / "dataset_dict.json").exists():
-        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text())["splits"])
-        raise ValueError(f"{path}: holds the splits {splits}, wanted one of them; pass the folder of the split.")
-    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
-        rows = _load("datasets", path).load_from_disk(str(path))
-        for number, row in enumerate(rows):
-            yield _document(row, f"{path}: row {number}")
-        return
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
-    if not found:
-        raise ValueError(f"{path}: holds no texts, wanted {', '.join(SUFFIXES)} files or a saved Hugging Face dataset.")
-    for file in found:
-        yield from _read_path(file, separator)
-
-
-def _read_txt(path: Path, separator: str | None) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            if separator is None:
-                yield file.read()
-                return
-            rest = ""
-            while chunk := file.read(_CHUNK):
-                *whole, rest = (rest + chunk).split(separator)
-                yield from (text.strip("\n") for text in whole)
-            yield rest.strip("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it first.") from error
-
-
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: is not JSON ({error}); every line must be one JSON object.") from error
-            yield _document(row, f"{path}:{number}")
-
-
-def _read_parquet(path: Path) -> Iterator[Document]:
-    parquet = _load("pyarrow.parquet", path)
-    file = parquet.ParquetFile(path)
-    columns = [name for name in ("text", "messages") if name in file.schema_arrow.names]
-    if not columns:
-        raise DataError(f"{path}: has the columns {', '.join(file.schema_arrow.names)}, wanted 'text' or 'messages'.")
-    number = 0
-    for batch in file.iter_batches(columns=columns[:1]):
-        for row in batch.to_pylist():
-            yield _document(row, f"{path}: row {number}")
-            number += 1
-
-
-def _load(module: str, path: Path) -> Any:
-    """Import what only this kind of file needs."""
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ValueError(
-            f"{path}: reading it needs {package}, which is not installed; pip install 'gpubound[hf]', or convert it to jsonl."
-        ) from error

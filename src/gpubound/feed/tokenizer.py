@@ -13,7 +13,8 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, write_whole
-from .text import Document
+from .progress import Progress
+from .text import Several, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -55,7 +56,9 @@ class Tokenizer:
         self.eos = inner.token_to_id(eos_token) if eos_token is not None else None
         if eos_token is not None and self.eos is None:
             raise ValueError(f"tokenizer: the end-of-text token {eos_token!r} is not in its vocabulary; name one that is.")
-        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not self.vocab_size:
+            raise ValueError("tokenizer: its vocabulary is empty, wanted at least one token.")
         said = json.dumps([inner.to_str(), eos_token, chat_template])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -71,6 +74,13 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
+        """(id, our token, theirs) of the first id that both use for different tokens; None where the ids agree."""
+        mine, theirs = (
+            {number: token for token, number in t.inner.get_vocab(with_added_tokens=True).items()} for t in (self, other)
+        )
+        return next(((i, mine[i], theirs[i]) for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]), None)
 
     def encode_chats(self, chats: list[list[dict[str, Any]]]) -> list[tuple[list[int], np.ndarray]]:
         """(ids, mask) of each chat; the mask is 1 on the assistant's tokens, which are to be learnt, and 0 on the prompts."""
@@ -124,6 +134,7 @@ class Tokenizer:
         file = folder / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.exists():
             raise ValueError(f"tokenizer: {file} does not exist, wanted a tokenizer.json or a folder with one.")
+        regular(file)
         try:
             inner = _library().Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
@@ -195,9 +206,9 @@ def adapt(tokenizer: Any) -> Encoder:
     )
 
 
-def train_tokenizer(texts: Iterable[Document], vocab_size: int, progress: bool = False) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens learnt from `texts`: 256 bytes, a few special tokens, and the merges that save
-    most.
+def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens learnt from `texts` (see gpubound.feed.text.Texts): 256 bytes, a few special
+    tokens, and the merges that save most. `progress` shows on stderr how far it is.
 
     >>> tokenizer = train_tokenizer(["low lower lowest"] * 10, vocab_size=270)
     >>> tokenizer.decode(tokenizer.encode("lowest low"))
@@ -217,18 +228,25 @@ def train_tokenizer(texts: Iterable[Document], vocab_size: int, progress: bool =
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress,
+        show_progress=False,  # its bars and ours would write over each other
     )
-    inner.train_from_iterator(_plain(texts), trainer)
+    source = texts if isinstance(texts, Texts | Several) else Texts(texts)
+    with Progress("training a tokenizer", progress, source.size) as report:
+        inner.train_from_iterator(_plain(source, report, vocab_size), trainer)
+        report.say(f"{inner.get_vocab_size():,} tokens, after {report.seconds:.1f} s")
     return Tokenizer(inner, END_OF_TEXT, CHAT)
 
 
-def _plain(texts: Iterable[Document]) -> Iterator[str]:
-    for text in texts:
+def _plain(source: Texts | Several, report: Progress, vocab_size: int) -> Iterator[str]:
+    """Every text as the tokenizer is to learn it, and then the word that it is learning."""
+    number = 0
+    for number, text in enumerate(source, 1):
+        report.show(source.read, f"{number:,} texts")
         if isinstance(text, str):
             yield text
         else:
             yield from (message["content"] for message in text)
+    report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
 
 
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test", "pydoc_data"}
@@ -237,8 +255,8 @@ _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
     """Source files of this Python's standard library, each under its name as a comment: a corpus that every machine has.
 
-    In an order that mixes packages, always the same one: the last documents are held out, and by name they would be tables of
-    character sets. Stops before the file that would exceed `limit_bytes`.
+    In an order that mixes packages, always the same one: by name, the first files would be of few packages. Stops before the
+    file that would exceed `limit_bytes`.
     """
     root, total = Path(sysconfig.get_paths()["stdlib"]), 0
     for path in sorted(root.rglob("*.py"), key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):

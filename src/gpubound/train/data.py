@@ -3,56 +3,106 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import DataError
-from ..feed.corpus import MANIFEST, Corpus, Part
-from ..feed.text import documents
+from ..feed.corpus import CLAIM, MANIFEST, Corpus
+from ..feed.split import split_tail
+from ..feed.text import Several, Texts
 from ..feed.tokenizer import Tokenizer, python_stdlib_texts, train_tokenizer
 from ..trace import notice
 from .recipe import MODELS, STDLIB, Recipe
 
+WANTED = "text files or folders, a built corpus, or 'stdlib'"
+
 
 def check_data(recipe: Recipe) -> None:
+    """Refuse what needs no reading to be seen."""
     for _, own in recipe.stages():
         if not own.data:
-            raise ValueError("data: got nothing, wanted text files or folders, a built corpus, or 'stdlib'.")
+            raise ValueError(f"data: got nothing, wanted {WANTED}.")
         for name in own.data:
             if name != STDLIB and not Path(name).exists():
-                raise ValueError(f"data: {name} does not exist; give text files or folders, a built corpus, or 'stdlib'.")
+                raise ValueError(f"data: {name} does not exist; give {WANTED}.")
+            if len(own.data) > 1 and name != STDLIB and _is_corpus(name):
+                raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
+    if recipe.text_key is not None and all(_has_no_rows(own) for _, own in recipe.stages()):
+        raise ValueError(f"text_key: {recipe.text_key!r} has no effect on {', '.join(recipe.data)}; leave it out.")
+
+
+def _is_corpus(name: str) -> bool:
+    return any((Path(name) / file).exists() for file in (MANIFEST, CLAIM))
+
+
+def _has_no_rows(recipe: Recipe) -> bool:
+    return all(name == STDLIB or _is_corpus(name) for name in recipe.data)
 
 
 def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
-    """A corpus for each phase: opened where `data` is one, else built into the run's folder (once: it is found again)."""
+    """A corpus for each phase: opened where `data` is one, else built into the run's folder (once: it is found again).
+
+    All of them have one tokenizer: that of the corpora that were built before, if there are any.
+    """
     stages = recipe.stages()
-    tokenizer = None
+    opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
+    tokenizer, origin = _tokenizer_of(list(opened.values()), recipe)
+    if tokenizer is None:
+        tokenizer, origin = _tokenizer(recipe, folder / "corpus", progress)
+    _check_model(recipe, tokenizer, origin)
     corpora = []
     for name, own in stages:
-        if len(own.data) == 1 and (Path(own.data[0]) / MANIFEST).exists():
-            corpora.append(Corpus.open(own.data[0]))
-        else:
-            tokenizer = tokenizer or _tokenizer(recipe, folder / "corpus")
-            corpora.append(Corpus.build(_texts(own), tokenizer, folder / "corpus" / name, progress=progress))
-    if len({corpus.fingerprint for corpus in corpora}) > 1:
-        raise DataError(
-            f"data: the phases' corpora were built with different tokenizers "
-            f"({', '.join(corpus.fingerprint for corpus in corpora)}); build them with one."
-        )
+        if name not in opened:
+            built, texts = folder / "corpus" / name, _texts(own)
+            opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
+        corpora.append(opened[name])
     return corpora
 
 
-def _tokenizer(recipe: Recipe, built: Path) -> Tokenizer:
+def _tokenizer_of(corpora: list[Corpus], recipe: Recipe) -> tuple[Tokenizer | None, str]:
+    """The tokenizer that all of these corpora were built with, and where it lies; None if there are no corpora."""
+    if not corpora:
+        return None, ""
+    first, *others = corpora
+    tokenizer = first.tokenizer()
+    for other in others:
+        if other.tokenizer().fingerprint != tokenizer.fingerprint:
+            raise DataError(f"data: {first.path} and {other.path} were built with different tokenizers; build them with one.")
+    if recipe.tokenizer and Tokenizer.load(recipe.tokenizer).fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"tokenizer: {recipe.tokenizer} is not the one that {first.path} was built with; leave --tokenizer out, or build "
+            f"the corpus anew with it."
+        )
+    return tokenizer, str(first.path)
+
+
+def _tokenizer(recipe: Recipe, built: Path, progress: bool) -> tuple[Tokenizer, str]:
     """The one that was named, or the model's own, or the one of an earlier start of this run, or a new one."""
     if recipe.tokenizer:
-        return Tokenizer.load(recipe.tokenizer)
-    if recipe.model not in MODELS and (Path(recipe.model) / "tokenizer.json").exists():
-        return Tokenizer.load(recipe.model)
+        return Tokenizer.load(recipe.tokenizer), recipe.tokenizer
+    if _brings_tokenizer(recipe.model):
+        return Tokenizer.load(recipe.model), recipe.model
     for name, _ in recipe.stages():
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
-            return Tokenizer.load(built / name)
-    every = (document for _, own in recipe.stages() for document in documents(_texts(own)))
-    return train_tokenizer(every, recipe.vocabulary)
+            return Tokenizer.load(built / name), str(built / name)
+    every = [_texts(own) for _, own in recipe.stages()]
+    source = Several([Texts(texts, text_key=_key(own, texts)) for (_, own), texts in zip(recipe.stages(), every)])
+    return train_tokenizer(source, recipe.vocabulary, progress), str(built)
+
+
+def _brings_tokenizer(model: str) -> bool:
+    return model not in MODELS and (Path(model) / "tokenizer.json").exists()
+
+
+def _check_model(recipe: Recipe, tokenizer: Tokenizer, origin: str) -> None:
+    """A model that was trained before knows its own tokenizer's ids: others would be other words to it."""
+    if origin == recipe.model or not _brings_tokenizer(recipe.model):
+        return
+    difference = Tokenizer.load(recipe.model).difference(tokenizer)
+    if difference is not None:
+        number, own, other = difference
+        raise DataError(
+            f"model: {recipe.model} has another tokenizer than {origin}: token {number} is {own!r} in the model's and "
+            f"{other!r} in the other; build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
+        )
 
 
 def _texts(recipe: Recipe) -> list[Any]:
@@ -62,14 +112,12 @@ def _texts(recipe: Recipe) -> list[Any]:
     return texts
 
 
+def _key(recipe: Recipe, texts: list[Any]) -> str | None:
+    """`text_key`, where there may be rows: a run's phases may differ in that."""
+    return None if _has_no_rows(recipe) else recipe.text_key
+
+
 def hold_out(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:
-    """(training, held out): the last documents, or where those are too few, the last tokens of the last one."""
-    if round(corpus.documents * validation) >= 1:
-        return corpus.split(validation)
-    *whole, last = corpus.parts
-    at = max(len(last.tokens) - int(corpus.tokens * validation), 1)
-    before, behind = last.documents[last.documents < at], last.documents[last.documents > at]
-    masks = (None, None) if last.mask is None else (last.mask[:at], last.mask[at:])
-    training = Part(last.tokens[:at], np.append(before, at), masks[0])
-    rest = Part(last.tokens[at:], np.insert(behind - at, 0, 0), masks[1])
-    return tuple(Corpus(p, corpus.vocab_size, corpus.fingerprint, corpus.path) for p in ([*whole, training], [rest]))  # type: ignore[return-value]
+    """(training, held out): documents from all over the corpus, the same ones for every seed of a run, so that the held-out
+    losses of two runs can be compared. Where even one document would be too many, the last tokens."""
+    return corpus.split(validation) if round(corpus.documents * validation) >= 1 else split_tail(corpus, validation)

@@ -36,7 +36,7 @@ def shrunk(config: DecoderConfig) -> DecoderConfig:
 MODELS = OFFERED | {f"{name}-tiny": shrunk(config) for name, config in OFFERED.items() if name != "tiny"}
 
 PHASED = (
-    "data", "data_bytes", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "decay", "final",
+    "data", "data_bytes", "text_key", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "decay", "final",
     "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience", "save_every",
 )  # fmt: skip
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
@@ -59,9 +59,11 @@ class Recipe:
     model: str = "10m"
     """A preset (see --list), a preset's name with -tiny added to try a recipe, or a Hugging Face folder to train further."""
     data: tuple[str, ...] = (STDLIB,)
-    """Text files or folders (txt, jsonl, parquet, HF datasets), a built corpus, or 'stdlib': this Python's own source."""
+    """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; or 'stdlib', this Python's source."""
     data_bytes: int | None = None
     """Read at most this many bytes of 'stdlib'."""
+    text_key: str | None = None
+    """Key of a jsonl row, or column of a table, that holds the text or chat; without it 'text' or 'messages'."""
     tokenizer: str | None = None
     """A tokenizer.json or HF folder; without one the model folder's own, or a byte-level BPE trained on the data."""
     vocabulary: int = 8192
@@ -102,7 +104,7 @@ class Recipe:
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
-    """Fraction of the documents that is held out from training."""
+    """Fraction of the documents that is held out from training: drawn from all of them, the same ones for every seed."""
     evaluate_every: int = 0
     """Steps between two held-out losses; 0: only at the end. The weights with the best one are kept and exported."""
     patience: int = 0

@@ -1,0 +1,165 @@
+"""Files into documents, one kind of file after another. Each reader yields (document, bytes of the file read so far)."""
+
+import json
+import os
+from collections.abc import Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..files import beside, read_json, reading, regular
+from .document import KEYS, Document, as_document
+
+PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex")
+CODE = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift",
+    ".js", ".mjs", ".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".clj", ".ex", ".erl",
+    ".zig", ".nim", ".lean", ".sh", ".sql",
+)  # fmt: skip
+PLAIN = PROSE + CODE
+ROWS = (".jsonl", ".parquet")
+SUFFIXES = PLAIN + ROWS
+KINDS = "plain text (.txt, .md, .py and other source code), .jsonl, .parquet"
+_CHUNK = 1 << 20
+
+Read = Iterator[tuple[Document, int]]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file `path`, or the files of texts in that folder and below, in the order of their paths.
+
+    Names that begin with a dot are passed over: version control, caches, environments. Links to folders are not followed.
+    """
+    if not path.is_dir():
+        return [regular(path)]
+    found = []
+    for folder, inner, names in os.walk(path, onerror=_unreadable):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+    if not found:
+        raise ValueError(f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset.")
+    return sorted(map(regular, found))
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions.") from error
+
+
+def read_file(path: Path, separator: str | None, text_key: str | None) -> Read:
+    """The documents of one file, by its suffix."""
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path}: cannot be read as texts, wanted {KINDS} or a folder; rename the file if it is one of them.")
+    with reading(path):
+        if path.suffix == ".jsonl":
+            yield from read_jsonl(path, text_key)
+        elif path.suffix == ".parquet":
+            yield from read_parquet(path, text_key)
+        else:
+            yield from read_plain(path, separator)
+
+
+def read_plain(path: Path, separator: str | None) -> Read:
+    """A text file as one document, or split at `separator`. What is empty is no document."""
+    try:
+        with open(path, "rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:  # sig: a byte order mark is no text
+            if separator is None:
+                text = file.read()
+                yield from [(text, path.stat().st_size)] if text else []
+                return
+            rest = ""
+            while chunk := file.read(_CHUNK):
+                *whole, rest = (rest + chunk).split(separator)
+                yield from ((text.strip("\n"), raw.tell()) for text in whole if text.strip("\n"))
+            if rest.strip("\n"):
+                yield rest.strip("\n"), raw.tell()
+    except UnicodeDecodeError as error:
+        place = f" at byte {error.start}" if separator is None else ""  # of a chunk, it says nothing
+        raise DataError(f"{path}: is not UTF-8 text ({error.reason}{place}); convert it first.") from error
+
+
+def read_jsonl(path: Path, text_key: str | None) -> Read:
+    done = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            done += len(line)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
+                raise DataError(f"{path}:{number}: is not JSON ({error}); every line must be one JSON object.") from error
+            yield as_document(row, f"{path}:{number}", text_key), done
+
+
+def read_parquet(path: Path, text_key: str | None) -> Read:
+    parquet = _load("pyarrow.parquet", path)
+    try:
+        file = parquet.ParquetFile(path)
+        there = file.schema_arrow.names
+        columns = [name for name in (KEYS if text_key is None else (text_key,)) if name in there]
+        if not columns:
+            wanted = "'text' or 'messages'" if text_key is None else repr(text_key)
+            raise DataError(
+                f"{path}: has the columns {', '.join(there)}, wanted {wanted}; name another with text_key (--text-key)."
+            )
+        number, size = 0, path.stat().st_size
+        for batch in file.iter_batches(columns=columns):
+            for row in batch.to_pylist():
+                yield as_document(row, f"{path}: row {number}", text_key), size * (number + 1) // file.metadata.num_rows
+                number += 1
+    except (_load("pyarrow", path).ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is not a parquet file that pyarrow reads: {_line(error)}; write it anew.") from error
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether the folder is what `datasets.Dataset.save_to_disk` writes."""
+    return (path / "dataset_info.json").exists() and (path / "state.json").exists()
+
+
+def tables_of(path: Path) -> list[Path]:
+    """The files of a saved dataset, which its state.json names."""
+    listing = path / "state.json"
+    listed = read_json(listing).get("_data_files")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise DataError(f"{listing}: _data_files: got {listed!r}, wanted the files of the dataset; save it anew.")
+    return [regular(beside(listing, entry.get("filename"))) for entry in listed]
+
+
+def read_dataset(path: Path, text_key: str | None) -> Read:
+    """A saved Hugging Face dataset, of which the bytes read are an estimate by rows."""
+    read_json(path / "dataset_info.json")
+    size = sum(file.stat().st_size for file in tables_of(path))
+    datasets = _load("datasets", path)
+    try:
+        rows = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever a damaged table makes of pyarrow and datasets
+        raise DataError(f"{path}: is not a dataset that datasets reads: {_line(error)}; save it anew.") from error
+    for number, row in enumerate(rows):
+        yield as_document(row, f"{path}: row {number}", text_key), size * (number + 1) // len(rows)
+
+
+def refuse_splits(path: Path) -> None:
+    """A DatasetDict holds several datasets, and which is meant must be said."""
+    listing = path / "dataset_dict.json"
+    if listing.exists():
+        splits = read_json(listing).get("splits")
+        names = ", ".join(map(str, splits)) if isinstance(splits, list) else "of a DatasetDict"
+        raise ValueError(f"{path}: holds the splits {names}, wanted one of them; pass the folder of the split.")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _load(module: str, path: Path) -> Any:
+    """Import what only this kind of file needs."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{path}: reading it needs {package}, which is not installed; pip install 'gpubound[hf]', or convert it to jsonl."
+        ) from error

@@ -1,0 +1,128 @@
+"""The data of a run: which tokenizer it takes, and what is said where data, tokenizer and model do not belong together."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from gpubound.errors import DataError
+from gpubound.feed import Corpus, Tokenizer, train_tokenizer
+from gpubound.models import PRESETS, Decoder, save_hf
+from gpubound.train.data import check_data, open_data
+
+from .runs import recipe, texts
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Two folders with tokenizers of the same size, whose ids mean other tokens."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    train_tokenizer(texts(), 300).save(folder / "one")
+    train_tokenizer(["nothing like it, " * 40, "whatsoever! " * 30], 300).save(folder / "other")
+    return folder
+
+
+@pytest.fixture
+def built(tokenizers, tmp_path):
+    """A corpus made with the first of them."""
+    Corpus.build(texts(), str(tokenizers / "one"), tmp_path / "built", progress=False)
+    return tmp_path / "built"
+
+
+def opened(data, out, **changes):
+    made = recipe("", out, data=(str(data),), **changes)
+    check_data(made)
+    return open_data(made, out, progress=False)
+
+
+def refused(*arguments, kind=DataError, **changes):
+    with pytest.raises(kind) as error:
+        opened(*arguments, **changes)
+    return str(error.value)
+
+
+@pytest.fixture
+def book(tmp_path):
+    (tmp_path / "book.txt").write_text("\n".join(texts()))
+    return tmp_path / "book.txt"
+
+
+def hf_folder(path, tokenizer):
+    save_hf(Decoder(PRESETS["tiny"]), path)
+    Tokenizer.load(tokenizer).save(path)
+    return path
+
+
+def test_a_tokenizer_named_beside_a_corpus_must_be_its_own(built, tokenizers, tmp_path):
+    assert opened(built, tmp_path / "run", tokenizer=str(tokenizers / "one"))[0].tokens > 0
+    assert refused(built, tmp_path / "run", tokenizer=str(tokenizers / "other")) == (
+        f"tokenizer: {tokenizers / 'other'} is not the one that {built} was built with; leave --tokenizer out, or build the "
+        "corpus anew with it."
+    )
+    assert refused(built, tmp_path / "run", tokenizer="/nope", kind=ValueError) == (
+        "tokenizer: /nope does not exist, wanted a tokenizer.json or a folder with one."
+    )
+
+
+def test_a_model_must_know_the_ids_of_its_data(built, tokenizers, book, tmp_path):
+    own, other = (hf_folder(tmp_path / name, tokenizers / name) for name in ("one", "other"))
+    assert opened(built, tmp_path / "run", model=str(own))[0].tokens > 0
+    assert opened(book, tmp_path / "run", model=str(other))[0].fingerprint == Tokenizer.load(other).fingerprint
+    sentence = refused(built, tmp_path / "run", model=str(other))
+    assert sentence.startswith(f"model: {other} has another tokenizer than {built}: token 2") and sentence.endswith(
+        f" in the other; build the corpus with the model's own tokenizer (--tokenizer {other})."
+    )
+    named = refused(book, tmp_path / "new", model=str(other), tokenizer=str(tokenizers / "one"))
+    assert named.startswith(f"model: {other} has another tokenizer than {tokenizers / 'one'}: token 2")
+    assert not (tmp_path / "new").exists(), "nothing is built for it"
+
+
+def test_more_tokens_than_the_models_own_are_no_other_tokenizer(tokenizers):
+    one = Tokenizer.load(tokenizers / "one")
+    more = Tokenizer.load(tokenizers / "one")
+    more.inner.add_special_tokens(["<|image|>"])
+    assert one.difference(more) is None is more.difference(one)
+    number, mine, theirs = one.difference(Tokenizer.load(tokenizers / "other"))
+    assert one.inner.id_to_token(number) == mine != theirs
+
+
+def test_a_swapped_tokenizer_is_refused(built, tokenizers, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizers / "other" / name, built / name)
+    assert refused(built, tmp_path / "run").startswith(f"{built}: its tokenizer.json is not the tokenizer that its tokens were")
+
+
+def test_phases_share_the_tokenizer_of_a_built_corpus(built, book, tokenizers, tmp_path):
+    phases = ({"name": "a", "data": (str(book),)}, {"name": "b", "data": (str(built),)})
+    texts_first, corpus = opened(book, tmp_path / "run", phases=phases)
+    assert texts_first.fingerprint == corpus.fingerprint == Tokenizer.load(built).fingerprint
+    strange = Corpus.build(texts(), str(tokenizers / "other"), tmp_path / "strange", progress=False).path
+    phases = ({"name": "a", "data": (str(strange),)}, {"name": "b", "data": (str(built),)})
+    assert refused(book, tmp_path / "run", phases=phases) == (
+        f"data: {strange} and {built} were built with different tokenizers; build them with one."
+    )
+
+
+def test_the_key_of_the_text(tmp_path, built, book):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": text, "text": "x"}) + "\n" for text in texts()))
+    (corpus,) = opened(rows, tmp_path / "run", text_key="body", vocabulary=300)
+    assert corpus.tokenizer().decode(corpus.document(3)[:-1]) == texts()[3]
+    for data in (built, "stdlib"):
+        assert refused(data, tmp_path / "no", text_key="body", kind=ValueError) == (
+            f"text_key: 'body' has no effect on {data}; leave it out."
+        )
+    assert refused(book, tmp_path / "no", text_key="body", kind=ValueError).endswith("which has no rows; leave it out.")
+    phases = ({"name": "a", "data": (str(rows),)}, {"name": "b", "data": (str(built),)})
+    assert len(opened(rows, tmp_path / "two", text_key="body", phases=phases)) == 2
+
+
+def test_what_is_no_data(tmp_path, built):
+    made = recipe("", tmp_path, data=(str(built), "stdlib"))
+    with pytest.raises(ValueError, match=f"^data: {built} is a built corpus, got 1 more beside it; give it alone"):
+        check_data(made)
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert (
+        refused(tmp_path / "pipe.txt", tmp_path / "run") == f"{tmp_path / 'pipe.txt'}: is a named pipe, wanted a regular file."
+    )
