@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubound import measure, trace
-from gpubound.errors import MeasureError
+from gpubound.errors import DeviceError, MeasureError
 from gpubound.measure import Machine, Prepared, Timing, arithmetic, ceiling, limits, timing
 
 
@@ -190,6 +190,15 @@ def test_bad_input(call, sentence):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == sentence
+
+
+def test_the_name_of_a_gpu_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for device in ("cuda", "cuda:3", torch.device("cuda", 0)):
+        with pytest.raises(DeviceError, match="needs a GPU: CUDA_VISIBLE_DEVICES='' hides every GPU"):
+            measure.time(lambda: None, device=device)
+    with pytest.raises(ValueError, match=r"^device: got 'gpu', wanted cpu, cuda or cuda:<index>"):
+        measure.compare({"a": lambda: None, "b": lambda: None}, device="gpu")
 
 
 # --- ceilings ---

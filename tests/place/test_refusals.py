@@ -142,7 +142,7 @@ def test_refuses_whole_models_by_name():
         "place: this model is placed already; call undo() on its placement first. "
         "(model.to(device) moves a placed model: its fused weights follow.)"
     )
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):  # torch 2.13, 2.14
         script = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     assert refusal(script) == ("place: model is a ScriptModule, whose code is frozen; place the nn.Module it was made from.")
     assert refusal(tiny(), device="gpu").startswith("device: got 'gpu', wanted one of auto")

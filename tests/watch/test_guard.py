@@ -146,7 +146,7 @@ def test_a_backward_without_a_user_frame_names_the_forward_line(sim):
 
 def test_other_threads_go_on(sim):
     x, values = torch.ones(3, device=sim), []
-    thread = threading.Thread(target=lambda: values.append(x.sum().item()))
+    thread = threading.Thread(target=lambda: (torch.simgpu.synchronize(), values.append(x.sum().item())))
     with no_stall():
         thread.start()
         thread.join()

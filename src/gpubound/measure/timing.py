@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..device import resolve
 from ..errors import MeasureError
 
 GRAPH_CALLS = 20  # calls in one graph: the device's own cost of starting a graph, 1-2 µs, then adds 1/20 of that to each
@@ -212,7 +213,12 @@ def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool
 def place_of(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(device)
+    if str(device).partition(":")[0] == "cuda":
+        return resolve(device)  # a name is no GPU
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, wanted cpu, cuda or cuda:<index>.") from error
 
 
 def check_counts(caller: str, **counts: tuple[int, int]) -> None:
