@@ -187,6 +187,37 @@ def test_a_cpu_tensor_on_the_reference_is_no_fallback(monkeypatch):
     assert not choose._verdicts and not trace.fallbacks
 
 
+def sum_of_norm(x):
+    return kernels.rms_norm(x).square().sum()
+
+
+TRANSFORMED = {
+    "vmap": lambda f, x: torch.func.vmap(kernels.rms_norm)(x),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "gradients of each row": lambda f, x: torch.func.vmap(torch.func.grad(f))(x),
+    "forward AD": lambda f, x: forward_derivative(f, x),
+}
+
+
+def forward_derivative(f, x):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, when jvp is first used
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_a_transform_that_sees_into_no_kernel_takes_the_reference(transform, x, monkeypatch):
+    """And says so. torch's own error would name its C++."""
+    got = transform(sum_of_norm, x)
+    ((what, why),) = trace.fallbacks
+    assert what == "rms_norm" and why == "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
+    with trace.strict(), pytest.raises(FallbackError, match=r"^rms_norm: would fall back"):
+        transform(sum_of_norm, x)
+    monkeypatch.setattr(kernels, "rms_norm", reference.rms_norm)
+    same("result", got, transform(sum_of_norm, x), 1e-6)
+
+
 def test_without_triton_a_gpu_tensor_falls_back(monkeypatch):
     monkeypatch.setattr(choose, "has_triton", lambda: False)
     assert choose._source("rms_norm", torch.device("cuda", 0), FP32, None) == "reference"

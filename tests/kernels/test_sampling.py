@@ -206,7 +206,7 @@ def compile_all() -> None:
     from . import aot
 
     triton.runtime.jit.JITFunction.run = aot.compile_instead
-    for words, whole in ((50257, True), (128256, False), (40, True)):
+    for words, whole in ((50257, True), (128256, False)):
         settings = settings_of(2, "cpu", marks(2, words, "cpu") if whole else None)
         out = outputs(2, "cpu", words if whole else None)
         best, arg = torch.zeros(2, 600), torch.zeros(2, 600, dtype=INT)
@@ -219,7 +219,7 @@ def compile_all() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_both_compile():
     printed = apart("from tests.kernels.test_sampling import compile_all; compile_all()")
-    assert printed.split() == ["_sample_kernel", "_pick_kernel"] * 3
+    assert printed.split() == ["_sample_kernel", "_pick_kernel"] * 2
 
 
 @pytest.mark.gpu

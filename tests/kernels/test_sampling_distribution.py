@@ -100,10 +100,10 @@ THRESHOLDS = [
 ]  # fmt: skip
 
 
-def threshold_settings(device, **given) -> Settings:
-    """A row for each of THRESHOLDS."""
+def threshold_settings(device, thresholds=THRESHOLDS, **given) -> Settings:
+    """A row for each of them."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return settings_of(len(THRESHOLDS), device, **{n: [t.get(n, off[n]) for t in THRESHOLDS] for n in off}, **given)
+    return settings_of(len(thresholds), device, **{n: [t.get(n, off[n]) for t in thresholds] for n in off}, **given)
 
 
 def hf_chain(logits: Tensor, ids: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> Tensor:
@@ -163,14 +163,19 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_search_finds_the_threshold(shape, device):
-    """The kernel keeps exactly the reference's tokens; 300 words in tiles of 128, some of them masked."""
+    """The kernel keeps exactly the reference's tokens; 300 words in tiles of 128, some of them masked.
+
+    A row takes the interpreter 0.2 s: two shapes have every threshold, the others a third of them by turns.
+    """
     scale, step, temperature = SHAPES[shape]
-    count = len(THRESHOLDS)
+    turn = list(SHAPES).index(shape)
+    thresholds = THRESHOLDS if turn < 2 else THRESHOLDS[turn % 3 :: 3]
+    count = len(thresholds)
     logits = scale * draw(device, torch.float32, count, 300)
     if step is not None:
         logits = logits.div(step).round() * step
     logits[:, 5::7] = -INF
-    settings = threshold_settings(device, temperature=temperature)
+    settings = threshold_settings(device, thresholds, temperature=temperature)
     scaled, _ = reference._scaled(logits, settings)
     floor, depth = torch.zeros(count, device=device), torch.zeros(count, device=device, dtype=torch.int32)
     values, quads = torch.empty(count, 384, device=device), torch.zeros(count, 96, device=device, dtype=torch.int32)
@@ -181,7 +186,7 @@ def test_the_search_finds_the_threshold(shape, device):
     want = (scaled >= reference._floor(scaled, settings)[:, None]) & (scaled >= -27)
     got = scaled >= floor[:, None]
     different = (got != want).any(1).tolist()
-    assert not any(different), [THRESHOLDS[b] for b in range(count) if different[b]]
+    assert not any(different), [thresholds[b] for b in range(count) if different[b]]
     assert depth.min() >= 1 and depth.max() <= 3
 
 
@@ -238,7 +243,7 @@ def test_frequencies_of_the_reference(name, vary):
 @pytest.mark.parametrize("name", ["plain", "min-p", "all"])
 def test_frequencies_of_the_kernel(name, device):
     """Few draws where each takes the interpreter 20 to 100 ms; beside the reference's, they are the very same tokens."""
-    draws = 200_000 if device.type == "cuda" else {"plain": 120, "min-p": 100, "all": 40}[name]
+    draws = 200_000 if device.type == "cuda" else {"plain": 60, "min-p": 40, "all": 20}[name]
     logits = 1.2 * draw("cpu", torch.float32, 12)
     drawn = drawn_by(fast, logits, draws, device, "position", **FREQUENCIES[name])
     assert p_value(drawn, chances(logits, **FREQUENCIES[name])) > 1e-3

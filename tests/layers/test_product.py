@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers, trace
 from gpubound.errors import FallbackError
+from gpubound.layers.embedding import look_up
+from gpubound.layers.product import fused_linear, linear
 
 ROWS = (6, 4, 4)
 
@@ -289,3 +291,20 @@ def test_16_bit_main_grad_on_the_gpu():
     stacked.product(x, modules).sum().backward()
     for p, g in zip(modules.parameters(), want):
         torch.testing.assert_close(p.main_grad, g, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_func_takes_plain_products():
+    """Gradients of each row, of weights whose own gradients go to main_grad: it sees into no Function of ours."""
+    weights = [nn.Parameter(torch.randn(3, 5, generator=torch.Generator().manual_seed(i))) for i in range(2)]
+    table = nn.Embedding(7, 5)
+    for weight in (*weights, table.weight):
+        weight.main_grad = torch.zeros_like(weight)
+    ids, want = torch.tensor([[1, 2], [3, 3]]), torch.cat([w.detach() for w in weights]).sum(0)
+
+    def loss(x, ids):
+        y = fused_linear(x + look_up(table, ids), weights).sum()
+        return y + linear(x, weights[0]).sum() * 0
+
+    got = torch.func.vmap(torch.func.grad(loss))(torch.randn(2, 2, 5), ids)
+    torch.testing.assert_close(got, want.expand(2, 2, 5))
+    assert not any(weight.main_grad.any() for weight in (*weights, table.weight))

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 
 import torch
+from torch.autograd import forward_ad
 
 from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
@@ -24,10 +25,17 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def implementation(op: str, x: torch.Tensor, unable: str | None = None) -> Callable:
     """The function that computes `op` ('file' or 'file.function') where `x` lies; `unable` says why no kernel can."""
+    if not torch.compiler.is_compiling() and transformed():
+        unable = "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
     function = load(_source(op, x.device, x.dtype, unable) if x.numel() else "reference", op)
     if x.is_cuda and not torch.compiler.is_compiling() and x.device.index != torch.cuda.current_device():
         return _on(x.device, function)
     return function
+
+
+def transformed() -> bool:
+    """Whether this call is inside torch.func's vmap, grad or jvp, or a level of forward-mode AD: none sees into a kernel."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _on(device: torch.device, function: Callable) -> Callable:

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import deliver_rows
+from ..kernels.choose import transformed
 from .product import hooked
 
 
 def look_up(table: Any, ids: Tensor) -> Tensor:
     """table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
-    if not (torch.is_grad_enabled() and plain(table)) or torch.compiler.is_compiling():
+    if not (torch.is_grad_enabled() and plain(table)) or torch.compiler.is_compiling() or transformed():
         return table(ids)
     weight = table._parameters["weight"]
     main = getattr(weight, "main_grad", None)

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import rms_norm, swiglu, swiglu_backward
 from ..kernels.accumulate import weight_gradient
+from ..kernels.choose import transformed
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
 KEEP_ALL = float("inf")
@@ -55,6 +57,8 @@ def origin(y: Tensor) -> Normed | None:
 
 def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:
     """(silu(gate) · up) weightᵀ of a packed [gate | up], keeping neither the activation nor its result."""
+    if transformed():  # torch.func sees through plain products alone
+        return F.linear(swiglu(gate_up), weight)
     return _GatedDown.apply(gate_up, weight.detach(), weight)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphError
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
+from ..kernels.choose import transformed
 from ..trace import fallback
 from . import fp8, lean
 
@@ -35,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     A weight with a main_grad gets its gradient there (kernels/accumulate.py); otherwise this is F.linear.
     """
-    if getattr(weight, "main_grad", None) is None:
+    if getattr(weight, "main_grad", None) is None or transformed():
         return F.linear(x, weight, bias)
     return _multiply(x, weight.detach(), None if bias is None else bias.detach(), [weight], [] if bias is None else [bias])
 
@@ -47,6 +48,9 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
     go to the weights themselves.
     """
     _check(x, weights, biases)
+    if transformed():  # torch.func sees through plain products alone
+        each = biases if biases is not None else [None] * len(weights)
+        return torch.cat([F.linear(x, w, b) for w, b in zip(weights, each)], -1)
     whole = join_rows([w.detach() for w in weights])
     whole_bias = None if biases is None else join_rows([b.detach() for b in biases])
     if whole is None or (biases is not None and whole_bias is None):
