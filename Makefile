@@ -22,11 +22,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(VENV)/bin/gpubound demo $(ARGS)
 
-# tests/watch has a process of its own: autograd makes its device threads at the first backward, for the devices that torch knows
-# by then, so the pretend one must have been registered before any other test ran backward.
 test: $(VENV)/.installed
-	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu" --ignore=tests/watch $(ARGS)
-	$(PY) -m pytest -m "not gpu" tests/watch
+	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 # The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
 test-hard: $(VENV)/.installed

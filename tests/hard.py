@@ -49,14 +49,11 @@ def run(cell: Cell, seed: int, options: list[str]) -> bool:
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cell.busy)]
     begun = time.monotonic()
     try:
-        codes = [
-            subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=ignore_interrupts).returncode
-            for command in commands(seed, options)
-        ]
+        done = subprocess.run(command(seed, options), cwd=ROOT, env=environment, preexec_fn=ignore_interrupts)
     finally:
         for process in beside:
             process.kill()
-    passed = not any(codes)
+    passed = done.returncode == 0
     print(f"{'passed' if passed else 'FAILED'}  {cell.name} (seed {seed}) in {time.monotonic() - begun:.0f} s", flush=True)
     return passed
 
@@ -66,15 +63,15 @@ def conditions(cell: Cell) -> str:
     return f"ATEN_CPU_CAPABILITY={capability}, OMP_NUM_THREADS={cell.threads}, {cell.busy} busy processes beside it"
 
 
-def commands(seed: int, options: list[str]) -> list[list[str]]:
+def command(seed: int, options: list[str]) -> list[str]:
     """pytest over the files in this seed's order; what the options name replaces the whole suite."""
     named = [option for option in options if (ROOT / option.split("::")[0]).exists()]
     rest = [option for option in options if option not in named]
     files = named if named else sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
     random.Random(seed).shuffle(files)
-    pytest = [sys.executable, "-m", "pytest", "-m", "not gpu", "-n", "2", "--dist", "loadfile", *rest]
-    watch = [file for file in files if file.startswith("tests/watch")]  # in a process of its own, as `make test` says
-    return [[*pytest, *part] for part in ([file for file in files if file not in watch], watch) if part]
+    # Without the last option xdist would put the files with the most tests first, whatever their order here.
+    dealt = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    return [sys.executable, "-m", "pytest", "-m", "not gpu", *dealt, *rest, *files]
 
 
 def ignore_interrupts() -> None:

@@ -21,11 +21,11 @@ def test_a_plugin_that_warns_does_not_end_the_suite(tmp_path):
 
 def test_every_cell_of_the_hard_suite_runs_every_file():
     """`make test-hard` deals out the files; none may be left behind, whatever the seed."""
-    from tests.hard import CELLS, commands
+    from tests.hard import CELLS, command
 
     there = sorted(str(path.relative_to(TESTS.parent)) for path in TESTS.rglob("test_*.py"))
     for seed in range(3):
-        assert sorted(word for command in commands(seed, []) for word in command if word.endswith(".py")) == there
+        assert sorted(word for word in command(seed, []) if word.endswith(".py")) == there
     assert {cell.capability for cell in CELLS} == {"default", "avx2", None} and {cell.threads for cell in CELLS} == {1, 2, 4}
     assert any(cell.busy for cell in CELLS)
 
