@@ -84,6 +84,12 @@ def test_what_was_trained_with_may_not_change(book, tmp_path, changes, more, sai
     assert str(error.value) == (f"resume: the recipe has changed: {said}. Give the old values, or begin anew in another --out.")
 
 
+def test_it_may_end_where_it_was_stopped(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=8), until=5)
+    run, records = train(recipe(corpus, tmp_path, steps=5), resume=True)
+    assert run.finished and run.done == 5 and records == []
+
+
 def test_a_phase_that_is_over_keeps_its_steps(book, tmp_path):
     train(recipe("", tmp_path, **phases(book)), until=5)
     with pytest.raises(ValueError, match=r"the recipe has changed: phase a: steps was 3, is 4\."):

@@ -1,5 +1,7 @@
 """What a run refuses before it begins, in its own words."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from gpubound.errors import DataError, DeviceError
 from gpubound.train.fit import largest_micro_batch
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
+from gpubound.train.stage import Stage
 
 from .runs import recipe, train
 
@@ -95,6 +98,14 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
         "give more text, a larger --validation or a shorter --seq."
     )
     assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_as_few_rows_as_a_micro_batch_has():
+    """129 tokens are 4 rows of 32 with their next tokens, 128 are 3."""
+    held_out, own = SimpleNamespace(tokens=33, masked=False), Recipe(seq=32, micro_batch=4)
+    Stage("", own, SimpleNamespace(tokens=129, masked=False), held_out).check()
+    with pytest.raises(DataError, match=r"^data: the training documents have 128 tokens, 3 rows of seq 32, wanted at least "):
+        Stage("", own, SimpleNamespace(tokens=128, masked=False), held_out).check()
 
 
 def test_auto_batch_needs_a_gpu(corpus, tmp_path):
