@@ -246,6 +246,9 @@ def test_phases_follow_each_other(two_phases, tmp_path):
     second, after = train(recipe("", tmp_path / "halved", **two_phases), resume=True)
     assert losses(after) == {step: loss for step, loss in losses(records).items() if step > 8}
     assert_same(second, whole)
+    assert whole.evaluations.keys() == {6, 11}
+    whole.evaluations[6] = 0.0
+    assert whole.best == 11, "the best of the last phase, whatever an earlier one had on other data"
     labels = whole.feed.take()["labels"]
     learnt = whole.tokenizer.decode(labels[labels != -100].tolist())
     assert "it is" in learnt and "what is" not in learnt
@@ -406,6 +409,10 @@ def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkey
 def test_a_run_that_only_skips_steps_ends(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("gpubound.train.run.HOPELESS", 5)
     run = prepare(recipe(corpus, tmp_path, steps=40, lr=1e20, warmup=0.0), progress=False)
+    heard = run._heard(lambda record: None)
+    for _ in range(9):
+        heard({"skipped": 3})
+    assert not run.diverged, "three steps were skipped long ago"
     records = []
     run.go(records.append)
     assert run.diverged and not run.finished and 6 <= len(records) <= 12

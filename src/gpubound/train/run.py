@@ -186,7 +186,7 @@ class Run:
         best = self.best or self.done
         with self.average.applied() if self.average else nullcontext():
             kept = None
-            if self.evaluations.get(self.done) != self.evaluations.get(best):
+            if best != self.done:
                 kept = {name: t.clone() for name, t in self.model.state_dict().items()}
                 tensors = self.checkpoints.at(best).tensors()
                 self.model.load_state_dict(_part(tensors, "model."))
