@@ -26,7 +26,7 @@ def step(careless: bool = False) -> None:
         best = min(best, loss.item())
 
 
-step()  # warm up: first allocations are not the question
+step()  # warm up: first allocations do not count
 
 with watch() as ledger:
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph that checks itself. On a CPU the same checks stand around eager calls."""
+"""A whole training step as one CUDA graph that checks itself. On a CPU the same checks surround eager calls."""
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ def main() -> None:
         if number % 100 == 99:
             print(f"step {number + 1}: loss {loss.item():.4f}")  # the one read, once in a hundred steps
             rate.mul_(0.5)
-    model[0].weight.data = model[0].weight.data.clone()  # what resharding, .to() or a careless line does
+    model[0].weight.data = model[0].weight.data.clone()  # resharding, .to() or a careless line does this
     try:
         captured(*batch())
     except gb.GraphError as error:

@@ -1,6 +1,6 @@
 """A loop whose batches are on the device before it asks for them: first ten cached batches, then tokens cut from a corpus.
 
-python examples/feed_a_loop.py        (on a CPU: a few seconds)
+python examples/feed_a_loop.py        (a few seconds on a CPU)
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from gpubound.feed import Corpus, feed, python_stdlib_texts, train_tokenizer
 
 
 def cached_batches() -> None:
-    """Before: `for batch in batches: batch = {k: v.clone().to(device) for ...}`. After: one line, and no copy in the step."""
+    """Replaces `for batch in batches: batch = {k: v.clone().to(device) for ...}`: one line, and no copy in the step."""
     batches = [{"x": torch.randn(16, 32), "y": torch.randn(16, 1)} for _ in range(10)]
     served = feed(batches, shuffle=True)
     model = torch.nn.Linear(32, 1).to(served.device)
@@ -27,7 +27,7 @@ def cached_batches() -> None:
 
 
 def corpus(folder: str) -> None:
-    """Text, tokenised once; then every batch is cut on the device, and a saved position is an epoch and a step."""
+    """Tokenise text once; then every batch is cut on the device, and a saved position is an epoch and a step."""
     texts = list(python_stdlib_texts(1_000_000))
     tokens = Corpus.build(texts, train_tokenizer(texts, vocab_size=512), folder, progress=False)
     served = tokens.batches(seq=64, micro_batch=8)

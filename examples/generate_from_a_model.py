@@ -1,6 +1,6 @@
-"""Sample from a model while it is trained: the decoder reads the live weights, so every step is in its next token.
+"""Sample from a model while it is trained. The decoder reads the live weights, so the next token knows the last step.
 
-python examples/generate_from_a_model.py      (a small model of bytes: seconds on a CPU, or on a GPU where there is one)
+python examples/generate_from_a_model.py      (a small model of bytes: seconds on a CPU, or on a GPU if there is one)
 """
 
 import torch
@@ -11,7 +11,7 @@ TEXT = b"a decoder reads the weights where they lie, so what was learned a momen
 
 
 class Bytes:
-    """All that a decoder wants of a tokenizer."""
+    """All that a decoder needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -34,7 +34,7 @@ def main() -> None:
         model.loss(batch, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 40 == 0:  # no second copy of the weights, nothing to tell the decoder
+        if step % 40 == 0:  # there is no second copy of the weights, so nothing has to be updated
             print(f"step {step}: {fast.generate('a decoder', max_new_tokens=60).texts[0]!r}")
 
     for _, piece in fast.stream("so what", max_new_tokens=120, temperature=0.5, top_p=0.9, seed=1, stop="."):

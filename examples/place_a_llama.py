@@ -1,6 +1,6 @@
-"""Put a Hugging Face Llama on the device through verified kernels, train it for a few steps, and read the record.
+"""Place a Hugging Face Llama: move it to the device, swap in verified kernels, train a few steps, and read the record.
 
-python examples/place_a_llama.py        (a small random model: runs on a CPU in seconds, and on a GPU where there is one)
+python examples/place_a_llama.py        (a small random model: seconds on a CPU, or on a GPU if there is one)
 """
 
 import torch
@@ -27,7 +27,7 @@ print(placement)
 text = torch.tensor([list(b"a model is placed once, then trained as ever: " * 4)], device=placement.device)
 model.train()
 for step in range(60):
-    loss = model(input_ids=text, labels=text).loss  # the logits are never whole in memory
+    loss = model(input_ids=text, labels=text).loss  # all logits at once are never in memory
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

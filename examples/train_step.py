@@ -1,4 +1,7 @@
-"""A small decoder learns to write this file: place, feed, TrainStep. Runs anywhere; on a GPU each step is one graph launch."""
+"""A small decoder learns to write this file: place, feed, TrainStep. It runs anywhere; on a GPU a step runs as CUDA graphs.
+
+python examples/train_step.py
+"""
 
 from pathlib import Path
 
@@ -34,7 +37,7 @@ def main() -> None:
     previous = None
     for number in range(STEPS):
         result = step(data)
-        if previous is not None and number % 30 == 1:  # one step late: the device already has the next one to do
+        if previous is not None and number % 30 == 1:  # one step late: the device has the next one to do already
             values = previous.read()
             print(f"step {values.updates:3}  loss {values.loss:.3f}  grad norm {values.grad_norm:.2f}  lr {values.lr:.4f}")
         previous = result
