@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpubound.cli import guarded
 
-from .bars import THEMES, described, panels, picture
+from .bars import THEMES, TRAINER, described, panels, picture
 from .gates import figure
 from .results import FOLDER, Line, newest, read
 from .tables import page
@@ -79,8 +79,9 @@ def shown(lines: Sequence[Line]) -> str:
 
 
 def trainer(lines: Sequence[Line]) -> str:
-    """What one line in a Hugging Face Trainer script brought, if `gpubound bench trainer` has measured it."""
-    found = [line for line in one_gpu(lines) if line.bench == "trainer" and line.unit == "tok/s" and line.case == "350m"]
+    """What one line in a Hugging Face Trainer script brought, once `gpubound bench trainer` has measured it."""
+    wanted = ("trainer", TRAINER, "trainer", "tok/s")
+    found = [line for line in one_gpu(lines) if (line.bench, line.case, line.peer_name, line.unit) == wanted]
     return "".join(
         f"On one {line.gpu} (350M parameters, bf16 autocast) it brought {figure(line.peer, line.unit)} → "
         f"{figure(line.ours, line.unit)},\n{line.ratio:.2f} x, with no other change: `{line.command}`, {line.date[:10]}.\n"

@@ -10,7 +10,7 @@ NAMES = {
     "liger": "Liger",
     "liger-autocast": "Liger, bf16 autocast",
     "hf": "Hugging Face",
-    "hf-trainer": "Hugging Face Trainer as it is",
+    "trainer": "Hugging Face Trainer as it is",
     "compile": "torch.compile",
     "graph": "Hugging Face in a CUDA graph",
     "frames-usual": "the usual loop",

@@ -255,7 +255,7 @@ def test_figures_write_the_page_the_pictures_and_only_the_marked_parts_of_readme
 
 
 def test_what_one_line_in_a_trainer_script_brought_is_told_once_it_is_measured():
-    line = replace(TRAIN, bench="trainer", peer_name="hf-trainer", ours=148_700, peer=91_800, ratio=1.62)
+    line = replace(TRAIN, bench="trainer", case=bars.TRAINER, peer_name="trainer", ours=148_700, peer=91_800, ratio=1.62)
     assert figures.trainer([TRAIN]) == ""
     assert "91,800 tok/s → 148,700 tok/s" in figures.trainer([TRAIN, line])
 
