@@ -107,6 +107,12 @@ def test_several_tokens_of_a_row_are_those_tokens_one_by_one_to_the_bit(device, 
             assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
 
 
+def test_several_tokens_of_a_single_row(device):
+    """Which of them the cache has, and whether it has the first, were once read and written in one place."""
+    (out, *_), (alone, *_) = several(Case(device, torch.float32, [62]), 3, "reference")
+    assert torch.equal(out, alone)
+
+
 def test_what_is_wrong_with_a_later_token_stays_there(device):
     """A NaN among the values of each row's second token, and tokens beyond the cache: the first is as it was."""
     for positions in ([5, 62], [149, 148]):

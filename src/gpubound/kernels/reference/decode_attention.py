@@ -37,7 +37,8 @@ def quantized_decode_attention(
 def _attend_all(qkv, position, caches, cos, sin, q_norm, k_norm, eps, scale, window, out, pages) -> None:
     tokens = position.numel() // len(position)
     known = (position >= 0) & (position < len(cos))  # a place that the cache has
-    known &= known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))  # and so has its row's first token
+    first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))
+    known = known & first  # a place that the cache has, and so has its row's first token
     at = torch.where(known, position, 0).long()
     for t in range(tokens):
         mine = slice(t, None, tokens)
