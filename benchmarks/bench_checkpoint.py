@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gpubound import measure
-from gpubound.cli import arguments, guarded
+from gpubound.cli import guarded
+from gpubound.cli.options import arguments
 from gpubound.device import resolve
 from gpubound.feed.where import readable
 from gpubound.models import PRESETS, Decoder

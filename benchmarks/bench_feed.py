@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gpubound import measure
-from gpubound.cli import arguments, guarded
+from gpubound.cli import guarded
+from gpubound.cli.options import arguments
 from gpubound.device import resolve
 from gpubound.feed import Corpus, feed
 from gpubound.feed.shards import write_shard

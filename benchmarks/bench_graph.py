@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gpubound import measure
-from gpubound.cli import arguments, guarded
+from gpubound.cli import guarded
+from gpubound.cli.options import arguments
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from gpubound import measure
-from gpubound.cli import arguments, guarded
+from gpubound.cli import guarded
+from gpubound.cli.options import arguments
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
 from gpubound.trace import strict
