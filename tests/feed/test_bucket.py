@@ -76,3 +76,14 @@ def test_sentences(options, sentence):
     with pytest.raises(ValueError) as error:
         padded({"x": torch.ones(2, 5)}, **options)
     assert str(error.value) == sentence
+
+
+def test_a_batch_with_more_rows_than_said_is_refused():
+    """A graph that was captured for three rows would not see the other two."""
+    batches = [{"x": torch.ones(5, 2)}]
+    with pytest.raises(ValueError) as error:
+        list(feed(batches, device="cpu", rows=3, pad={"x": 0}))
+    assert str(error.value) == ("feed: rows: batch['x'] has 5 rows, wanted at most 3; raise rows= or make smaller batches.")
+    assert [b["x"].shape for b in feed([{"x": torch.ones(n, 2)} for n in (3, 1)], device="cpu", rows=3, pad={"x": 0})] == [
+        (3, 2)
+    ] * 2

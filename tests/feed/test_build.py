@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -169,6 +171,43 @@ def test_an_interrupted_build_is_not_finished_with_other_texts_or_settings(tmp_p
         f"{tmp_path}: holds a corpus with shard_tokens 300, wanted 200; build to another path, or delete that one."
     )
     assert contents(tmp_path) == before and before
+
+
+def test_two_builds_of_one_corpus_at_once(corpus, tmp_path, said):
+    """The second waits for the first, and takes what it has built."""
+    path, begun, go_on = tmp_path / "c", threading.Event(), threading.Event()
+
+    def slowly():
+        yield from TEXTS[:30]
+        begun.set()
+        assert go_on.wait(60)
+        yield from TEXTS[30:]
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(build, path, slowly())
+        assert begun.wait(60)
+        second = pool.submit(build, path, list(TEXTS))
+        heard = ""
+        while "waiting until it has ended" not in heard and not second.done():
+            heard += said()
+        assert f"another process is building {path}; waiting until it has ended." in heard and not first.done()
+        go_on.set()
+        assert first.result().identity() == second.result().identity() == corpus.identity()
+    assert "holds this corpus already" in said() and contents(path) == contents(corpus.path)
+
+
+def test_killed_while_it_claimed_the_folder(corpus, tmp_path):
+    path = tmp_path / "killed"
+    path.mkdir()
+    (path / f"{CLAIM}.123.partial").write_text("{")
+    assert build(path).identity() == corpus.identity()
+
+
+def test_a_shard_that_is_gone_from_an_interrupted_build(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "BATCH_TEXTS", 1)
+    interrupted(tmp_path)
+    (tmp_path / "shard-00000.gbt").unlink()
+    assert "holds shard-00001.gbt, wanted shard-00000.gbt there" in refused(tmp_path)
 
 
 def test_a_finished_corpus_is_left_as_it_is(corpus, said):

@@ -33,8 +33,8 @@ def bucket_size(size: int, bucket: Bucket) -> int | None:
 
 @dataclass(frozen=True)
 class Padding:
-    """`values` {leaf name: value, or (value, dimension)}; `bucket` for that dimension; `rows` for dimension 0, the last
-    uneven batch."""
+    """`values` {leaf name: value, or (value, dimension)}; `bucket` for that dimension; `rows` for dimension 0, where the
+    last batch may have fewer."""
 
     values: Mapping[Any, Any] = field(default_factory=dict)
     bucket: Bucket = None
@@ -81,7 +81,12 @@ class Padding:
         sizes = list(leaf.shape)
         sizes[dimension] = wanted
         if self.rows is not None:
-            sizes[0] = max(sizes[0], self.rows)
+            if leaf.shape[0] > self.rows:
+                raise ValueError(
+                    f"feed: rows: {what} has {leaf.shape[0]} rows, wanted at most {self.rows}; raise rows= or make smaller "
+                    f"batches."
+                )
+            sizes[0] = self.rows
         if sizes == list(leaf.shape):
             return leaf
         grow = [amount for now, then in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, then - now)]

@@ -5,9 +5,12 @@ closed, and their checksum, so that other texts are noticed. Nothing that is not
 over.
 """
 
+import fcntl
 import json
+import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,11 @@ def build(
         "separator": separator,
         "text_key": text_key,
     }
+    with _alone(path):
+        _build(path, source, encoder, settings, workers, progress)
+
+
+def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any], workers: int, progress: bool) -> None:
     sources = _describe(source)  # before they are read: what changes later must not look the same
     if _finished(path, settings, source, sources, progress):
         return
@@ -87,6 +95,27 @@ def build(
     }
     write_whole(path / MANIFEST, json.dumps(manifest))
     (path / CLAIM).unlink()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process builds; another one that wants the same corpus waits for it, and then finds it there.
+
+    The lock is flock's, on the folder itself: nothing is left behind, and it ends with its process, also after kill -9.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            notice(f"Corpus.build: another process is building {path}; waiting until it has ended.")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems
+            notice(f"Corpus.build: {path}: its file system has no locks ({error.strerror}); let one process build there.")
+        yield
+    finally:
+        os.close(handle)
 
 
 def _dtype(wanted: str, vocab_size: int) -> str:
@@ -142,7 +171,8 @@ def _check_settings(path: Path, there: Any, settings: dict[str, Any]) -> None:
 
 def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards":
     """Claim an empty folder, or go on in one that this build had claimed."""
-    path.mkdir(parents=True, exist_ok=True)
+    for rest in path.glob(f"{CLAIM}.*.partial"):  # of a process that was killed while it claimed the folder
+        rest.unlink()
     claim = path / CLAIM
     if not claim.exists():
         if any(path.iterdir()):
@@ -157,12 +187,20 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards"
         encoder.save(path)
     state = _Shards(path, settings)
     for name in sorted(path.glob(f"*{SUFFIX}")):
+        if name.name != _shard_name(len(state.names)):
+            raise DataError(
+                f"{path}: holds {name.name}, wanted {_shard_name(len(state.names))} there; delete the folder and build anew."
+            )
         header = read_shard(name).header
         state.names.append(name.name)
         state.tokens, state.texts_read, state.texts_crc = state.tokens + header.tokens, header.texts_read, header.texts_crc
     if state.names:
         notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.texts_read} texts.")
     return state
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +278,7 @@ class _Shards:
             if not self.names:
                 raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
             return
-        name = f"shard-{len(self.names):05d}{SUFFIX}"
+        name = _shard_name(len(self.names))
         masked = any(mask is not None for _, mask in self.filling)
         masks = [mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self.filling]
         tokens: np.ndarray = np.concatenate([ids for ids, _ in self.filling])
