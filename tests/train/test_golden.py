@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from gpubound.feed.corpus import MANIFEST
 from gpubound.models import save_hf
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
@@ -33,11 +34,14 @@ REACHED = 5.1
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory) -> Iterator[list[float]]:
-    """The loss of every step of the usual loop."""
+def usual(tmp_path_factory) -> Iterator[tuple[list[float], str]]:
+    """The loss of every step of the usual loop, and the corpus that it read: the runs beside it need not build one each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield usual_loop(tmp_path_factory.mktemp("usual"), "cpu")
+    folder = tmp_path_factory.mktemp("usual")
+    losses = usual_loop(folder, "cpu")
+    (manifest,) = (folder / "run" / "corpus").rglob(MANIFEST)
+    yield losses, str(manifest.parent)
     torch.set_num_threads(threads)
 
 
@@ -82,9 +86,10 @@ def cosine(update: int, warmup: int = STEPS // 10) -> float:
 @pytest.mark.usefixtures("on_reference", "one_thread")
 @pytest.mark.parametrize("precision", APART)
 def test_the_curve_is_the_usual_one(usual, tmp_path, precision):
-    run, records = train(Recipe(**SHAPE, out=str(tmp_path), precision=precision))
+    want, corpus = usual
+    run, records = train(Recipe(**SHAPE, data=(corpus,), out=str(tmp_path), precision=precision))
     curve = [record["loss"] for record in records]
-    apart = max(abs(a - b) for a, b in zip(curve, usual))
+    apart = max(abs(a - b) for a, b in zip(curve, want))
     assert len(curve) == STEPS and apart <= APART[precision], f"{apart:.1e} apart"
     assert curve[0] == pytest.approx(math.log(512), abs=0.1), "it begins with guessing"
     assert sum(curve[-10:]) / 10 < REACHED and run.evaluations[STEPS] < REACHED + 0.2
