@@ -143,3 +143,14 @@ def test_other_heads_of_a_family(kind):
     placement = place(model, strict=True)
     assert placement.verified
     torch.testing.assert_close(model(tokens() % 50)[0], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zeroed", ["lm_head", "self_attn", "mlp", ""], ids=lambda name: name or "everything")
+def test_weights_of_zeros_are_no_reason_to_refuse(zeroed):
+    """0 / 0 of an error is no error; a head of zeros is how some models begin."""
+    model = tiny()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if zeroed in name:
+                p.zero_()
+    assert place(model, strict=True).verified

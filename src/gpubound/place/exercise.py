@@ -57,7 +57,7 @@ def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
             apart.append(distance)
             whole.append(norm)
         names.append(name)
-        errors.append(distance / (torch.maximum(norm, floor.float()) if gradient else norm.clamp_min(1e-12)))
+        errors.append(distance / (torch.maximum(norm, floor.float()) if gradient else norm).clamp_min(1e-12))
         limits.append((LOOSE if gradient else LIMIT)[dtype])
     if apart:
         names.append("all gradients together")

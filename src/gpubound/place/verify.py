@@ -99,7 +99,8 @@ def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
             continue
         if n.dtype != o.dtype or n.shape != o.shape:
             return Verdict(name, 0.0, 0.0, f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
-        scale = torch.maximum(t.norm(), floor) if name.startswith(GRADIENT) else t.norm().clamp_min(1e-12)
+        scale = torch.maximum(t.norm(), floor) if name.startswith(GRADIENT) else t.norm()
+        scale = scale.clamp_min(1e-12)  # all of it may be zero, as at weights of zeros
         errors.append(torch.stack([(a.to(t.dtype) - t).norm() / scale for a in (n, o)]))
         names.append(name)
     return worst(names, [(e, FACTOR * before + UNIT[dtype]) for e, before in torch.stack(errors).tolist()])
