@@ -23,19 +23,20 @@ class Bytes:
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = gb.Decoder(gb.DecoderConfig(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocabulary=256)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    model = gb.Decoder(gb.DecoderConfig(hidden=128, intermediate=256, layers=1, heads=4, kv_heads=2, vocabulary=256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     fast = gb.decoder(model, max_batch=4, max_length=256, tokenizer=Bytes())
     print(fast)
 
     ids = torch.tensor(list(TEXT), device=device)
-    for step in range(1, 161):
-        batch = ids[torch.randint(len(ids) - 48, (8, 1), device=device) + torch.arange(48, device=device)]
-        model.loss(batch, batch).backward()
+    for step in range(1, 121):
+        batch = ids[torch.randint(len(ids) - 64, (8, 1), device=device) + torch.arange(64, device=device)]
+        loss = model.loss(batch, batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 40 == 0:  # there is no second copy of the weights, so nothing has to be updated
-            print(f"step {step}: {fast.generate('a decoder', max_new_tokens=60).texts[0]!r}")
+        if step % 30 == 0:  # there is no second copy of the weights, so nothing has to be updated
+            print(f"step {step}, loss {loss.item():.2f}: {fast.generate('a decoder', max_new_tokens=60).texts[0]!r}")
 
     for _, piece in fast.stream("so what", max_new_tokens=120, temperature=0.5, top_p=0.9, seed=1, stop="."):
         print(piece, end="", flush=True)

@@ -1,6 +1,7 @@
 """What the tests of `gpubound generate` share: a tiny model that knows a few texts by heart, and the command run on it."""
 
 import sys
+from collections import defaultdict
 from io import StringIO
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from gpubound.cli import main
 from gpubound.feed.tokenizer import train_tokenizer
 from gpubound.models import Decoder, DecoderConfig, save_hf
 
+STEPS = 1000  # of training, at most; ten seeds took 101 to 138
+MARGIN = 5.0  # logits: int8 weights move them by 0.1, bf16 by less
 CPU = torch.device("cpu")
 HELLO = "<|user|>hello<|end|><|assistant|>hi, how are you?<|end|>"
 TEXTS = [
@@ -54,16 +57,32 @@ def ckpt(tmp_path_factory) -> Path:
 
 
 def learn(model: Decoder, rows: list[list[int]]) -> None:
+    """Train until every token that its text determines is ahead of all others by MARGIN, which no rounding can turn."""
+    following = defaultdict(set)
+    for row in rows:
+        for at, token in enumerate(row):
+            following[tuple(row[:at])].add(token)
     ids, labels = torch.zeros(len(rows), 32, dtype=torch.long), torch.full((len(rows), 32), -100)
     for i, row in enumerate(rows):
-        ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    for _ in range(120):
-        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        ids[i, : len(row)] = torch.tensor(row)
+        for at in range(1, len(row)):  # "hello" and "fine" both follow <|user|>: what a user says is not the model's to know
+            labels[i, at] = row[at] if len(following[tuple(row[:at])]) == 1 else -100
+    known, wanted = labels[:, 1:] >= 0, labels[:, 1:][labels[:, 1:] >= 0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(STEPS):
+        logits = model(ids)[:, :-1][known]
+        if margin(logits.detach(), wanted) > MARGIN:
+            return
         optimizer.zero_grad()
-        loss.backward()
+        F.cross_entropy(logits, wanted).backward()
         optimizer.step()
-    assert loss.item() < 0.1
+    raise AssertionError(f"after {STEPS} steps the texts are not known by a margin of {MARGIN}")
+
+
+def margin(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far the wanted token (N,) lies above the best of the others, in the row of logits (N, V) where it does so least."""
+    others = logits.scatter(-1, wanted[:, None], float("-inf")).amax(-1)
+    return (logits.gather(-1, wanted[:, None])[:, 0] - others).min().item()
 
 
 @pytest.fixture

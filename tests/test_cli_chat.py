@@ -64,16 +64,24 @@ def test_the_end_of_a_turn_is_read_off_the_template(ckpt):
 
 
 # Ctrl-C reaches a process through the terminal that controls it.
-BEHIND = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from gpubound.cli import main; sys.exit(main())"
+BEHIND = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, {handler})
+from gpubound.cli import main
+sys.exit(main())
+"""
 
 
 class Terminal:
     """`gpubound generate ... --chat` behind a terminal of its own."""
 
-    def __init__(self, *argv):
+    def __init__(self, *argv, ignored=False):
+        """`ignored`: started as a shell starts a background job, which does not hear Ctrl-C."""
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         mine, its = pty.openpty()
-        command = [sys.executable, "-c", BEHIND, "generate", *map(str, argv), "--device", "cpu"]
+        behind = BEHIND.format(handler="signal.SIG_IGN" if ignored else "signal.default_int_handler")
+        command = [sys.executable, "-c", behind, "generate", *map(str, argv), "--device", "cpu"]
         own = {"env": environment | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
         self.child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, **own)
         os.close(its)
@@ -132,7 +140,7 @@ def test_a_conversation_at_a_terminal(ckpt):
 
 
 def test_ctrl_c_ends_a_reply_and_the_conversation_goes_on(ckpt):
-    with Terminal(ckpt, "--chat", "--ignore-eos", "--max-length", "100000", "--verify", "none") as terminal:
+    with Terminal(ckpt, "--chat", "--ignore-eos", "--max-length", "100000", "--verify", "none", ignored=True) as terminal:
         terminal.until("> ")
         terminal.type("hello\n")
         terminal.until("hi, how are you?")

@@ -1,18 +1,18 @@
-"""examples/generate_from_a_model.py: what the model has learned is heard at once."""
+"""examples/generate_from_a_model.py: the model learns its text, and the decoder speaks from the weights as they are."""
 
 import re
 import runpy
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_from_a_model.py"
+LEARNT = 0.5  # nats a byte; ten seeds end at 0.05 to 0.08, and an untrained model has 5.5
 
 
 def test_the_example(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr()
     assert "path: fused kernels over the live weights" in printed.out and "greedy tokens equal" in printed.out
-    heard = re.findall(r"step \d+: '(.*)'", printed.out)
-    assert len(heard) == 4 and len(set(heard)) > 2
-    assert heard[-1].startswith(" reads the weights where they lie")
-    assert "of 4: ' reads the" in printed.out and "400 tokens by" in printed.out
+    steps = re.findall(r"step (\d+), loss ([\d.]+): ", printed.out)
+    assert [int(step) for step, _ in steps] == [30, 60, 90, 120] and float(steps[-1][1]) < LEARNT
+    assert re.search(r"\nlikeliest of 4: .*; 400 tokens by \d+ launches\n", printed.out)
     assert "no longer where it was" not in printed.err

@@ -4,6 +4,7 @@ Ctrl-C ends a reply, Ctrl-D the conversation. From a pipe, every line is a turn.
 """
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -45,8 +46,10 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
     live = sys.stdin.isatty()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if live:
+        # A shell starts a background job with Ctrl-C ignored; whoever types here expects it to end a reply.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print(HELP, style="dim", markup=False)
-    for text in typed(console) if live else (line.rstrip("\n") for line in sys.stdin):
+    for text in typed(console) if live else piped():
         chat.take(text, console, live)
     if options.json:
         about = {"model": str(saved.folder), "device": label(device), "messages": chat.messages}
@@ -67,6 +70,18 @@ def typed(console: Console) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             console.print("\nCtrl-D ends the conversation.", style="dim")
+
+
+def piped() -> Iterator[str]:
+    """Every line of stdin."""
+    from .generate import check_text
+
+    try:
+        for line in sys.stdin:
+            check_text("stdin", line)
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
 class Chat:
