@@ -32,7 +32,7 @@ def test_a_prompt_is_written_on_to_its_end(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat")
     assert (code, out) == (0, " sat on the mat and slept.\n")
     ready, line = err.splitlines(keepends=True)
-    assert re.fullmatch(rf"{ckpt}: 94.5k parameters, float32 on CPU \(1 threads\), fused kernels, ready in [\d.]+ s\n", ready)
+    assert re.fullmatch(rf"{ckpt}: 94.5k parameters, float32 on CPU \(1 threads\), plain torch, ready in [\d.]+ s\n", ready)
     tokens, _, kilobytes = re.fullmatch(LINE, line).groups()
     assert int(tokens) == 20
     # the embedding is the head too, so every weight is read; and of each place, 2 layers of 2 heads of 16 keys and values, fp32
@@ -118,9 +118,9 @@ def test_speculation_writes_the_same_text(ckpt, run):
 def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat", "--dtype", "bfloat16", "--table", "--verify", "quick")
     assert (code, out) == (0, " sat on the mat and slept.\n") and "bfloat16 on CPU" in err
-    assert "path: fused kernels over the live weights" in err and "greedy tokens equal" in err
+    assert "path: plain torch over the live weights" in err and "greedy tokens equal" in err
     code, out, err = run(ckpt, "--prompt", "the cat", "--weights", "int8", "--table")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and "path: fused kernels over int8 copies of the weights" in err
+    assert (code, out) == (0, " sat on the mat and slept.\n") and "path: plain torch over int8 copies of the weights" in err
     code, out, err = run(ckpt, "--prompt", "the cat", "--cache", "int8", "--table")
     assert (code, out) == (0, " sat on the mat and slept.\n") and "int8, a scale a token and head" in err
     assert "verify=False: nothing has shown" in run(ckpt, "--prompt", "the cat", "--verify", "none")[2]

@@ -8,6 +8,12 @@ def reference_kernels(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def kernels_path(monkeypatch):
+    """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
+    monkeypatch.setattr("gpubound.decode.host.fits", lambda device: False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Products this small only lose by being shared out: test_static* take 6 s on two busy cores, and 95 with two threads."""

@@ -93,7 +93,7 @@ class Generate:
     max_length: int | None = None
     """Tokens of prompt and answer together; by default what is needed, within what the model is made for."""
     k: str = "auto"
-    """Steps a launch: auto, or a number."""
+    """Steps a launch: auto, or a number. A text is shown launch by launch; auto takes 1 on a CPU, up to 32 on a GPU."""
     weights: str | None = None
     """int8, int4 or fp8: rounded copies of the weights, less to read for each token."""
     cache: str | None = None
@@ -224,7 +224,8 @@ def build(
     options: Generate, saved: Saved, probe: list[list[int]], length: int, device: torch.device, begun: float
 ) -> FastDecoder:
     """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
-    k = options.k if options.k == "auto" else int(options.k)
+    # On a CPU a launch of many steps saves nothing, and the first token would wait for the last.
+    k = int(options.k) if options.k != "auto" else 1 if device.type == "cpu" else "auto"
     tokenizer = Spoken(saved.tokenizer, options.special)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
     way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
@@ -235,7 +236,7 @@ def build(
     parts = [
         f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
         f"{str(first.dtype).removeprefix('torch.')} on {label(device)}",
-        f"its own forward ({made.path})" if made.path else "fused kernels",
+        f"its own forward ({made.path})" if made.path else made.kernels,
         f"ready in {time.perf_counter() - begun:.2f} s",
     ]
     print(", ".join(parts), file=sys.stderr, flush=True)

@@ -73,6 +73,13 @@ class FastDecoder:
         return [token for token in ends_of(told) if 0 <= token < self.body.vocab]
 
     @property
+    def kernels(self) -> str:
+        """What computes a step, in a few words."""
+        if self.path:
+            return f"the model's own forward: {self.path}"
+        return "plain torch" if isinstance(self.body, FusedBody) and self.body.host else "fused kernels"
+
+    @property
     def max_batch(self) -> int:
         return self.body.max_batch
 

@@ -17,7 +17,7 @@ from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, nor
 from ..kernels.decoding import EARLY, LATE
 from ..layers.attention import attend
 from ..layers.product import fused_linear
-from . import plain
+from . import host, plain
 from .accuracy import Accuracy
 from .body import Body
 from .cache import PLAIN, Cache, Layout
@@ -69,11 +69,13 @@ class FusedBody(Body):
         self.mixed = torch.zeros(B, s.heads * s.head_dim, **half)
         self.gated = torch.zeros(B, s.intermediate, **half)
         self.logits = torch.zeros(B, self.vocab, **wide)
-        parts = -(-self.vocab // PARTIAL_ROWS)
+        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and s.routing is None
+        parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.partial = torch.zeros(B, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2, **wide)
         self.count = torch.zeros(B * s.kv_heads, device=self.device, dtype=torch.int32)
+        self.host = host.HostStep(self) if on_host else None
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
@@ -96,6 +98,8 @@ class FusedBody(Body):
         self.live.refresh()
         for table, now in zip((self.cos, self.sin), self.live.rope(self.max_length)):
             table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
+        if self.host:
+            self.host.forget()
 
     def bytes_a_step(self, live: list[int]) -> int:
         return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
@@ -116,10 +120,10 @@ class FusedBody(Body):
         return EARLY if 2 * self.live.layers[0].gate.nbytes <= EARLY_BYTES else LATE
 
     def finds_best(self, rows: int) -> bool:
-        return self.narrow(rows)
+        return self.host is not None or self.narrow(rows)
 
     def same_kernels(self, rows: int) -> bool:
-        return self.narrow(rows)
+        return self.narrow(rows) and self.host is None
 
     def begin(self, token: Tensor) -> None:
         """Embed the first tokens; from then on the sampler does."""
@@ -131,6 +135,8 @@ class FusedBody(Body):
         Or after T tokens of each row at once, both (B, T) and T up to the body's `tokens`: the logits are (B T, V). To the
         products and norms, B T tokens are as many rows.
         """
+        if self.host:
+            return self.host.step(token, position)
         rows = token.numel()
         block = self._narrow_block if self.narrow(rows) else self._wide_block
         for number in range(len(self.live.layers)):
@@ -197,6 +203,8 @@ class FusedBody(Body):
         """Write the keys and values of ids (B, T), right-padded. What lies behind a row's length is never read."""
         for start in range(0, ids.shape[1], CHUNK):
             self.hidden(ids[:, start : start + CHUNK], start)
+        if self.host:
+            self.host.finite = ids.shape[1]
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -243,6 +251,8 @@ class FusedBody(Body):
         return q, k, v
 
     def report(self) -> list[tuple[str, str, str]]:
+        if self.host:
+            return [(f"{len(self.live.layers)} layers, head", "torch", "a CPU has no kernels of ours"), *self._rounding()]
         kernel = "triton" if can_launch(self.device) else "reference"
         layers = len(self.live.layers)
         rows = [

@@ -10,6 +10,7 @@ writing through `.data`, and the replay of a graph that holds an optimizer's ste
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class PackedLayer(NamedTuple):
 class QuantizedBody(FusedBody):
     """A fused body whose matrices are packed. `live` reads as a model of the numbers that the packed ones stand for."""
 
-    live: Any  # an Unpacked
+    live: Any  # an Unpacked, or on a CPU a Whole
 
     def __init__(
         self, live: Live, max_batch: int, max_length: int, kind: str, tokens: int = 1, *, cache: Layout = PLAIN
@@ -66,6 +67,12 @@ class QuantizedBody(FusedBody):
         self.packed_head = pack(self.original.head, self.kind)
         self.live = Unpacked(self.original, self.layers, self.packed_head, self.original.dtype)
         self.measured = None
+        if self.host:  # unpacking takes longer than a step there, and so do the kernels' references
+            self.live = Whole(self.live)
+            self.host.forget()
+            notice(
+                f"decoder: no kernel reads {self.kind} weights on a CPU: the rounded numbers are kept in full, nothing is saved"
+            )
 
     def exact(self) -> "Unpacked":  # type: ignore[override]  # it reads as a Live
         """The packed model unrounded, for decode/plain.py: layers are fp32, each unpacked when it is read."""
@@ -103,6 +110,11 @@ class QuantizedBody(FusedBody):
         )  # fmt: skip
 
     def report(self) -> list[tuple[str, str, str]]:
+        if self.host:
+            return [
+                *super().report(),
+                ("weights", f"rounded to {self.kind}", "kept in full: no kernel reads packed ones on a CPU"),
+            ]
         fused = super().report()[:5]
         rows = [(part, what if "attention" in part else what.replace(": ", ": quantized_"), why) for part, what, why in fused]
         packed, whole = (body.bytes_read() / 1e6 for body in (self.live, self.original))
@@ -149,6 +161,17 @@ class Unpacked:
         return sum(p.nbytes for p in (*packed, self.packed_head)) + sum(t.nbytes for t in small) + self.original.norm.nbytes
 
 
+class Whole:
+    """The rounded numbers in tensors that stay, as large as the weights they were made of."""
+
+    def __init__(self, unpacked: Unpacked) -> None:
+        self.original, self.head = unpacked.original, unpacked.head
+        self.layers = [layer.kept() for layer in unpacked.layers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
 class _Layers:
     def __init__(self, model: Unpacked) -> None:
         self.model = model
@@ -181,6 +204,10 @@ class _Layer:
         else:
             return getattr(self.layer, name)
         return self.__dict__[name]
+
+    def kept(self) -> Layer:
+        """All of it, in tensors of its own."""
+        return replace(self.layer, **{name: getattr(self, name).clone() for name in ("q", "k", "v", "o", "gate", "up", "down")})
 
 
 def _pack_layer(layer: Layer, kind: str) -> PackedLayer:

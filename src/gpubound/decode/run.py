@@ -1,6 +1,6 @@
 """A request on its way through a decoder.
 
-Its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays at most RING launches
+Its prompts go through `prefill`, then k tokens at a time are launched as one CUDA graph; the host stays a few launches
 ahead of what it has read and never waits on the device. All rows take every step together; one that has ended is frozen by its
 own flag.
 """
@@ -22,7 +22,6 @@ from .graphs import Way
 from .request import Request, pad, to_device
 from .result import Generation
 from .result import Sequence as Generated
-from .slots import RING
 from .text import Texts
 from .turns import short_turns
 
@@ -105,7 +104,7 @@ class Run:
         while alive and ((left := self._left()) > 0 or slots.ahead):
             if left > 0:
                 self._launch(next(k for k in self._ladder() if k <= left + int(self.steps * OVERSHOT)), left)
-            while alive and slots.ahead >= (RING if self._left() > 0 else 1):
+            while alive and slots.ahead >= (slots.lead if self._left() > 0 else 1):
                 alive = yield from self._take()
 
     def _launch(self, steps: int, wanted: int) -> None:

@@ -56,6 +56,7 @@ class Slots:
         )
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
+        self.lead = RING if pinned else 1  # launches that the host may be ahead: on a CPU a launch has ended when it returns
         self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self._waiting: deque[tuple[int, int]] = deque()

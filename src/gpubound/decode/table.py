@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def table(decoder: "FastDecoder") -> str:
     body = decoder.body
     weights = f"{body.kind} copies of the weights" if isinstance(body, QuantizedBody) else "the live weights"
-    kind = f"fused kernels over {weights}" if not decoder.path else f"the model's own forward: {decoder.path}"
+    kind = decoder.kernels if decoder.path else f"{decoder.kernels} over {weights}"
     head = (
         f"decoder of {type(decoder.model).__name__} on {label(body.device)}: up to {decoder.max_batch} rows of "
         f"{decoder.max_length} tokens, {' or '.join(str(k) for k in sorted(decoder.ladder))} "
