@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from gpubound.decode.slots import RING
+
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch):
@@ -12,6 +14,7 @@ def reference_kernels(monkeypatch):
 def kernels_path(monkeypatch):
     """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
     monkeypatch.setattr("gpubound.decode.host.fits", lambda device: False)
+    monkeypatch.setattr("gpubound.decode.slots.ON_CPU", RING)
 
 
 @pytest.fixture(autouse=True, scope="module")

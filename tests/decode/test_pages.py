@@ -53,7 +53,7 @@ class TestPages:
     def test_what_an_earlier_request_left_in_a_page_does_not_matter(self, device):
         for form in ({"pages": 5}, {"pages": 5, "cache": "int8"}):
             fast = cases.shared("Mistral", str(device), max_batch=3, **form)
-            asked = [(cases.prompts(3), 90), (cases.prompts(60, 50), 30), (cases.prompts(7, 8, 9), 40)]
+            asked = [(cases.prompts(3), 66), (cases.prompts(60, 50), 12), (cases.prompts(7, 8, 9), 12)]
             want = []
             for given, new in asked:
                 fast.body.cache.poison()

@@ -1,4 +1,4 @@
-"""Write on from a text, or chat: the tokens of a checkpoint at the speed of its decoder, and what that speed is.
+"""Continue a text, or chat, with a saved model, and print how fast it was.
 
 gpubound generate path/to/checkpoint --prompt "Once"     a Hugging Face folder, or a run of gpubound train or demo
 gpubound generate runs/first --chat                      Ctrl-C ends a reply, Ctrl-D the conversation
@@ -36,10 +36,10 @@ HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 @dataclass(frozen=True)
 class Generate:
-    """Write on from a text, or chat with a model.
+    """Continue a text with a saved model, or chat with it.
 
-    CKPT is a Hugging Face folder, or the folder of a run of gpubound train or demo. The prompt comes from --prompt, --file or
-    stdin. What the model writes goes to stdout as it arrives; the speed and how it came about follow on stderr.
+    CKPT is a Hugging Face folder, a model's name on the Hugging Face hub, or the folder of a run of gpubound train or demo. The
+    prompt comes from --prompt, --file or stdin. What the model writes goes to stdout as it arrives; its speed goes to stderr.
 
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
@@ -47,73 +47,74 @@ class Generate:
     """
 
     ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
-    """A Hugging Face folder, a run's folder, or one of its checkpoints."""
+    """A Hugging Face folder, a name on the hub (owner/model), a run's folder, or one of its checkpoints."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A text to go on from; give it several times for several."""
+    """A text to continue. Repeat the option for several texts."""
     file: str | None = None
     """A file of prompts, one a line; - is stdin."""
     whole: bool = False
-    """The file is a single prompt."""
+    """Take the whole file as one prompt."""
     chat: bool = False
-    """A conversation: by the model's chat template, with all that was said before."""
+    """Hold a conversation in the model's chat template. Each reply sees all that was said before."""
     system: str | None = None
-    """What a conversation begins with."""
+    """The system message that the conversation begins with."""
     json: bool = False
-    """Print one JSON document at the end instead of text as it arrives."""
+    """Print one JSON document at the end, and no text before it."""
     echo: bool = False
     """Print each prompt before what follows it."""
     special: bool = False
-    """Print special tokens, too."""
+    """Print special tokens such as <|endoftext|>."""
     max_new_tokens: int | None = None
-    """Tokens to write; by default 256, in a conversation as many as fit."""
+    """How many tokens to write: 256 by default, in a conversation as many as fit."""
     temperature: float = 0.0
-    """0 takes the likeliest token each time; above, tokens are drawn."""
+    """0 takes the likeliest token each time. Above 0, tokens are drawn at random; higher is more varied."""
     top_k: int = 0
-    """Draw among so many likeliest tokens; 0 is off."""
+    """Draw among this many of the likeliest tokens; 0 is off."""
     top_p: float = 1.0
     """Draw among the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = 0.0
     """Draw among tokens at least this likely, relative to the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that are there already become less likely."""
+    """Above 1, tokens that are already in the text become less likely."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A text, or a special token's name, that ends what is written; several times for several."""
+    """Stop at this text, or at the special token of this name. Repeat the option for several."""
     stop_id: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
-    """The number of a token that ends the text; give it several times for several."""
+    """Stop at the token with this number. Repeat the option for several."""
     ignore_eos: bool = False
-    """Go on past the model's own end of text."""
+    """Do not stop at the model's own end of text."""
     seed: int = 0
-    """Of the draw: the same seed gives the same tokens."""
+    """Seed of the random draw: the same seed gives the same tokens."""
     n: int = 1
-    """Sequences for each prompt."""
+    """How many sequences to write for each prompt."""
     logprobs: bool = False
-    """Each token's log-probability, in the JSON."""
+    """Add the log-probability of each token to the JSON."""
     batch: int = 32
-    """Sequences written at once; more are written one batch after the other."""
+    """How many sequences to write at once. The rest follow batch by batch."""
     max_length: int | None = None
-    """Tokens of prompt and answer together; by default what is needed, within what the model is made for."""
+    """The longest a sequence may get, prompt included. The default is what the prompts need, up to the model's own limit."""
     k: str = "auto"
     """Steps a launch: auto, or a number. A text is shown launch by launch; auto takes 1 on a CPU, up to 32 on a GPU."""
     weights: str | None = None
-    """int8, int4 or fp8: rounded copies of the weights, less to read for each token."""
+    """int8, int4 or fp8: round the weights, so that each token reads less memory. Made for GPUs."""
     cache: str | None = None
-    """int8 or fp8: keys and values in 8 bits, less to read and to keep for long texts and many sequences."""
+    """int8 or fp8: keep keys and values in 8 bits, which saves memory with long texts and many sequences."""
     speculate: int | None = None
-    """Tokens to look up in what is there already and to check in one step: the same result, sooner where texts repeat."""
+    """Guess this many tokens from the text so far and check them in one step. The result is the same; repetitive texts come
+    sooner."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     dtype: str = "auto"
     """auto (as saved), float32, bfloat16 or float16."""
     tokenizer: str | None = None
-    """A folder with another tokenizer.json than the model's."""
+    """A folder whose tokenizer.json to use instead of the model's."""
     trust_remote_code: bool = False
     """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
     fused: bool = True
-    """--no-fused: the model's own forward instead of the fused kernels."""
+    """--no-fused runs transformers' own forward instead of our kernels."""
     verify: str = "full"
-    """What the decoder proves about itself before it writes: full, quick or none."""
+    """How much the decoder checks of its own tokens and logits before it writes: full, quick or none."""
     table: bool = False
-    """Print on stderr which kernels run, and what was verified."""
+    """Print on stderr which kernels run and what was checked."""
 
 
 def main(argv: Sequence[str]) -> int:

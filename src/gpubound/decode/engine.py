@@ -242,19 +242,19 @@ def decoder(
 
     max_batch   sequences at once
     max_length  tokens of a sequence, prompt included; the cache is made for as many
-    k           steps a launch, of a token each: 'auto' takes 32, 8 or 1 as what is left allows
-    dtype       must be the model's own: the weights are read where they lie, never cast
+    k           steps in one launch, a token each: 'auto' takes 32, 8 or 1, whichever the rest of the text has room for
+    dtype       must be the model's own, because the weights are read where they are and never cast
     tokenizer   for text in and out; anything with encode and decode
-    fused       False: not the fused kernels but the model's own forward over a static cache
+    fused       False: transformers' own forward over a static cache, instead of our kernels
     verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
-    weights     None: the live ones; 'int8', 'int4' or 'fp8': copies rounded to so much, made now and again when a weight has
-                changed; `accuracy(text)` says what the rounding costs
-    cache       None: keys and values in the model's dtype; 'int8' or 'fp8': in so much, with a scale for each token and kv
-                head; `accuracy(text)` counts it
-    pages       None: room for max_batch rows of max_length; else so many pages of 64 tokens that the rows share: a request
-                takes as many as its prompts and max_new_tokens may fill
-    speculate   tokens to look up in the row's own text and check in one step, or gb.Draft(model, tokens): the same result,
-                sooner
+    weights     None: the live ones; 'int8', 'int4' or 'fp8': rounded copies, rounded again when a weight has changed.
+                `accuracy(text)` says what the rounding costs
+    cache       None: keys and values in the model's dtype; 'int8' or 'fp8': in 8 bits, each token and kv head with a scale of
+                its own. `accuracy(text)` includes its cost
+    pages       None: room for max_batch rows of max_length. A number: the rows share this many pages of 64 tokens, and a
+                request takes as many as its prompts and max_new_tokens may fill
+    speculate   a number: guess this many tokens from the row's own text and check them in one step; gb.Draft(model, tokens):
+                let a small model guess. The tokens are the same, and come sooner
     """
     if max_batch < 1 or max_length < 2:
         raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")

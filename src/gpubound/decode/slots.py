@@ -17,6 +17,7 @@ from ..kernels.sampling import Rows, Settings
 from .request import STOPS, Request, draws, to_device
 
 RING = 3  # launches that the host may be ahead of what it has read
+ON_CPU = 1  # the same on a CPU, where a launch has ended when it returns: its tokens are shown before the next begins
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Slots:
         )
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
-        self.lead = RING if pinned else 1  # launches that the host may be ahead: on a CPU a launch has ended when it returns
+        self.lead = RING if pinned else ON_CPU
         self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self._waiting: deque[tuple[int, int]] = deque()
