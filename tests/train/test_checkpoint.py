@@ -46,6 +46,16 @@ def test_newest_best_and_grid_are_kept(tmp_path):
     assert [p.name for p in store._paths()] == ["step-00000020", "step-00000040", "step-00000050", "step-00000060"]
 
 
+def test_a_damaged_score_is_not_the_best(tmp_path):
+    store = Checkpoints(tmp_path, keep=1)
+    for step, score in ((1, 5.0), (2, 6.0)):
+        store.save(step, tensors(step), {}, score=score, wait=True)
+    state = tmp_path / "step-00000002" / "state.json"
+    state.write_text(state.read_text().replace('"score": 6.0', '"score": 4.0'))
+    store.save(3, tensors(3), {}, wait=True)
+    assert [p.name for p in store._paths()] == ["step-00000001", "step-00000003"]
+
+
 DAMAGED = "is damaged: its {} does not have the checksum that was written with it."
 DAMAGES = {
     "cut off": DAMAGED.format("tensors.safetensors"),

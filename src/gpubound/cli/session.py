@@ -198,7 +198,7 @@ def _skipped(steps: list[Record]) -> int:
     """How many steps were skipped. A record has the count of its phase so far."""
     counts: dict[str | None, int] = {}
     for record in steps:
-        counts[record.get("phase")] = max(counts.get(record.get("phase"), 0), record.get("skipped", 0))
+        counts[record.get("phase")] = record.get("skipped", 0)
     return sum(counts.values())
 
 
