@@ -154,3 +154,8 @@ def test_weights_of_zeros_are_no_reason_to_refuse(zeroed):
             if zeroed in name:
                 p.zero_()
     assert place(model, strict=True).verified
+
+
+def test_dropout_is_off_while_a_module_is_verified_and_alike_in_the_whole():
+    placement = place(tiny(attention_dropout=0.5), strict=True)
+    assert placement.verified and placement.swapped == 11

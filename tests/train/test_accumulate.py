@@ -162,3 +162,20 @@ def test_joined_accumulators_of_which_one_has_begun_already():
     want = g.t() @ x
     want[2:4] += 1.0
     torch.testing.assert_close(buffer, want)
+
+
+def test_a_backward_that_broke_off_leaves_nothing_to_the_next_sum():
+    """What its hooks had taken waited for its end, which never came."""
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    sums = Accumulators([("first", first), ("second", second)])
+
+    def broken(gradient):
+        raise RuntimeError("a test says so")
+
+    x = first * 2.0
+    x.register_hook(broken)  # behind it lies first; second's gradient is taken before
+    with pytest.raises(RuntimeError, match="a test says so"):
+        (second.sum() + (x + second).sum()).backward()
+    sums.zero()
+    (first.sum() + 3 * second.sum()).backward()
+    assert first.main_grad.tolist() == [1.0] * 3 and second.main_grad.tolist() == [3.0] * 3

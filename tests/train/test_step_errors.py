@@ -198,6 +198,16 @@ def test_what_is_trained_may_not_change_unseen(graph):
     assert not kept.equal(before["head.weight"])
 
 
+def test_a_parameter_without_elements_is_no_change():
+    """It trains, though there is nothing of it in the flat buffers."""
+    model = small()
+    model.empty = torch.nn.Parameter(torch.ones(0, 3))
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    step(draw(2))
+    model.empty.requires_grad_(False)
+    assert message(lambda: step(draw(2))).startswith("parameters: empty was frozen since this TrainStep was made")
+
+
 @pytest.mark.parametrize("here, there", [("bf16", "fp16"), ("fp16", "bf16")])
 def test_state_of_another_precision(here, there):
     """Their tensors have the same names and shapes; fp16's loss scale would be multiplied in and never taken out again."""
