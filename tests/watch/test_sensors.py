@@ -85,9 +85,14 @@ def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
         monkeypatch.setattr(_gpu_trace, name, registry := CallbackRegistry(name))
         registry.add_callback(lambda *values, name=name: heard.append((name, *values)))
     hook = gpuhook.Hook()
-    for name, entry in zip(hook.names, hook.table[2:], strict=True):
+    hook.on()
+    try:
+        table = gpuhook._at(gpuhook._at(hook.pointer.value))  # as torch finds it
+    finally:
+        hook.off()
+    for slot, name in enumerate(hook.names):
         if name.startswith("trace_gpu_"):
-            call(entry, name)
+            call(gpuhook._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)
     assert heard == [
         ("DeviceSynchronizationCallbacks",),
         ("StreamSynchronizationCallbacks", 7),
@@ -130,6 +135,9 @@ def test_a_torch_whose_table_is_not_known_is_left_alone(monkeypatch):
     with watch(gputrace=True) as ledger:
         pass
     assert "its header names no synchronizations" in ledger.absent["gputrace"]
+    with pytest.raises(ValueError, match="its header names no synchronizations"):
+        gpuhook.listen()
+    assert not gpuhook.listening()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to count syncs on")
