@@ -34,7 +34,7 @@ def hold(folder, about: str) -> subprocess.Popen:
 @pytest.mark.parametrize(
     "about, described",
     [
-        ('{"pid": 7, "host": "a", "since": "noon"}', "process 7 on a (since noon)"),
+        (f'{{"pid": 7, "host": "{"a" * 99}", "since": "noon"}}', f"process 7 on {'a' * 99} (since noon)"),
         ("", "another process"),
         ("[1]", "another process"),
         ('{"pid": 7}', "another process"),

@@ -130,6 +130,19 @@ def test_a_folder_with_another_run(corpus, tmp_path):
     )
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_checkpoints_that_are_all_damaged_are_not_replaced(corpus, tmp_path, resume):
+    step = tmp_path / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{")
+    with pytest.raises(DataError) as error:
+        prepare(recipe(corpus, tmp_path), resume=resume, progress=False)
+    assert str(error.value) == (
+        f"{tmp_path / 'checkpoints'} holds checkpoints, and none of them is whole; "
+        f"restore one, or give another --out to begin anew."
+    )
+
+
 def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_said", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
