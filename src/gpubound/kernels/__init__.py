@@ -1,4 +1,4 @@
-"""The doors: every fast op of the library as a plain function. A door checks its arguments, chooses (choose.py) and calls.
+"""Every fast op of the library as a plain function: it checks its arguments, chooses an implementation (choose.py), calls it.
 
 reference/ is the definition of each op, triton/ the fast form; tests/test_mirror.py keeps their names and signatures the same.
 """

@@ -1,4 +1,4 @@
-"""Attention in one decoding step, a token or a few for each of B rows: check, choose, call. Everything is written in place."""
+"""Attention in one decoding step, a token or a few for each of B rows. Everything is written in place."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,10 @@
-"""Which implementation of an op runs for given tensors: the one decision behind every door.
+"""Which implementation of an op runs for given tensors: the only place where that is decided.
 
 Triton where it can launch and has agreed with the reference on this device and dtype; else the reference. A reference call
 where a kernel was expected is a fallback (trace.fallback: counted, printed, forbidden under strict). A CPU tensor on the
 reference is simply the CPU's path, and so is a tensor without elements: there is nothing to launch.
 
-torch.compile traces doors whole. What dynamo cannot read (the self-test, the imports) sits in `_source`, which it calls once
+torch.compile traces ops whole. What dynamo cannot read (the self-test, the imports) sits in `_source`, which it calls once
 while it traces and takes as a constant: compiled code counts its fallback then, not in every call.
 """
 
@@ -115,7 +115,7 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
             f"call it once before."
         )
-    from .selftest import check  # selftest knows every op; importing it here keeps doors light
+    from .selftest import check  # selftest knows every op; importing it here keeps the ops' import light
 
     # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
     # hooks (a self-test inside torch.utils.checkpoint would otherwise be counted among the block's tensors, and missed in the

@@ -1,7 +1,7 @@
-"""The doors of one decoding step, a token for each of B rows: check, choose, call. Everything is written in place.
+"""The ops of one decoding step, for one token of each of B rows. Everything is written in place.
 
 The stream `x` is fp32 (B, hidden); weights are read where they lie, in the model's dtype. `dependent` lets a kernel start while
-the one before it in the stream still runs (programmatic dependent launch): only for a chain of these doors, where each reads
+the one before it in the stream still runs (programmatic dependent launch): only for a chain of these ops, where each reads
 what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there.
 """
 

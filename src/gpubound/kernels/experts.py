@@ -1,4 +1,4 @@
-"""The doors of a sparse MLP in one decoding step: check, choose, call. As in decoding.py, in place, a token a row.
+"""The ops of a sparse MLP in one decoding step. As in decoding.py: in place, one token for each row.
 
 Which experts a row is given is decided and read on the device: nothing is sorted, padded or gathered, and of the stacked
 weights only the chosen experts' are read, once for each row that chose them. Three launches: `route`, `routed_gate_up`,

@@ -1,4 +1,4 @@
-"""The doors of the gated activations: check, choose, call."""
+"""The gated activations."""
 
 from torch import Tensor
 

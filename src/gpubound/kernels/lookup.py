@@ -1,4 +1,4 @@
-"""The door of a lookup's gradient: check, choose, call."""
+"""The gradient of a lookup."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The doors of the losses: check, choose, call."""
+"""The losses."""
 
 import torch
 from torch import Tensor

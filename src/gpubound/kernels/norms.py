@@ -1,4 +1,4 @@
-"""The doors of the normalisations: check, choose, call."""
+"""The normalisations."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The doors of the optimizer's update on flat buffers: check, choose, call."""
+"""The optimizer's update on flat buffers."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The doors that round 16-bit values to 8 for products in fp8: check, choose, call. kernels/scaled.py multiplies."""
+"""Rounding of 16-bit values to 8 bits, for products in fp8. kernels/scaled.py multiplies."""
 
 import torch
 from torch import Tensor

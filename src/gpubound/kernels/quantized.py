@@ -1,4 +1,4 @@
-"""The doors of a decoding step's products over packed weights (packed.py): check, choose, call. As in decoding.py, in place.
+"""A decoding step's products with packed weights (packed.py). As in decoding.py, everything is written in place.
 
 Weights that read the same x are packed as one: q, k and v below each other; of gate and up a row each by turns, so that a
 program holds both halves of an output. `pack_stacked` and `pack_gate_up` make them.

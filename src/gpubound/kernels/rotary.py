@@ -1,4 +1,4 @@
-"""The doors of the rotary position embedding: check, choose, call."""
+"""The rotary position embedding."""
 
 import torch
 from torch import Tensor

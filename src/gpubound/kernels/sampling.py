@@ -1,4 +1,4 @@
-"""The doors that choose the next token of each row and move the row on: check, choose, call.
+"""Choose the next token of each row, and move the row on.
 
 Everything happens on the device and in place, so that a decoding step, or many of them, can lie in one CUDA graph: the choice,
 the stop tokens, the length limit, the position, and the embedding of what was chosen.

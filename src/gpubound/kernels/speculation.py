@@ -1,4 +1,4 @@
-"""The doors of speculative decoding: draft tokens out of the row's own text, and accept those that turn out right.
+"""Speculative decoding: draft tokens out of the row's own text, and accept those that turn out right.
 
 A step runs T tokens of each row through the model at once: the last one, and T - 1 that are drafted to follow. The model's own
 choice after each of them is drawn as ever (`pick`, `sample`), by a key that is the row's seed and the position. So what the
