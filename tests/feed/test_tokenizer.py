@@ -2,12 +2,14 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpubound.errors import DataError
-from gpubound.feed import Tokenizer, python_stdlib_texts, train_tokenizer
+from gpubound.feed import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from gpubound.feed.tokenizer import END_OF_TEXT, SPECIALS, adapt
 
 CHAT = [
@@ -137,3 +139,11 @@ def test_the_standard_library_as_a_corpus():
     assert len({name.split("/")[0] for name in names if "/" in name}) >= 5, "packages are mixed"
     assert texts == list(python_stdlib_texts(3_000_000))[: len(texts)], "more text is the same with more behind it"
     assert not any("/test/" in name or "site-packages" in name for name in names)
+
+
+def test_torchs_source_is_mixed_and_bounded():
+    texts = list(torch_source_texts(300_000))
+    assert 200_000 < sum(len(text.encode()) for text in texts) <= 300_000
+    names = [text.partition("\n")[0].removeprefix("# ") for text in texts]
+    assert all((Path(torch.__file__).parent / name).is_file() for name in names)
+    assert len({name.partition("/")[0] for name in names}) > 3

@@ -255,10 +255,22 @@ _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
     """Source files of this Python's standard library, each under its name as a comment: a corpus that every machine has.
 
-    In an order that mixes packages, always the same one: by name, the first files would be of few packages. Stops before the
-    file that would exceed `limit_bytes`.
+    Files come in an order that mixes packages and is always the same. The last one is before the file that would exceed
+    `limit_bytes`.
     """
-    root, total = Path(sysconfig.get_paths()["stdlib"]), 0
+    yield from _sources(Path(sysconfig.get_paths()["stdlib"]), limit_bytes)
+
+
+def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
+    """The same of the installed torch: several times as much text, which every machine that runs this has as well."""
+    import torch
+
+    yield from _sources(Path(torch.__file__).parent, limit_bytes)
+
+
+def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
+    total = 0
+    # Mixed by a hash: by name, the first files would be of few packages.
     for path in sorted(root.rglob("*.py"), key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
         name = path.relative_to(root)
         if _SKIPPED.intersection(name.parts):

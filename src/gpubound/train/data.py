@@ -7,11 +7,11 @@ from ..errors import DataError
 from ..feed.corpus import CLAIM, MANIFEST, Corpus
 from ..feed.split import split_tail
 from ..feed.text import Several, Texts
-from ..feed.tokenizer import Tokenizer, python_stdlib_texts, train_tokenizer
+from ..feed.tokenizer import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from ..trace import notice
-from .recipe import MODELS, STDLIB, Recipe
+from .recipe import MODELS, SOURCES, STDLIB, TORCH, Recipe
 
-WANTED = "text files or folders, a built corpus, or 'stdlib'"
+WANTED = "text files or folders, a built corpus, 'stdlib' or 'torch-source'"
 
 
 def check_data(recipe: Recipe) -> None:
@@ -20,9 +20,9 @@ def check_data(recipe: Recipe) -> None:
         if not own.data:
             raise ValueError(f"data: got nothing, wanted {WANTED}.")
         for name in own.data:
-            if name != STDLIB and not Path(name).exists():
+            if name not in SOURCES and not Path(name).exists():
                 raise ValueError(f"data: {name} does not exist; give {WANTED}.")
-            if len(own.data) > 1 and name != STDLIB and _is_corpus(name):
+            if len(own.data) > 1 and name not in SOURCES and _is_corpus(name):
                 raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
     if recipe.text_key is not None and all(_has_no_rows(own) for _, own in recipe.stages()):
         raise ValueError(f"text_key: {recipe.text_key!r} has no effect on {', '.join(recipe.data)}; leave it out.")
@@ -33,7 +33,7 @@ def _is_corpus(name: str) -> bool:
 
 
 def _has_no_rows(recipe: Recipe) -> bool:
-    return all(name == STDLIB or _is_corpus(name) for name in recipe.data)
+    return all(name in SOURCES or _is_corpus(name) for name in recipe.data)
 
 
 def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
@@ -108,7 +108,12 @@ def _check_model(recipe: Recipe, tokenizer: Tokenizer, origin: str) -> None:
 def _texts(recipe: Recipe) -> list[Any]:
     texts: list[Any] = []
     for name in recipe.data:
-        texts += list(python_stdlib_texts(recipe.data_bytes)) if name == STDLIB else [Path(name)]
+        if name == STDLIB:
+            texts += python_stdlib_texts(recipe.data_bytes)
+        elif name == TORCH:
+            texts += torch_source_texts(recipe.data_bytes)
+        else:
+            texts.append(Path(name))
     return texts
 
 

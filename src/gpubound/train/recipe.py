@@ -19,7 +19,8 @@ from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS, Schedule
 
-STDLIB = "stdlib"
+STDLIB, TORCH = "stdlib", "torch-source"
+SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 OFFERED = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The presets, and one that two CPU cores teach some Python in two minutes (the demo's)."""
@@ -59,9 +60,10 @@ class Recipe:
     model: str = "10m"
     """A preset (see --list), a preset's name with -tiny added to try a recipe, or a Hugging Face folder to train further."""
     data: tuple[str, ...] = (STDLIB,)
-    """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; or 'stdlib', this Python's source."""
+    """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
+    source of this Python or of its torch."""
     data_bytes: int | None = None
-    """Read at most this many bytes of 'stdlib'."""
+    """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
     text_key: str | None = None
     """Key of a jsonl row, or column of a table, that holds the text or chat; without it 'text' or 'messages'."""
     tokenizer: str | None = None
