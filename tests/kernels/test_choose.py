@@ -4,6 +4,8 @@ A broken kernel is caught by its self-test, becomes a fallback that is recorded 
 verdict is reached once, outside the caller's modes. torch.compile traces through.
 """
 
+import subprocess
+import sys
 import textwrap
 import threading
 from collections import Counter
@@ -318,6 +320,45 @@ def test_compile_traces_the_kernels():
 def test_compile_runs_the_kernels():
     """Inductor's own advice (TensorFloat32 is off) is a warning that says nothing of ours."""
     assert run_apart(CALLS, COMPARE, warnings="default", DEVICE="cuda", BACKEND="inductor") == "agrees"
+
+
+def test_a_self_test_leaves_the_device_s_own_thread_alone(monkeypatch):
+    """That thread may be the one that waits for the verdict: of an op whose first call comes in backward, say."""
+    threads, grad = [], torch.autograd.grad
+
+    def watched(*arguments, **named):
+        threads.append(torch._C._is_multithreading_enabled())
+        return grad(*arguments, **named)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    assert selftest.check("rms_norm", torch.device("cpu"), FP32) is None
+    assert threads == [False, False]  # Triton's gradients, and the reference's
+
+
+FIRST_IN_BACKWARD = """
+import torch
+from gpubound import kernels
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return kernels.rms_norm(g.contiguous())
+
+x = torch.ones(3, 40, device="cuda", requires_grad=True)
+Late.apply(x).sum().backward()
+print("agrees" if x.grad.allclose(torch.ones_like(x), atol=1e-4) else x.grad)
+"""
+
+
+@pytest.mark.gpu
+def test_an_op_whose_first_call_comes_in_backward():
+    """In a process of its own, where nothing has judged the op yet. It waited for ever."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IN_BACKWARD], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "agrees\n", done.stderr
 
 
 @pytest.mark.gpu

@@ -244,7 +244,10 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     wanted = {
         f"the gradient of argument {i}": t for i, t in enumerate(moved) if isinstance(t, torch.Tensor) and t.requires_grad
     }
-    gradients = torch.autograd.grad(wired, list(wanted.values()), upstream, allow_unused=True) if wired else ()
+    # On this thread: an op's first call may come in backward (what is computed again there), and then the device's own thread
+    # is the one that waits for this verdict. Left to it, both would wait for ever.
+    with torch.autograd.set_multithreading_enabled(False):
+        gradients = torch.autograd.grad(wired, list(wanted.values()), upstream, allow_unused=True) if wired else ()
     named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     return named | {name: g for name, g in zip(wanted, gradients) if g is not None}
 
