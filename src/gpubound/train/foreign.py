@@ -76,8 +76,9 @@ class FlatForeign(FlatAdamW):
         self._captured: Captured | None = None
         self._captures = capturable(optimizer) and config.graph != "off" and layout.device.type == "cuda"
         self._says = not capturable(optimizer) and config.graph != "off" and layout.device.type != "cpu"
-        for group in optimizer.param_groups if self._captures else ():
-            group["capturable"] = True
+        for group, lr in zip(optimizer.param_groups, lrs) if self._captures else ():
+            # Its rate is a tensor from the first: the step's own graph is recorded before this one, and sees the groups.
+            group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device)
         super().__init__(replace(config, lr=base), weights, precision, clip, schedule, seed)  # type: ignore[arg-type]
         self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
         self._gradients: list[Tensor] = []
@@ -117,7 +118,10 @@ class FlatForeign(FlatAdamW):
         apply, lr = self.decision.tolist()
         if apply:
             for group, ratio in zip(self.optimizer.param_groups, self._ratios):
-                group["lr"] = lr * ratio
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr * ratio)
+                else:
+                    group["lr"] = lr * ratio
             self._stepped()
 
     def _stepped(self) -> None:
@@ -128,9 +132,7 @@ class FlatForeign(FlatAdamW):
         self.weights.round_masters()
 
     def _capture(self) -> Captured | None:
-        rates = [torch.zeros((), device=self.device) for _ in self._ratios]
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            group["lr"] = rate
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         kept = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         written = [*self.parameters, *kept]
 
