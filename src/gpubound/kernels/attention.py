@@ -8,6 +8,8 @@ from .checks import require
 from .choose import implementation
 from .decoding import WRITTEN
 
+MOST_PLACES = 2**31 - 1  # a larger window hides no more, and kernels take it as an int32
+
 
 def decode_attention(
     qkv: Tensor,
@@ -51,7 +53,22 @@ def decode_attention(
         "decode_attention", qkv, position, k_cache, v_cache, cos, sin, q_norm, k_norm, window, partial, count, out, pages
     )  # fmt: skip
     return implementation("decode_attention", k_cache)(
-        qkv, position, k_cache, v_cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent, pages
+        qkv,
+        position,
+        k_cache,
+        v_cache,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        eps,
+        scale,
+        min(window, MOST_PLACES),
+        partial,
+        count,
+        out,
+        dependent,
+        pages,
     )
 
 
@@ -96,8 +113,8 @@ def quantized_decode_attention(
     if k_cache.dtype == torch.float8_e4m3fn and k_cache.is_cuda and torch.cuda.get_device_capability(k_cache.device) < (8, 9):
         unable = "e4m3 needs compute capability 8.9"
     return implementation("decode_attention.quantized_decode_attention", out, unable)(
-        qkv, position, k_cache, v_cache, k_scale, v_scale, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out,
-        dependent, pages,
+        qkv, position, k_cache, v_cache, k_scale, v_scale, cos, sin, q_norm, k_norm, eps, scale, min(window, MOST_PLACES),
+        partial, count, out, dependent, pages,
     )  # fmt: skip
 
 
