@@ -115,7 +115,7 @@ def test_list(capsys):
 def test_help_has_an_example(capsys):
     assert main(["train", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "gpubound train config.yaml --resume" in said and "--accumulate INT" in said and "phases" not in said
+    assert "gpubound train config.yaml --resume" in said and "--accumulate N" in said and "phases" not in said
 
 
 def test_an_unknown_option_names_the_near_one(capsys):
@@ -196,7 +196,10 @@ NOT_BOTH = (
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["--data", "no.txt"], "data: no.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."),
+        (
+            ["--data", "no.txt"],
+            "data: no.txt does not exist; give text files or folders, a built corpus, 'stdlib' or 'torch-source'.",
+        ),
         (["--tokenizer", "nowhere"], "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
         (["--model", "12m"], NO_MODEL),
         (["--recompute", "some"], NO_RECOMPUTE),

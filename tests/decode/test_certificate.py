@@ -89,7 +89,7 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
         ("Mistral", {"window": 23}, {}),
         ("Mistral", {}, {"eps": 1e-3}),
         ("Mistral", {}, {"scale": 0.36}),
-        ("Qwen2", {"v_bias": None}, {}),
+        ("Qwen2", {"q_bias": None, "k_bias": None, "v_bias": None}, {}),
         ("Qwen3", {"q_norm": None, "k_norm": None}, {}),
         ("Qwen3", {}, {"head_eps": 1e-2}),
         ("SmolLM3", {"turned": True}, {}),

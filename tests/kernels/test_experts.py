@@ -277,8 +277,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.add_routed(h[:, :2].contiguous(), down, ids, weights, x),
-            "add_routed: h must be a contiguous torch.float32 (2, 3, 16), got torch.float32 (2, 2, 16); a row of it belongs to "
-            "each expert that was chosen.",
+            "add_routed: h must be a contiguous floating-point tensor (2, 3, 16), got torch.float32 (2, 2, 16); a row "
+            "of it belongs to each expert that was chosen.",
         ),
         (
             lambda: kernels.add_routed(h, down, ids, weights.half(), x),

@@ -83,9 +83,9 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
 
     assert refusal(model="12m").startswith("model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m (-tiny behind ")
     assert refusal(data=("nowhere.txt",)) == (
-        "data: nowhere.txt does not exist; give text files or folders, a built corpus, or 'stdlib'."
+        "data: nowhere.txt does not exist; give text files or folders, a built corpus, 'stdlib' or 'torch-source'."
     )
-    assert refusal(data=()) == "data: got nothing, wanted text files or folders, a built corpus, or 'stdlib'."
+    assert refusal(data=()) == "data: got nothing, wanted text files or folders, a built corpus, 'stdlib' or 'torch-source'."
     book = tmp_path / "book.txt"
     book.write_text("A text. " * 500)
     bad = tmp_path / "tokenizer.json"
