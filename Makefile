@@ -22,8 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(VENV)/bin/gpubound demo $(ARGS)
 
+# Two processes with a thread each: with torch's default, on two cores, threads would wait for each other.
 test: $(VENV)/.installed
-	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 # The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
 test-hard: $(VENV)/.installed

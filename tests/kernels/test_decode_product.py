@@ -123,25 +123,25 @@ def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypatch):
     """One tile a row of the weight, and several."""
-    hidden, width = 256, 32
-    for kind, shape in (("qkv", (64, hidden)), ("gate_up", (width, hidden)), ("add", (hidden, width)), ("add", (64, hidden))):
+    hidden, width, outputs = 128, 16, 24
+    for kind, shape in (("qkv", (outputs, hidden)), ("gate_up", (width, hidden)), ("add", (outputs, hidden))):
         monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, min(columns, shape[1]), 4))
     x, norm = stream(device, 8, hidden), draw(device, dtype, hidden, seed=1)
-    q, down = draw(device, dtype, 64, hidden, seed=2), draw(device, dtype, 64, hidden, seed=3)
+    q, down = draw(device, dtype, outputs, hidden, seed=2), draw(device, dtype, outputs, hidden, seed=3)
     gate, up = (draw(device, dtype, width, hidden, seed=4 + i) for i in range(2))
     h = draw(device, dtype, 8, hidden, seed=6)
 
     def results(rows):
-        out = torch.zeros(len(rows), 64, device=device)
+        out = torch.zeros(len(rows), outputs, device=device)
         run("triton", "norm_product", x[rows], norm, 1e-5, q, None, None, None, None, None, out, None, None)
         gated = torch.zeros(len(rows), width, device=device, dtype=dtype)
         run("triton", "norm_gate_up", x[rows], norm, 1e-5, gate, up, None, None, gated)
-        added = torch.zeros(len(rows), 64, device=device)
+        added = torch.zeros(len(rows), outputs, device=device)
         run("triton", "add_product", h[rows], down, None, added)
         return out, gated, added
 
     together = results(list(range(8)))
-    for rows in ([3], [5, 2], [7, 6, 5, 4]):
+    for rows in ([3], [7, 5, 4]):
         for whole, part in zip(together, results(rows)):
             assert torch.equal(whole[rows], part)
 
