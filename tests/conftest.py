@@ -42,6 +42,8 @@ WARNINGS = [
     "ignore:.*defaults to a non-deterministic algorithm.*:UserWarning",
     # torch.cuda.set_sync_debug_mode, which a few gpu tests use beside the ledger
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    # and this once, where the first thing that autograd's thread does in a process is a product
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
 ]
 
 
