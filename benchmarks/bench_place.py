@@ -85,17 +85,31 @@ def main(argv: Sequence[str]) -> int:
 
 def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, flops_per_s: float) -> None:
     """Build every contestant, check that they agree on loss and gradient norm, then let them run in turn."""
-    workers = {name: Worker(name, setting.shape, bench.dry) for name in names}
+    ready, seconds = in_turn(bench, setting.case, {name: Worker(name, setting.shape, bench.dry) for name in names}, rounds)
+    if len(seconds) < 2:
+        return
+    found = measure.compare_samples(seconds, clock="device events" if bench.device.type == "cuda" else "perf_counter")
+    tokens = setting.seq * setting.micro
+    ceiling = ("bf16 rate", flops_per_s / SHAPES[setting.shape].train_flops_per_token(setting.seq))
+    bench.keep(setting.case, found, unit="tok/s", amount=tokens, ceiling=ceiling, gates={"liger": setting.gate})
+    if bench.device.type == "cuda":
+        peaks = {name: ready[name]["peak_gib"] for name in seconds}
+        bench.figure(f"{setting.case} peak memory", "GiB", peaks.pop("ours"), peaks, {})
+
+
+def in_turn(
+    bench: Bench, case: str, workers: dict[str, "Worker"], rounds: int
+) -> tuple[dict[str, dict], dict[str, list[float]]]:
+    """Every contestant's first answer, and the seconds of each round of those that agree with ours; none without ours."""
     try:
         ready = {name: answer for name, worker in workers.items() if (answer := worker.read()) is not None}
-        for name in names:
+        for name in workers:
             if name not in ready:
-                (bench.wrong if name == "ours" else bench.unmeasured).append(f"{setting.case}: {name} could not start")
+                (bench.wrong if name == "ours" else bench.unmeasured).append(f"{case}: {name} could not start")
         if "ours" not in ready:
-            return
-        agreed = [name for name in ready if agrees(bench, setting.case, name, ready)]
-        seconds: dict[str, list[float]] = {name: [] for name in agreed}
-        order = list(agreed)
+            return ready, {}
+        seconds: dict[str, list[float]] = {name: [] for name in ready if agrees(bench, case, name, ready)}
+        order = list(seconds)
         for turn in range(rounds):
             random.Random(turn).shuffle(order)
             for name in order:
@@ -103,15 +117,7 @@ def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, f
     finally:
         for worker in workers.values():
             worker.stop()
-    if len(agreed) < 2:
-        return
-    found = measure.compare_samples(seconds, clock="device events" if bench.device.type == "cuda" else "perf_counter")
-    tokens = setting.seq * setting.micro
-    ceiling = ("bf16 rate", flops_per_s / SHAPES[setting.shape].train_flops_per_token(setting.seq))
-    bench.keep(setting.case, found, unit="tok/s", amount=tokens, ceiling=ceiling, gates={"liger": setting.gate})
-    if bench.device.type == "cuda":
-        peaks = {name: ready[name]["peak_gib"] for name in agreed}
-        bench.figure(f"{setting.case} peak memory", "GiB", peaks.pop("ours"), peaks, {})
+    return ready, seconds
 
 
 def agrees(bench: Bench, case: str, name: str, ready: dict[str, dict]) -> bool:

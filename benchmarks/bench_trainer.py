@@ -4,7 +4,6 @@ Each contestant is a process of its own that runs trainer.train() once. A callba
 says go, so that the contestants take turns in random order and meet the same clocks and temperature.
 """
 
-import random
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .bench_place import Worker, agrees, tell
+from .bench_place import Worker, in_turn, tell
 from .harness import Bench, chosen, importable
 from .shapes import SHAPES, llama_config
 
@@ -84,24 +83,8 @@ def main(argv: Sequence[str]) -> int:
 def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int) -> None:
     """Start every contestant, check that they begin with the same loss and gradient, then let them train in turn."""
     workers = {name: Worker(name, setting.shape, bench.dry, "benchmarks.bench_trainer") for name in names}
-    try:
-        ready = {name: answer for name, worker in workers.items() if (answer := worker.read()) is not None}
-        for name in names:
-            if name not in ready:
-                (bench.wrong if name == "ours" else bench.unmeasured).append(f"{setting.case}: {name} could not start")
-        if "ours" not in ready:
-            return
-        agreed = [name for name in ready if agrees(bench, setting.case, name, ready)]
-        seconds: dict[str, list[float]] = {name: [] for name in agreed}
-        order = list(agreed)
-        for turn in range(rounds):
-            random.Random(turn).shuffle(order)
-            for name in order:
-                seconds[name].append(workers[name].round())
-    finally:
-        for worker in workers.values():
-            worker.stop()
-    if len(agreed) < 2:
+    _, seconds = in_turn(bench, setting.case, workers, rounds)
+    if len(seconds) < 2:
         return
     found = measure.compare_samples(seconds, clock="perf_counter")
     gates = {"trainer": setting.gate}
