@@ -5,8 +5,11 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before anything imports triton
-    os.environ["TRITON_INTERPRET"] = "1"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    from tests import interpreter
+
+    interpreter.hasten()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS warns while the NaN fill below is on
 
 
