@@ -1,6 +1,6 @@
 """Damaged model folders, by hypothesis: `gpubound generate` ends with 0, or with 2 and one sentence, and never otherwise.
 
-What it found stays in tests/models/test_weights.py and tests/test_cli_generate_folders.py as cases of their own.
+What it found stays in tests/models/llama/test_weights.py and tests/test_cli_generate_folders.py as cases of their own.
 """
 
 import json

@@ -17,7 +17,7 @@ import tyro
 
 from ..errors import DataError, PlaceError
 from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
-from ..models.hf_config import Beyond, config_of, read_config
+from ..models.llama.hf_config import Beyond, config_of, read_config
 from ..place import place
 from ..trace import notice
 from .options import arguments

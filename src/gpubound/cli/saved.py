@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..feed.tokenizer import Tokenizer, adapt
 from ..models import load_hf
 from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.hf_config import Beyond, config_of, read_config
-from ..models.weights import ends_of, read_generation
+from ..models.llama.hf_config import Beyond, config_of, read_config
+from ..models.llama.weights import ends_of, read_generation
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe

@@ -13,7 +13,7 @@ from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..models import Decoder
 from ..models.foreign import as_transformers
-from ..models.weights import ends_of
+from ..models.llama.weights import ends_of
 from ..trace import notice
 from .accuracy import Accuracy, accuracy
 from .body import Body

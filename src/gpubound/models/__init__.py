@@ -1,7 +1,7 @@
-"""Models made of the library's own parts, in Hugging Face's layout."""
+"""Models by family, a folder each: what placing, decoding, saving and training need to know of it."""
 
-from .decoder import PRESETS as PRESETS
-from .decoder import Decoder as Decoder
-from .decoder import DecoderConfig as DecoderConfig
-from .weights import load_hf as load_hf
-from .weights import save_hf as save_hf
+from .llama import PRESETS as PRESETS
+from .llama import Decoder as Decoder
+from .llama import DecoderConfig as DecoderConfig
+from .llama import load_hf as load_hf
+from .llama import save_hf as save_hf

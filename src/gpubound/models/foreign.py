@@ -15,9 +15,9 @@ from torch import nn
 
 from ..errors import DataError
 from ..files import read_json
-from .decoder import Decoder
-from .hf_config import hf_config
-from .weights import INDEX, WEIGHTS, stored_tensors
+from .llama.decoder import Decoder
+from .llama.hf_config import hf_config
+from .llama.weights import INDEX, WEIGHTS, stored_tensors
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.attention import Attention, Rope
-from ..layers.block import Block, run_blocks
-from ..layers.embedding import look_up
-from ..layers.head import LMLoss, lm_loss
-from ..layers.mlp import MLP
-from ..layers.norm import RMSNorm
-from ..layers.rope import RopeTable, RotaryAngles
+from ...layers.attention import Attention, Rope
+from ...layers.block import Block, run_blocks
+from ...layers.embedding import look_up
+from ...layers.head import LMLoss, lm_loss
+from ...layers.mlp import MLP
+from ...layers.norm import RMSNorm
+from ...layers.rope import RopeTable, RotaryAngles
 
 
 @dataclass(frozen=True)

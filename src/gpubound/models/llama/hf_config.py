@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
-from ..files import read_json
+from ...errors import DataError
+from ...files import read_json
 from .decoder import DecoderConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
