@@ -18,6 +18,7 @@ from ..device import label
 from ..errors import GpuboundError
 from ..feed.chat import ends_of_turn
 from ..feed.tokenizer import Tokenizer
+from .decoders import HARMLESS, build, check_text, settings_of
 from .saved import Saved
 from .speed import Speed
 
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
     from .generate import Generate
 
 Message = dict[str, str]
+LENGTH = 4096  # tokens that a conversation may have, unless asked otherwise
 HELP = "/clear forgets what was said, /help says this; Ctrl-C ends a reply, Ctrl-D the conversation."
 
 
 def converse(options: "Generate", saved: Saved, device: torch.device, begun: float) -> int:
     """Exit code 0, or 2 when a turn from a pipe failed."""
-    from .generate import HARMLESS, LENGTH, build, settings_of
-
     if saved.tokenizer.chat_template is None:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
     length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
@@ -74,8 +74,6 @@ def typed(console: Console) -> Iterator[str]:
 
 def piped() -> Iterator[str]:
     """Every line of stdin."""
-    from .generate import check_text
-
     try:
         for line in sys.stdin:
             check_text("stdin", line)
