@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.train import Accumulators, accumulate
-from gpubound.train.flat import lay_out
+from gpubound.train.flat_buffers import lay_out
 
 from .conftest import cut, draw, small, summed
 

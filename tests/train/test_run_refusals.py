@@ -7,7 +7,7 @@ import torch
 
 from gpubound import trace
 from gpubound.errors import DataError, DeviceError
-from gpubound.train.fit import largest_micro_batch
+from gpubound.train.auto_batch import largest_micro_batch
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 from gpubound.train.stage import Stage

@@ -10,7 +10,7 @@ from torch import nn
 from gpubound import trace
 from gpubound.feed import feed
 from gpubound.train import AdamW, Schedule, TrainStep
-from gpubound.train.flat import Weights
+from gpubound.train.flat_buffers import Weights
 
 from .conftest import cut, draw, named, small, summed
 

@@ -16,7 +16,7 @@ from ..device import can_launch
 from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, norm_rows, rms_norm, rope, swiglu
 from ..kernels.decoding import EARLY, LATE
 from ..layers.attention import attend
-from ..layers.product import fused_linear
+from ..layers.linear_site import fused_linear
 from . import host, plain
 from .accuracy import Accuracy
 from .body import Body

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import GenerateError
 from ..layers import MLP, Attention, RotaryAngles
-from ..layers.product import Stacked, describe, plain
+from ..layers.stacked import Stacked, describe, plain
 from ..models import Decoder
 from ..place.families import ACTIVATIONS, ROPE_TYPES, role_of
 from . import live_experts

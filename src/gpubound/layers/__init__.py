@@ -12,10 +12,10 @@ from .embedding import look_up as look_up
 from .head import LMLoss as LMLoss
 from .head import lm_loss as lm_loss
 from .head import shift as shift
+from .linear_site import fused_linear as fused_linear
+from .linear_site import linear as linear
 from .mlp import MLP as MLP
 from .norm import RMSNorm as RMSNorm
-from .product import Stacked as Stacked
-from .product import fused_linear as fused_linear
-from .product import linear as linear
 from .rope import RopeTable as RopeTable
 from .rope import RotaryAngles as RotaryAngles
+from .stacked import Stacked as Stacked

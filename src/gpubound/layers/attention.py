@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
+from .linear_site import linear
 from .norm import RMSNorm
-from .product import Stacked, cut_to_size, linear, one_by_one, plain
 from .rope import Rope
+from .stacked import Stacked, cut_to_size, one_by_one, plain
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import deliver_rows
 from ..kernels.choose import transformed
-from .product import hooked
+from .stacked import hooked
 
 
 def look_up(table: Any, ids: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def plain(table: Any) -> bool:
 
 
 class _LookUp(torch.autograd.Function):
-    """The Parameter is kept on ctx for its main_grad, as in layers/product.py."""
+    """The Parameter is kept on ctx for its main_grad, as in layers/linear_site.py."""
 
     @staticmethod
     def forward(ctx, ids, padding, values, weight):

@@ -140,7 +140,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """As layers/product.py's, in 8 bits. Saved is x in 8 bits, transposed: half of what the 16-bit product keeps."""
+    """As layers/linear_site.py's, in 8 bits. Saved is x in 8 bits, transposed: half of what the 16-bit product keeps."""
 
     @staticmethod
     def forward(ctx, x, site, whole, bias, count, *parameters):

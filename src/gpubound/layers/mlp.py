@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu
-from . import fp8, lean
-from .product import Stacked, cut_to_size, linear, one_by_one, plain, stacked_product
+from . import fp8, recompute
+from .linear_site import linear
+from .stacked import Stacked, cut_to_size, one_by_one, plain, stacked_product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -51,8 +52,8 @@ class MLP(nn.Module):
             if trained is not None and (result := fp8.gated(x, stack, trained)) is not None:
                 return result
             packed = stacked_product(x, stack)
-            if trained is not None and packed.nbytes // 2 >= lean.LEAST_BYTES and not hasattr(trained, "fp8"):
-                return lean.gated_down(packed, trained)
+            if trained is not None and packed.nbytes // 2 >= recompute.LEAST_BYTES and not hasattr(trained, "fp8"):
+                return recompute.gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import add_rms_norm, rms_norm
-from . import lean
+from . import recompute
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]
-        return lean.mark(rms_norm(x, weight, self.eps), x, weight, self.eps)
+        return recompute.mark(rms_norm(x, weight, self.eps), x, weight, self.eps)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps)
-        return lean.mark(y, stream, weight, self.eps), stream
+        return recompute.mark(y, stream, weight, self.eps), stream
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..layers import MLP, Attention, LMLoss, RMSNorm, RopeTable, Stacked
 from ..layers.head import why_whole
-from ..layers.product import plain
+from ..layers.stacked import plain
 from . import torch_parts
 from .exercise import made_up, reads_tokens
 from .verify import Case, mode, noise

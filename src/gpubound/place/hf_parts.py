@@ -24,8 +24,8 @@ from ..layers.embedding import look_up
 from ..layers.head import lm_loss
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
-from ..layers.product import describe, hooked, plain
 from ..layers.rope import Rope, RopeTable
+from ..layers.stacked import describe, hooked, plain
 from ..trace import count
 from .swap import Fused
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import lean
+from ..layers import recompute
 
 FACTOR = 2.0
 
@@ -138,7 +138,7 @@ def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
     try:
         for p in parameters if all_train else ():
             p.requires_grad_(p.is_floating_point())
-        with lean.recomputing(0):
+        with recompute.recomputing(0):
             yield
     finally:
         for p, (trains, main) in zip(parameters, before):

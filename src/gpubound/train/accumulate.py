@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..kernels.accumulate import begins, deliver_all
-from .flat import Layout, lay_out
+from .flat_buffers import FlatLayout, lay_out
 
 TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones are not worth the memory
 
@@ -32,7 +32,7 @@ class Accumulators:
     tensor([257., 257.])
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]] | None = None, layout: Layout | None = None):
+    def __init__(self, named: Iterable[tuple[str, Parameter]] | None = None, layout: FlatLayout | None = None):
         if (named is None) == (layout is None):
             raise ValueError("Accumulators: got both or neither of named parameters and a layout, wanted one of them.")
         self.layout = layout or lay_out(named or [])

@@ -23,7 +23,7 @@ from ..errors import GraphError
 from ..graph import Captured, capture
 from ..kernels import plan_update
 from ..trace import fallback
-from .flat import Layout, Slot, Weights
+from .flat_buffers import FlatLayout, FlatSlot, Weights
 from .optimizer import FlatAdamW
 from .precision import Precision
 from .schedule import Schedule
@@ -40,7 +40,7 @@ class Foreign:
     graph: str = "auto"
     lr: float = 1.0  # the largest of its groups', once it is made
 
-    def begin(self, layout: Layout, precision: Precision) -> tuple[Optimizer, list[Parameter]]:
+    def begin(self, layout: FlatLayout, precision: Precision) -> tuple[Optimizer, list[Parameter]]:
         """The optimizer over fp32 stand-ins, and these: what can be refused is refused before the model is touched."""
         if precision.at_random:
             raise ValueError(
@@ -83,7 +83,7 @@ class FlatForeign(FlatAdamW):
         self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
         self._gradients: list[Tensor] = []
 
-    def _begin_moments(self, layout: Layout) -> None:
+    def _begin_moments(self, layout: FlatLayout) -> None:
         pass
 
     @property
@@ -199,7 +199,7 @@ class FlatForeign(FlatAdamW):
                 raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
 
 
-def _ordered(layout: Layout) -> list[Slot]:
+def _ordered(layout: FlatLayout) -> list[FlatSlot]:
     return [slot for group in layout.groups for slot in layout.slots_of(group)]
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from ..device import label
 from ..kernels.scaled import CAPABILITY, MULTIPLE
 from ..layers.fp8 import SMALLEST, Site, new_states, renew
-from ..layers.product import linear
+from ..layers.linear_site import linear
 from ..trace import fallback
-from .flat import Layout, Slot
+from .flat_buffers import FlatLayout, FlatSlot
 from .recompute import find_blocks
 
 
 class Sites:
     """The sites of one model, attached to its weights until `release`."""
 
-    def __init__(self, model: nn.Module, layout: Layout):
+    def __init__(self, model: nn.Module, layout: FlatLayout):
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
@@ -78,7 +78,7 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def _eligible(model: nn.Module, layout: Layout) -> list[Slot]:
+def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
     """The trained weights of plain linear layers inside the blocks, whose sides fp8 products can take."""
     try:
         blocks = find_blocks(model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .flat import MUON, Group, Slot
+from .flat_buffers import MUON, FlatSlot, Group
 from .optimizer import AdamW, FlatAdamW
 
 # The quintic whose slope at zero is steepest: it takes singular values from anywhere below one to between 0.7 and 1.2.
@@ -60,9 +60,9 @@ class FlatMuon(FlatAdamW):
         super().__init__(config.rest, *arguments)
         self.muon, self._ratio = config, config.lr / config.rest.lr
         weights = self.weights
-        self._stacks: list[tuple[Group, Tensor, list[Slot]]] = []
+        self._stacks: list[tuple[Group, Tensor, list[FlatSlot]]] = []
         for group, finest in zip(weights.layout.groups, weights.finest()):
-            shapes: dict[torch.Size, list[Slot]] = {}
+            shapes: dict[torch.Size, list[FlatSlot]] = {}
             for slot in weights.layout.slots_of(group) if group.rule == MUON else ():
                 shapes.setdefault(slot.parameter.shape, []).append(slot)
             self._stacks += [(group, finest, slots) for slots in shapes.values()]
@@ -76,7 +76,7 @@ class FlatMuon(FlatAdamW):
             if group.rule == MUON and master is not None:
                 flat.copy_(master)
 
-    def _move(self, gradient: Tensor, plan: Tensor, lr: Tensor, group: Group, finest: Tensor, slots: list[Slot]) -> None:
+    def _move(self, gradient: Tensor, plan: Tensor, lr: Tensor, group: Group, finest: Tensor, slots: list[FlatSlot]) -> None:
         muon, go = self.muon, plan[0] != 0
         momenta, weights = [slot.view(self.m) for slot in slots], [slot.view(finest, group.start) for slot in slots]
         g = torch.stack([slot.view(gradient) for slot in slots]) * plan[1]

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
 from ..kernels.optim import BLOCK, adamw8, decoded
-from .flat import ADAMW, Group, Layout, Weights, matrices
+from .flat_buffers import ADAMW, FlatLayout, Group, Weights, matrices
 from .precision import Precision
 from .schedule import Schedule
 
@@ -64,7 +64,7 @@ class FlatAdamW:
         self.rates = schedule.table(config.lr, layout.device)
         self._seed = seed if precision.at_random else None
 
-    def _begin_moments(self, layout: Layout) -> None:
+    def _begin_moments(self, layout: FlatLayout) -> None:
         if isinstance(self.config, AdamW8bit):
             raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
         self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
@@ -155,7 +155,7 @@ def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 class FlatAdamW8bit(FlatAdamW):
     """FlatAdamW with coded moments, a pair for each group: blocks of 256 begin where a group does."""
 
-    def _begin_moments(self, layout: Layout) -> None:
+    def _begin_moments(self, layout: FlatLayout) -> None:
         sizes = {group: group.stop - group.start for group in layout.groups}
         self.m8 = {group: Coded(size, torch.int8, layout.device) for group, size in sizes.items()}
         self.v8 = {group: Coded(size, torch.uint8, layout.device) for group, size in sizes.items()}
@@ -182,7 +182,7 @@ class FlatAdamW8bit(FlatAdamW):
         )  # fmt: skip
 
 
-def memory(layout: Layout, precision: Precision, config: object = None) -> dict[str, int]:
+def memory(layout: FlatLayout, precision: Precision, config: object = None) -> dict[str, int]:
     """Bytes that training these parameters takes besides activations, before any of it is allocated.
 
     What a `config` that is not ours will keep, nobody knows before its first step.

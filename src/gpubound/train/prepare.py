@@ -15,9 +15,9 @@ from ..feed.tokenizer import Tokenizer
 from ..models import Decoder, load_hf
 from ..place import place
 from ..trace import notice
+from .auto_batch import largest_micro_batch
 from .checkpoint import Checkpoint, Checkpoints
 from .data import check_data, hold_out, open_data
-from .fit import largest_micro_batch
 from .recipe import MODELS, Recipe, check_model
 from .resume import check_same, reopened
 from .run import Run

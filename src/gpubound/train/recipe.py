@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from ..feed.tokenizer import SPECIALS
 from ..models import PRESETS, DecoderConfig
-from .graphs import MODES as GRAPH_MODES
 from .muon import Muon
 from .optimizer import AdamW, AdamW8bit
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS, Schedule
+from .step_graphs import MODES as GRAPH_MODES
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path

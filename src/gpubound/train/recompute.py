@@ -1,6 +1,7 @@
 """Activation checkpointing: a block keeps only its input and computes the rest again in backward.
 
-"cheap" leaves the blocks alone: our layers compute norms and gated activations again (layers/lean.py), "none" not even those.
+"cheap" leaves the blocks alone: our layers compute norms and gated activations again (layers/recompute.py), "none" not even
+those.
 
 A third more work for a fraction of the memory: for every block, for the first few, or for as few as keep the measured peak
 within a budget. It is the first blocks that recompute, because backward comes to them last: by then what the others kept has

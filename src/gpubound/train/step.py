@@ -24,12 +24,10 @@ from ..kernels.choose import hasten
 from ..trace import notice, span
 from .accumulate import Accumulators
 from .batches import gather, take_apart
-from .core import Core, Loss, Reduce
-from .flat import MUON, Layout, Members, Weights, lay_out
+from .device_step import DeviceStep, Loss, Reduce
+from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
 from .foreign import FlatForeign, Foreign
 from .fp8 import Sites
-from .graphs import MODES as GRAPH_MODES
-from .graphs import Graphs
 from .loss import CausalLM
 from .muon import FlatMuon, Muon
 from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
@@ -39,6 +37,8 @@ from .recompute import parse as parse_recompute
 from .recompute import recompute_blocks
 from .result import Mail, StepResult
 from .schedule import Schedule
+from .step_graphs import MODES as GRAPH_MODES
+from .step_graphs import StepGraphs
 
 LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -109,11 +109,11 @@ class TrainStep:
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
-        core = Core(
+        device_step = DeviceStep(
             model, lossy, accumulators, self._optimizer, numbers,
             single=accumulate == 1, reduce=reduce, sites=self._sites, overlap=overlap, keep_all=way == "none",
         )  # fmt: skip
-        self._graphs = Graphs(core, graph)
+        self._graphs = StepGraphs(device_step, graph)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -130,7 +130,7 @@ class TrainStep:
             self._members.check()
             self._weights.check()
             result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
-            self._optimizer.carry_on(self._graphs.core.accumulators.gradient)
+            self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
             self._weights.stepped()
             return self._mail.post(result)
 
@@ -242,7 +242,7 @@ def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) ->
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
 
-def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon | Foreign) -> Layout:
+def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon | Foreign) -> FlatLayout:
     if isinstance(config, Foreign):
         return lay_out(model.named_parameters(), numbers.dtype, others=model.named_buffers())
     if isinstance(config, AdamW):

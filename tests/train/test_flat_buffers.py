@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpubound.kernels.accumulate import join_rows
-from gpubound.train.flat import ALIGN, Weights, lay_out
+from gpubound.train.flat_buffers import ALIGN, Weights, lay_out
 
 
 def packed(*rows: int, width: int = 8, dtype=torch.float32) -> list[nn.Parameter]:

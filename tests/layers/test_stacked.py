@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import layers, trace
 from gpubound.errors import FallbackError
 from gpubound.layers.embedding import look_up
-from gpubound.layers.product import fused_linear, linear
+from gpubound.layers.linear_site import fused_linear, linear
 
 ROWS = (6, 4, 4)
 
@@ -174,7 +174,7 @@ def test_one_by_one_equals_apart_and_adds_a_tied_weight_up():
     want = gradients(apart(x, modules), parameters)
     for p in parameters:
         p.main_grad = torch.ones_like(p)
-    y = torch.cat(layers.product.one_by_one(x, modules), -1)
+    y = torch.cat(layers.stacked.one_by_one(x, modules), -1)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y))
     for p, gradient in zip(parameters, want):
         torch.testing.assert_close(p.main_grad, 1 + gradient)

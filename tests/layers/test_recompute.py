@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpubound import layers
-from gpubound.layers import lean
+from gpubound.layers import recompute
 from gpubound.layers.block import Block, run_block
 
 TOKENS, HIDDEN, WIDE = 16, 32, 64
@@ -27,7 +27,7 @@ def draw(seed, device):
 
 def run(monkeypatch, device, least, main=False, frozen=()):
     """(outputs and gradients, bytes of activations kept) of a block whose results of `least` bytes are computed again."""
-    monkeypatch.setattr(lean, "LEAST_BYTES", least)
+    monkeypatch.setattr(recompute, "LEAST_BYTES", least)
     own, x, pending, kept = block(device), draw(1, device), draw(2, device), {}
     for name, p in own.named_parameters():
         p.requires_grad_(name not in frozen)
@@ -68,13 +68,13 @@ def test_the_same_bits_in_fewer_bytes(least, fewer, main, device, monkeypatch):
 
 def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
-    large, small = torch.ones(lean.LEAST_BYTES // 16, 4), torch.ones(lean.LEAST_BYTES // 16 - 1, 4)
-    assert lean.origin(norm(large)) is not None and lean.origin(norm(small)) is None
-    with lean.recomputing(lean.KEEP_ALL):
-        assert lean.origin(norm(large)) is None
-    with lean.recomputing(0):
-        assert lean.origin(norm(small)) is not None
-    assert lean.origin(norm(small)) is None
+    large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)
+    assert recompute.origin(norm(large)) is not None and recompute.origin(norm(small)) is None
+    with recompute.recomputing(recompute.KEEP_ALL):
+        assert recompute.origin(norm(large)) is None
+    with recompute.recomputing(0):
+        assert recompute.origin(norm(small)) is not None
+    assert recompute.origin(norm(small)) is None
 
 
 def test_frozen_weights_keep_nothing_and_get_nothing(device, monkeypatch):
@@ -86,7 +86,7 @@ def test_frozen_weights_keep_nothing_and_get_nothing(device, monkeypatch):
 
 def test_a_weight_changed_between_forward_and_backward_is_refused():
     mlp = layers.MLP(HIDDEN, WIDE)
-    with lean.recomputing(0):
+    with recompute.recomputing(0):
         y = mlp(torch.ones(2, HIDDEN))
     with torch.no_grad():
         mlp.down_proj.weight.mul_(2)
@@ -96,7 +96,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused():
 
 def test_a_norms_weight_changed_meanwhile_is_refused():
     norm, mlp = layers.RMSNorm(HIDDEN), layers.MLP(HIDDEN, WIDE)
-    with lean.recomputing(0):
+    with recompute.recomputing(0):
         y = mlp(norm(torch.ones(2, HIDDEN)))
     with torch.no_grad():
         norm.weight.mul_(2)

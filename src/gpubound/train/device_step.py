@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.aside import beside
-from ..layers import lean
+from ..layers import recompute
 from .accumulate import Accumulators
 from .fp8 import Sites
 from .loss import CausalLM
@@ -25,7 +25,7 @@ Reduce = Callable[[Tensor, Tensor], None]
 """(flat gradient, totals) summed over all ranks, in place"""
 
 
-class Core:
+class DeviceStep:
     """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything.
 
     `single`: a step has one micro-batch. `keep_all`: backward computes nothing again that can be kept.
@@ -68,9 +68,9 @@ class Core:
 
     def add(self, batch: Any) -> None:
         """One micro-batch more: its loss, items and gradients are added to those before."""
-        least = lean.KEEP_ALL if self.keep_all else lean.LEAST_BYTES
+        least = recompute.KEEP_ALL if self.keep_all else recompute.LEAST_BYTES
         with torch.enable_grad(), products(self.precision.products):
-            with lean.recomputing(least):
+            with recompute.recomputing(least):
                 total, items = self._loss_of(batch)
             with beside(self.device if self.overlap else None):
                 total.backward()

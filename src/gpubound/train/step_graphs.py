@@ -15,7 +15,7 @@ from ..errors import GraphError
 from ..graph import Captured, capture
 from ..trace import fallback
 from .batches import MicroBatch
-from .core import Core
+from .device_step import DeviceStep
 
 MODES = ("auto", "require", "off")
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
@@ -27,31 +27,31 @@ NOISE = 5e-2
 NOISE_FP8 = 3e-1
 
 
-class Graphs:
-    """Runs the core on given micro-batches: as graphs where the device has them and `mode` allows it.
+class StepGraphs:
+    """Runs the device step on given micro-batches: as graphs where the device has them and `mode` allows it.
 
     auto captures on a GPU and runs call by call elsewhere. require always goes through capture(), which on a CPU keeps to the
     same static buffers and makes the same checks, without a graph. A step of one micro-batch is one graph; of more, a graph
     that every micro-batch is a replay of, and one for the update.
     """
 
-    def __init__(self, core: Core, mode: str):
-        self.core = core
+    def __init__(self, step: DeviceStep, mode: str):
+        self.step = step
         self.captured: list[Captured] = []
-        self._off = mode == "off" or (mode == "auto" and not has_graphs(core.device))
+        self._off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
         self._known: dict[tuple, Captured | None] = {}  # by a micro-batch's key; None: it cannot be captured
         self._update: Captured | None = None
 
     def run(self, window: list[MicroBatch]) -> Tensor:
-        if not self.core.calibrated:
-            self.core.calibrate(window[0].whole)
+        if not self.step.calibrated:
+            self.step.calibrate(window[0].whole)
         graphs = [graph for batch in window if (graph := self._graph_of(batch)) is not None]
         if len(graphs) < len(window):
-            return self.core.run([batch.whole for batch in window])
-        if self.core.single:
+            return self.step.run([batch.whole for batch in window])
+        if self.step.single:
             return graphs[0](*window[0].tensors)
-        self.core.begin()
+        self.step.begin()
         for batch, graph in zip(window, graphs):
             graph(*batch.tensors)
         return self._updated()
@@ -72,11 +72,11 @@ class Graphs:
     def _updated(self) -> Tensor:
         """The update, captured at its first time: only behind real gradients does its certificate see weights move."""
         if self._update is None:
-            self._update = self._tried(lambda: self._graph(self.core.update))
+            self._update = self._tried(lambda: self._graph(self.step.update))
         if self._update is None:  # a step is graphs or calls, so that nobody takes the times of one for those of the other
             self._off = True
             self.drop()
-            return self.core.update()
+            return self.step.update()
         return self._update()
 
     def _tried(self, capturing: Callable[[], Captured]) -> Captured | None:
@@ -91,32 +91,32 @@ class Graphs:
     def _capture(self, batch: MicroBatch) -> Captured:
         if sum(known is not None for known in self._known.values()) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
-        core = self.core
-        if hasattr(core.loss, "prepare"):
-            core.loss.prepare(core.model, batch.whole)
+        step = self.step
+        if hasattr(step.loss, "prepare"):
+            step.loss.prepare(step.model, batch.whole)
 
         def train_step(*leaves: Tensor) -> Tensor:
-            return core.run([batch.fill(leaves)])
+            return step.run([batch.fill(leaves)])
 
         def micro_batch(*leaves: Tensor) -> None:
-            core.add(batch.fill(leaves))
+            step.add(batch.fill(leaves))
 
-        return self._graph(train_step if core.single else micro_batch, *batch.tensors)
+        return self._graph(train_step if step.single else micro_batch, *batch.tensors)
 
     def _graph(self, part: Callable, *tensors: Tensor) -> Captured:
         pool = self.captured[0].pool if self.captured else None
-        state = [self.core.model, *self.core.state()]
+        state = [self.step.model, *self.step.state()]
         graph = capture(part, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True)
         self.captured.append(graph)
         return graph
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""
-        if not has_graphs(self.core.device):
+        if not has_graphs(self.step.device):
             return 0.0
-        optimizer = self.core.optimizer
+        optimizer = self.step.optimizer
         largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
-        noise = NOISE_FP8 if self.core.precision.fp8 else NOISE
+        noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12)
 
 

@@ -63,7 +63,7 @@ def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:
 
 
 class _GatedDown(torch.autograd.Function):
-    """The Parameter is kept on ctx for its main_grad, as in layers/product.py."""
+    """The Parameter is kept on ctx for its main_grad, as in layers/linear_site.py."""
 
     @staticmethod
     def forward(ctx, gate_up, plain, weight):

@@ -22,7 +22,7 @@ SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Slot:
+class FlatSlot:
     """One parameter's place: `start` counts elements from the beginning of the flat buffers."""
 
     name: str
@@ -47,10 +47,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The whole plan. Nothing is allocated by it."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[FlatSlot, ...]
     groups: tuple[Group, ...]
     device: torch.device
 
@@ -62,7 +62,7 @@ class Layout:
     def adamw_size(self) -> int:
         return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
 
-    def slots_of(self, group: Group) -> list[Slot]:
+    def slots_of(self, group: Group) -> list[FlatSlot]:
         return [slot for slot in self.slots if group.start <= slot.start < group.stop]
 
 
@@ -77,7 +77,7 @@ def lay_out(
     decays: Callable[[str, Parameter], bool] = matrices,
     muon: Callable[[str, Parameter], bool] = lambda name, parameter: False,
     others: Iterable[tuple[str, Tensor]] = (),
-) -> Layout:
+) -> FlatLayout:
     """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own.
 
     `others` are tensors that stay where they are, as a model's buffers: none of them may lie over a trained parameter's memory.
@@ -93,13 +93,13 @@ def lay_out(
         for decaying in (True, False):
             for run in _runs([p for _, p in chosen if kinds[id(p)] == (rule, wanted, decaying)]):
                 for parameter in run:
-                    slots.append(Slot(names[id(parameter)], parameter, at))
+                    slots.append(FlatSlot(names[id(parameter)], parameter, at))
                     at += parameter.numel()
                 at = -(-at // ALIGN) * ALIGN
             if decaying:
                 decay_stop = at
         groups.append(Group(wanted, rule, start, decay_stop, at))
-    return Layout(tuple(slots), tuple(groups), chosen[0][1].device)
+    return FlatLayout(tuple(slots), tuple(groups), chosen[0][1].device)
 
 
 def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
@@ -181,7 +181,7 @@ class Members:
     replaced would stay still. `check` compares without asking the device.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout):
+    def __init__(self, model: nn.Module, layout: FlatLayout):
         trained = {id(slot.parameter) for slot in layout.slots}
         homes = [(name, m._parameters, key) for name, m in model.named_modules() for key in m._parameters]
         self._names = [f"{name}.{key}".strip(".") for name, _, key in homes]
@@ -212,7 +212,7 @@ class Weights:
     The Parameter objects stay: state_dict, tied weights and optimizers made elsewhere still see them.
     """
 
-    def __init__(self, layout: Layout, masters: bool):
+    def __init__(self, layout: FlatLayout, masters: bool):
         self.layout = layout
         self.flat: list[Tensor] = []
         self.masters: list[Tensor | None] = []
