@@ -145,8 +145,6 @@ def _group_plans(case: Case, plan: Callable[..., Any]) -> Iterator[Any]:
         if elements <= most and 16 <= elements / (32 * warps) <= 64:
             yield plan(elements, warps)
             yield plan(elements, warps, hint="evict_first")
-            yield plan(elements, warps, hold=False)
-            yield plan(elements, warps, together=False)
 
 
 def _rope_knob(case: Case) -> Knob:

@@ -1,14 +1,12 @@
 """GroupNorm over x (N, C, *). fp32 inside, the tensors' dtype at the edges; any number of places behind a channel.
 
-A program holds a tile: channels of a group by their places, or several whole groups when these are small. A group that fills
-many tiles is read once all the same: its programs leave the sums of their tiles in memory, wait until all of the group have,
-and go on with what they hold. They run side by side, being neighbours in the grid, which the GPU starts in order. Where that
-cannot be relied on (the interpreter runs programs one by one; a group has more tiles than the GPU surely runs at once) two
-launches do the two halves, and x is read twice.
+A program holds a tile: channels of a group by their places, or several whole groups when these are small. A group of one tile
+takes one launch. A group of many tiles takes two, and x is read twice: the first leaves the sums of each tile in memory, the
+second combines those of its group and does the rest.
 
 Backward, with g = dy · weight and x̂ = (x − mean) · rstd: dx = rstd · (g − mean_D(g) − x̂ · mean_D(g · x̂)). Both means come
 from the sums of dy and dy · x̂ over each channel's places, which are also the parts of dbias and dweight. Nothing is added by
-atomics: the same bits in every run and in both forms.
+atomics: the same bits in every run.
 """
 
 from math import prod
@@ -19,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import constant, interpreted
-from ._launch import first_order_only, multiprocessors, power_of_two
+from ._launch import first_order_only, power_of_two
 from ._math import add_both
 from ._sums import deliver_parts
 
@@ -28,30 +25,14 @@ from ._sums import deliver_parts
 class Plan(NamedTuple):
     elements: int  # of a tile
     warps: int
-    hold: bool = True  # the tile stays in registers while its program waits; else it is read again, from the L2 or nearer
-    together: bool = True  # programs of a group wait for each other; else two launches
     hint: str = ""  # eviction policy of what is read for the last time
 
 
-# Searched on an H200. 16384 x 4096: forward 101 us (64 % of the copy rate) where 8192 elements and 8 warps take 104, backward
-# 138 where they take 195.
+# Searched on an H200.
 FORWARD = Plan(4096, 2)
 BACKWARD = Plan(4096, 4)
 
 BOTH, SUMS_ONLY, REST_ONLY = 0, 1, 2  # halves of the work that a launch does
-
-
-@triton.jit
-def _all_arrived(arrived_ptr, group, tiles, LIMIT: tl.constexpr):
-    """Count this program in and wait for its group. 0.0, or NaN if LIMIT looks (seconds) were not enough: never a hang."""
-    tl.debug_barrier()  # all threads' stores are before thread 0's release
-    seen = tl.atomic_add(arrived_ptr + group, 1, sem="release") + 1
-    looks = 0
-    while (seen < tiles) & (looks < LIMIT):
-        seen = tl.atomic_add(arrived_ptr + group, 0, sem="acquire")
-        looks += 1
-    tl.debug_barrier()
-    return tl.where(seen < tiles, float("nan"), 0.0)
 
 
 @triton.jit
@@ -90,15 +71,15 @@ def _parts(parts_ptr, group, tiles, TILES: tl.constexpr):
     """(the numbers of a group's tiles, the first and the second thing that each has left)."""
     i = tl.arange(0, TILES)
     at = parts_ptr + group.to(tl.int64) * tiles * 2 + i * 2
-    first = tl.load(at, mask=i < tiles, other=0.0, cache_modifier=".cg")
-    return i, first, tl.load(at + 1, mask=i < tiles, other=0.0, cache_modifier=".cg")
+    first = tl.load(at, mask=i < tiles, other=0.0)
+    return i, first, tl.load(at + 1, mask=i < tiles, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "across"])
-def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, arrived_ptr, rows, places, tiles,
-                               across, eps, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr,
-                               PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr, HOLD: tl.constexpr,
-                               HINT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr):  # fmt: skip
+def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, rows, places, tiles, across, eps,
+                               GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr,
+                               PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr, HINT: tl.constexpr,
+                               WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     group, channel, at, mask, number = _tile(rows, places, tiles, across, PER_GROUP, G, CH, PL)
     only, here, c = tl.program_id(0) // tiles, channel < PER_GROUP, group % GROUPS * PER_GROUP + channel
     if WEIGHT:
@@ -106,7 +87,7 @@ def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, p
     if BIAS:
         b = tl.load(b_ptr + c, mask=here, other=0.0).to(tl.float32)
     if WORK != 2:
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if HOLD else "").to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
         mean = _over_group(tl.sum(x, 1), G, CH) / _count(number, places, across, PER_GROUP, CH, PL)
         centred = tl.where(mask, x - mean[:, None], 0.0)  # E[x²] − mean² cancels when the mean is large
         squares = _over_group(tl.sum(centred * centred, 1), G, CH)
@@ -115,19 +96,15 @@ def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, p
             tl.store(part, tl.max(mean, 0))  # one group: one number in all lines
             tl.store(part + 1, tl.max(squares, 0))
     if WORK != 1:
-        late = 0.0
         if TILES > 1:
-            if WORK == 0:
-                late = _all_arrived(arrived_ptr, only, tiles, LIMIT)
             i, means, all_squares = _parts(parts_ptr, only, tiles, TILES)
             counts = tl.where(i < tiles, _count(i, places, across, PER_GROUP, CH, PL), 0).to(tl.float32)
             whole = tl.sum(means * counts, 0) / (PER_GROUP * places)
             shift = means - whole
             squares = tl.sum(all_squares + counts * shift * shift, 0) + tl.zeros([G * CH], tl.float32)
             mean = whole + tl.zeros([G * CH], tl.float32)
-            if (WORK == 2) | (not HOLD):
-                x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-        rstd = tl.rsqrt(squares / (PER_GROUP * places) + eps) + late
+            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        rstd = tl.rsqrt(squares / (PER_GROUP * places) + eps)
         scale = rstd
         if WEIGHT:
             scale *= w
@@ -141,11 +118,10 @@ def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, p
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "across"])
-def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, arrived_ptr, rows,
-                                places, tiles, across, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
-                                CH: tl.constexpr, PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr,
-                                HOLD: tl.constexpr, HINT: tl.constexpr, WEIGHT: tl.constexpr, SUMS: tl.constexpr,
-                                DX: tl.constexpr, LIMIT: tl.constexpr):  # fmt: skip
+def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, rows, places, tiles,
+                                across, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr,
+                                PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr, HINT: tl.constexpr,
+                                WEIGHT: tl.constexpr, SUMS: tl.constexpr, DX: tl.constexpr):  # fmt: skip
     """sums (N · across, 2, C): a row for each sample and run of places, Σ dy · x̂ and Σ dy of each channel there."""
     group, channel, at, mask, number = _tile(rows, places, tiles, across, PER_GROUP, G, CH, PL)
     only, here = tl.program_id(0) // tiles, (group < rows) & (channel < PER_GROUP)
@@ -155,8 +131,8 @@ def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr
     if WEIGHT:
         w = tl.load(w_ptr + c, mask=here, other=0.0).to(tl.float32)
     if WORK != 2:
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if HOLD else "").to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if HOLD else "").to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
         plain, with_x = tl.reduce((dy, dy * (x - mean) * rstd), 1, add_both)
         if SUMS:
             line = sums_ptr + (group // GROUPS * across + number % across).to(tl.int64) * (2 * GROUPS * PER_GROUP) + c
@@ -170,17 +146,13 @@ def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr
             tl.store(part, tl.max(plain, 0))  # one group: one number in all lines
             tl.store(part + 1, tl.max(with_x, 0))
     if DX and WORK != 1:
-        late = 0.0
         if TILES > 1:
-            if WORK == 0:
-                late = _all_arrived(arrived_ptr, only, tiles, LIMIT)
             _, all_plain, all_with_x = _parts(parts_ptr, only, tiles, TILES)
             zero = tl.zeros([G * CH], tl.float32)
             plain, with_x = tl.sum(all_plain, 0) + zero, tl.sum(all_with_x, 0) + zero
-            if (WORK == 2) | (not HOLD):
-                dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-                x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-        share = 1.0 / (PER_GROUP * places) + late
+            dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        share = 1.0 / (PER_GROUP * places)
         g = dy
         if WEIGHT:
             g = dy * w[:, None]
@@ -207,29 +179,14 @@ def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
     return Tiling((groups, channels, along), across, tiles, triton.cdiv(rows, groups) * tiles)
 
 
-def _launches(cut: Tiling, plan: Plan, device: torch.device) -> tuple[int, ...]:
-    """What each launch does. Together only if the group's programs surely run at once: two for every three multiprocessors,
-    each of which runs at least one, leave room for another stream's.
-    """
-    if cut.tiles == 1 or (plan.together and cut.tiles <= _side_by_side(device) * 2 // 3):
-        return (BOTH,)
-    return SUMS_ONLY, REST_ONLY
+def _works(cut: Tiling) -> tuple[int, ...]:
+    """What each launch does."""
+    return (BOTH,) if cut.tiles == 1 else (SUMS_ONLY, REST_ONLY)
 
 
-@constant
-def _side_by_side(device: torch.device) -> int:
-    """How many programs surely run at once."""
-    return multiprocessors(device) if device.type == "cuda" and not interpreted() else 1
-
-
-LOOKS = 1 << 22  # at 0.7 us each, before a program gives up on its group
-
-
-def _scratch(x: Tensor, rows: int, cut: Tiling, works: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(what the tiles leave for their group, how many of a group's have): empty stand-ins where nothing is to be left."""
-    parts = torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
-    wait = cut.tiles > 1 and works == (BOTH,)
-    return parts, torch.zeros(rows if wait else 0, device=x.device, dtype=torch.int32)
+def _parts_of_tiles(x: Tensor, rows: int, cut: Tiling) -> Tensor:
+    """Where the tiles of a group leave their sums; a stand-in where each has its own."""
+    return torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
 
 
 def _forward(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,13 +197,12 @@ def _forward(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
     y = torch.empty_like(x)
     mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
     cut = _tiling(rows, per_group, places, FORWARD.elements)
-    works = _launches(cut, FORWARD, x.device)
-    parts, arrived = _scratch(x, rows, cut, works)
-    for work in works:
+    parts = _parts_of_tiles(x, rows, cut)
+    for work in _works(cut):
         _group_norm_forward_kernel[(cut.programs,)](
-            x, w, b, y, mean, rstd, parts, arrived, rows, places, cut.tiles, cut.across, eps,
-            groups, per_group, *cut.shape, power_of_two(cut.tiles), work, FORWARD.hold, FORWARD.hint,
-            weight is not None, bias is not None, LOOKS, num_warps=FORWARD.warps,
+            x, w, b, y, mean, rstd, parts, rows, places, cut.tiles, cut.across, eps,
+            groups, per_group, *cut.shape, power_of_two(cut.tiles), work, FORWARD.hint,
+            weight is not None, bias is not None, num_warps=FORWARD.warps,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -258,15 +214,14 @@ def _backward(
     samples, channels = x.shape[:2]
     places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
     cut = _tiling(rows, per_group, places, BACKWARD.elements)
-    works = _launches(cut, BACKWARD, x.device) if need_dx else (SUMS_ONLY,)
-    parts, arrived = _scratch(x, rows, cut, works)
+    parts = _parts_of_tiles(x, rows, cut)
     sums = torch.empty(samples * cut.across if need_sums else 0, 2, channels, device=x.device, dtype=torch.float32)
     dx = torch.empty_like(x) if need_dx else None
-    for work in works:
+    for work in _works(cut) if need_dx else (SUMS_ONLY,):
         _group_norm_backward_kernel[(cut.programs,)](
-            dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, sums, parts, arrived,
+            dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, sums, parts,
             rows, places, cut.tiles, cut.across, groups, per_group, *cut.shape, power_of_two(cut.tiles), work,
-            BACKWARD.hold, BACKWARD.hint, weight is not None, need_sums, need_dx, LOOKS, num_warps=BACKWARD.warps,
+            BACKWARD.hint, weight is not None, need_sums, need_dx, num_warps=BACKWARD.warps,
         )  # fmt: skip
     return dx, sums
 
