@@ -149,7 +149,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def _place(name: str) -> str:
-    """Where the object behind a dotted name is defined, so that gb.place and gpubound.place.core.place are one."""
+    """Where the object behind a dotted name is defined, so that gb.place and gpubound.place.placer.place are one."""
     home, _, last = name.rpartition(".")
     try:
         thing = getattr(gb if home == "gpubound" else import_module(home), last)

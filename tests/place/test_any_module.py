@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.place.swap import Fused
+from gpubound.place.fused import Fused
 
 from .models import place, tiny, tokens
 

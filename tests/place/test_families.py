@@ -16,7 +16,7 @@ from transformers import (
 
 from gpubound.errors import PlaceError
 from gpubound.place import families, hf_parts
-from gpubound.place.swap import Fused
+from gpubound.place.fused import Fused
 
 from .models import VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
 

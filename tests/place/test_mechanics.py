@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from gpubound.place.swap import Fused
+from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 

@@ -7,8 +7,8 @@ from torch import nn
 from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
-from gpubound.place import core, hf_parts, verify
-from gpubound.place.swap import Fused
+from gpubound.place import hf_parts, placer, verify
+from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
@@ -71,14 +71,14 @@ def test_a_wrong_loop_is_taken_back(monkeypatch):
 def test_a_wrong_whole_is_taken_back(monkeypatch):
     """Right alone, wrong together: everything goes back, and no line says ready."""
     model = tiny()
-    real, calls = core.exercise.compare, []
+    real, calls = placer.exercise.compare, []
 
     def last_one_fails(after, before, dtype):
         calls.append(1)
         verdict = real(after, before, dtype)
         return verdict if len(calls) < 3 else verify.Verdict("loss", 0.5, 1e-3)
 
-    monkeypatch.setattr(core.exercise, "compare", last_one_fails)
+    monkeypatch.setattr(placer.exercise, "compare", last_one_fails)
     placement = place(model)
     assert not any(isinstance(m, Fused) for m in model.modules())
     assert not placement.verified and "not verified as a whole" in placement.summary
@@ -179,7 +179,7 @@ def test_quantised_models_are_not_moved(monkeypatch):
     model = tiny()
     model.lm_head = Int8Linear(model.lm_head)
     model.is_quantized = True
-    monkeypatch.setattr(core.facts, "resolve", lambda spec: torch.device("cuda", 0))
+    monkeypatch.setattr(placer.facts, "resolve", lambda spec: torch.device("cuda", 0))
     assert refusal(model) == (
         "place: the model is on cpu and its quantised weights cannot be moved: lm_head (Int8Linear's weight is quantised "
         "(Tensor, torch.int8)); load it with device_map={'': 'cuda:0'}."

@@ -27,7 +27,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rope import Rope, RopeTable
 from ..layers.stacked import describe, hooked, plain
 from ..trace import count
-from .swap import Fused
+from .fused import Fused
 
 
 class HFNorm(Fused, RMSNorm):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import group_norm, layer_norm, rms_norm
-from .swap import Fused
+from .fused import Fused
 
 
 class _Norm:

@@ -12,7 +12,7 @@ from torch import nn
 from .. import device as facts
 from ..layers import RMSNorm
 from .families import FAMILIES
-from .swap import Fused, release_if_fused
+from .fused import Fused, release_if_fused
 from .verify import Verdict
 
 

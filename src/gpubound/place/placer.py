@@ -19,9 +19,9 @@ from ..errors import FallbackError, GpuboundError, PlaceError
 from ..kernels.choose import hasten, implementation
 from ..layers import MLP, Attention
 from ..trace import fallback
-from . import exercise, families, guard
-from .swap import Fused, adopt, release_if_fused
-from .table import Note, Placement, forget_slow_calls
+from . import exercise, families, refusals
+from .fused import Fused, adopt, release_if_fused
+from .placement import Note, Placement, forget_slow_calls
 from .verify import Verdict, verify
 
 
@@ -37,10 +37,10 @@ def place(
     Parameters keep their names and identity, so state_dict, save_pretrained and an optimizer built before keep working.
     """
     begin = time.perf_counter()
-    guard.check(model)
+    refusals.check(model)
     there = facts.resolve(device)
-    if guard.devices(model) - {there}:
-        guard.check_movable(model, there)
+    if refusals.devices(model) - {there}:
+        refusals.check_movable(model, there)
         model.to(there)
     if fuse:
         hasten(families.kernels_of(model), there, _dtype(model))
@@ -104,9 +104,9 @@ class _Placer:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def leaves(self, model: nn.Module) -> None:
-        shared = guard.shared_memory(model)
+        shared = refusals.shared_memory(model)
         for candidate in families.leaves(model):
-            why = candidate.refusal or guard.leave_alone(candidate.module) or _torn(candidate, shared)
+            why = candidate.refusal or refusals.leave_alone(candidate.module) or _torn(candidate, shared)
             if why:
                 self.refuse(candidate, why)
                 continue

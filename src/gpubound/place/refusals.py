@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.overlap import overlapping
-from .swap import Fused
+from .fused import Fused
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTISERS = (
