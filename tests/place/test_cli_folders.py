@@ -82,6 +82,15 @@ CASES = [
 ]
 
 
+def test_a_model_larger_than_the_memory_is_never_allocated(folders, tmp_path, capsys):
+    """Some systems grant 16 TiB and kill the process that fills them."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "bare", folder)
+    SIZES["a hundred terabytes"](folder)
+    assert main(["place", str(folder), "--device", "cpu"]) == 2
+    assert "GiB of memory. Take a smaller configuration." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind, damage", CASES)
 @pytest.mark.filterwarnings("ignore")  # transformers' own, on its way to failing
 def test_a_damaged_folder_is_one_sentence(kind, damage, folders, tmp_path, capsys):

@@ -16,6 +16,7 @@ import torch
 import tyro
 
 from ..errors import DataError, PlaceError
+from ..measure import machine
 from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
 from ..models.llama.hf_config import Beyond, config_of, read_config
 from ..place import place
@@ -97,7 +98,16 @@ def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: 
     _check_size(folder, about)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = DTYPES.get(dtype, config.dtype)
-    return AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+    options = {"dtype": kind, "attn_implementation": "sdpa", "trust_remote_code": trust_remote_code}
+    with torch.device("meta"):
+        need = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config, **options).parameters())
+    have = machine().host_memory_bytes
+    if have is not None and need > have:  # some systems grant any amount, and kill the process that then uses it
+        raise DataError(
+            f"{folder / 'config.json'} describes a model of {need / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f} GiB "
+            f"of memory. Take a smaller configuration."
+        )
+    return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _check_size(folder: Path, about: dict[str, Any]) -> None:
