@@ -104,8 +104,8 @@ def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: 
     have = machine().host_memory_bytes
     if have is not None and need > have:  # some systems grant any amount, and kill the process that then uses it
         raise DataError(
-            f"{folder / 'config.json'} describes a model of {need / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f} GiB "
-            f"of memory. Take a smaller configuration."
+            f"{folder / 'config.json'} describes a model of {need / 2**30:,.0f} GiB, and this machine has "
+            f"{have / 2**30:,.0f} GiB of memory. Take a smaller configuration."
         )
     return AutoModelForCausalLM.from_config(config, **options)
 
