@@ -19,7 +19,7 @@ from gpubound import measure
 from gpubound.cli import guarded
 from gpubound.cli.options import arguments
 from gpubound.device import resolve
-from gpubound.feed.where import readable
+from gpubound.feed.budget import readable
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from gpubound import measure
 from gpubound.cli import guarded
 from gpubound.cli.options import arguments
+from gpubound.corpus import Corpus
+from gpubound.corpus.shards import write_shard
 from gpubound.device import resolve
-from gpubound.feed import Corpus, feed
-from gpubound.feed.shards import write_shard
+from gpubound.feed import feed
 from gpubound.graph import capture
 
 from . import results

@@ -8,7 +8,8 @@ import tempfile
 import torch
 from torch.nn import functional
 
-from gpubound.feed import Corpus, feed, python_stdlib_texts, train_tokenizer
+from gpubound.corpus import Corpus, python_stdlib_texts, train_tokenizer
+from gpubound.feed import feed
 
 
 def cached_batches() -> None:

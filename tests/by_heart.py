@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gpubound import device as facts
 from gpubound import trace
 from gpubound.cli import main
-from gpubound.feed.tokenizer import train_tokenizer
+from gpubound.corpus import train_tokenizer
 from gpubound.models import Decoder, DecoderConfig, save_hf
 
 STEPS = 1000  # of training, at most; ten seeds took 101 to 138

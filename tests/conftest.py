@@ -35,6 +35,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What the library prints, each line again although this process may have printed it before."""
+    from gpubound import trace
+
+    monkeypatch.setattr(trace, "_said", set())
+    return lambda: capsys.readouterr().err
+
+
 # In a test every warning is an error, except these. They are marks of each test and no ini setting: that one would also
 # turn what other people's plugins say while pytest starts into errors (pytest-benchmark does, beside xdist).
 WARNINGS = [

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gpubound.cli.chat import ends_of_turn
-from gpubound.feed.tokenizer import Tokenizer
+from gpubound.corpus import Tokenizer
 from gpubound.models import load_hf, save_hf
 
 from . import by_heart

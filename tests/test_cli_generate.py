@@ -13,7 +13,7 @@ import torch
 from gpubound.cli import generate as command
 from gpubound.cli import main
 from gpubound.cli.saved import open_saved
-from gpubound.feed.tokenizer import Tokenizer
+from gpubound.corpus import Tokenizer
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train.checkpoint import Checkpoints

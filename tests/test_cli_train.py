@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
-from gpubound.feed.corpus import Corpus
+from gpubound.corpus import Corpus
 from gpubound.train import run
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.lock import LOCK, locked

@@ -14,7 +14,7 @@ FLOORS = [
     ["trace", "files"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
-    ["graph", "layers", "lora"],
+    ["graph", "layers", "lora", "corpus"],
     ["models", "place"],
     ["train", "decode"],
     ["doctor", "monitor"],

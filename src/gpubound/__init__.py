@@ -31,10 +31,10 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .corpus import Corpus as Corpus
     from .decode import Draft as Draft
     from .decode import FastDecoder as FastDecoder
     from .decode import decoder as decoder
-    from .feed import Corpus as Corpus
     from .feed import Feed as Feed
     from .feed import feed as feed
     from .graph import Captured as Captured
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 # Imported when first used: torch takes two seconds, and the pytest plugin is loaded in projects that may never ask for it.
 _HOMES = {
-    "Corpus": "feed",
+    "Corpus": "corpus",
     "Feed": "feed",
     "feed": "feed",
     "Draft": "decode",

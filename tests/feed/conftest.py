@@ -1,25 +1,9 @@
-"""A tokenizer that anyone can follow, a corpus in a folder, and what the library says."""
+"""Batches that tell which they are, and a count of what the library does."""
 
 from collections import Counter
 from contextlib import nullcontext
 
-import pytest
 import torch
-
-from gpubound import trace
-from gpubound.feed import Corpus
-
-
-class Bytes:
-    """A token is a byte; 256 ends a text."""
-
-    vocab_size, eos, fingerprint = 257, 256, "bytes"
-
-    def encode_batch(self, texts):
-        return [list(text.encode()) for text in texts]
-
-
-TEXTS = [chr(97 + i % 26) * (1 + i * 7 % 40) for i in range(60)]  # 1 to 40 letters each
 
 
 def batches(count=7, rows=2):
@@ -37,16 +21,3 @@ class Counts(Counter):
 
     def count(self, name, amount):
         self[name] += amount
-
-
-@pytest.fixture
-def said(monkeypatch, capsys):
-    """What the library prints, each line again although this process may have printed it before."""
-    monkeypatch.setattr(trace, "_said", set())
-    return lambda: capsys.readouterr().err
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """1,226 tokens in 60 documents and several shards."""
-    return Corpus.build(TEXTS, Bytes(), tmp_path / "corpus", shard_tokens=300, progress=False)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gpubound.feed import ring as ring_module
-from gpubound.feed.bucket import Padding
-from gpubound.feed.lane import CudaLane, HostLane, pack
+from gpubound.feed.leaves import Padding
 from gpubound.feed.ring import AHEAD, Ring
+from gpubound.feed.transfer import CudaLane, HostLane, pack
 
 CPU = torch.device("cpu")
 

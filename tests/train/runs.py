@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gpubound.feed.corpus import Corpus
-from gpubound.feed.tokenizer import python_stdlib_texts, train_tokenizer
+from gpubound.corpus import Corpus, python_stdlib_texts, train_tokenizer
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 

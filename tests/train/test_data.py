@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
-from gpubound.feed import Corpus, Tokenizer, train_tokenizer
 from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train.data import check_data, open_data
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpubound import trace
 from gpubound.errors import DeviceError
-from gpubound.feed.where import readable
+from gpubound.feed.budget import readable
 from gpubound.train import TrainStep, recompute
 from gpubound.train.recompute import count_blocks, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from ..corpus import Tokenizer
+from ..corpus.chat import ends_of_turn
 from ..decode import FastDecoder
 from ..device import label
 from ..errors import GpuboundError
-from ..feed.chat import ends_of_turn
-from ..feed.tokenizer import Tokenizer
 from .decoders import HARMLESS, build, check_text, settings_of
 from .saved import Saved
 from .speed import Speed

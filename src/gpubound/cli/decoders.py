@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..corpus import Tokenizer
 from ..decode import FastDecoder, decoder
 from ..device import label
-from ..feed.tokenizer import Tokenizer
 from ..monitor.live import quantity
 from .saved import Saved
 

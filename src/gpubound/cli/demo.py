@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..corpus import Corpus
 from ..device import resolve
-from ..feed.corpus import Corpus
 from ..monitor.tape import ABOUT, Tape
 from ..train.data import open_data
 from ..train.lock import LOCK

@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..feed.tokenizer import Tokenizer, adapt
+from ..corpus import Tokenizer
+from ..corpus.encode import adapt
 from ..models import load_hf
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.llama.hf_config import Beyond, config_of, read_config

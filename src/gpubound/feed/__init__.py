@@ -1,20 +1,14 @@
-"""Data on the device: resident when it fits, through a pinned ring when it does not, and token corpora cut into batches by
-the GPU."""
+"""Data on the device, from any iterable: resident when it fits, through a pinned ring when it does not.
+
+feed      looks at the source, the device and the memory, and chooses             choose.py
+Feed      batches, epoch after epoch, from a position that can be saved            epochs.py
+Source    what is read: a list, single items, a DataLoader, any iterable           source.py
+Resident  batches kept on the device, guarded against writes                       resident.py
+Ring      batches read and copied ahead by a thread                                ring.py
+Lane      one batch's road from host to device                                     transfer.py
+"""
 
 from .choose import feed
-from .core import Feed, Stats
-from .corpus import Corpus
-from .serve import CorpusFeed
-from .tokenizer import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from .epochs import Feed, Stats
 
-__all__ = [
-    "Corpus",
-    "CorpusFeed",
-    "Feed",
-    "Stats",
-    "Tokenizer",
-    "feed",
-    "python_stdlib_texts",
-    "torch_source_texts",
-    "train_tokenizer",
-]
+__all__ = ["Feed", "Stats", "feed"]

@@ -1,19 +1,27 @@
 """`feed(...)`: look at the source, the device and the memory, and choose how the batches get there."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..trace import fallback, notice
-from .bucket import Bucket, Padding
-from .core import Direct, Feed, Ringed, Store
-from .corpus import Corpus
+from .budget import allowance, free_bytes, readable, target
+from .epochs import Direct, Feed, Store
+from .leaves import Bucket, Padding
 from .resident import CannotStay, Resident, ResidentItems, bytes_needed, item_bytes_needed
+from .ring import Ringed
 from .source import BatchList, Items, Source, open_source
-from .where import allowance, free_bytes, readable, target
 
 MODES = ("auto", "resident", "ring", "direct")
+
+
+@runtime_checkable
+class MakesFeed(Protocol):
+    """A source that makes its own feed: a Corpus, whose batches are cut on the device, is one."""
+
+    def make_feed(self, device: str | torch.device | None, **options: Any) -> Feed:
+        """`options` are all those of `feed`; what has no effect here is refused."""
 
 
 def feed(
@@ -47,7 +55,7 @@ def feed(
                 they fit, direct on the CPU, else the ring. Say "resident" for a dataset or DataLoader whose items you know
                 never change.
     shuffle     a new order every epoch from (seed, epoch): of batches for a list of batches, of items with batch_size
-    pad, bucket, rows   see gpubound.feed.bucket: pad={"input_ids": 0, "labels": -100}, bucket="pow2", rows=32
+    pad, bucket, rows   see gpubound.feed.leaves: pad={"input_ids": 0, "labels": -100}, bucket="pow2", rows=32
     seq         for a Corpus: tokens in each of `batch_size` rows; corpus.batches(...) has more to choose from
 
     >>> batches = [{"x": torch.ones(2), "y": torch.zeros(2)} for _ in range(3)]
@@ -58,18 +66,11 @@ def feed(
         raise ValueError(f"feed: mode: got {mode!r}, wanted one of {', '.join(MODES)}.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
         raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
-    if isinstance(source, Corpus):
-        if seq is None or batch_size is None:
-            raise ValueError(
-                "feed: a Corpus must be cut into rows, wanted seq= and batch_size=, or call corpus.batches(seq, micro_batch)."
-            )
-        if drop_last or collate or pad or bucket or rows or mode == "direct":
-            raise ValueError(
-                "feed: drop_last, collate, pad, bucket, rows and mode='direct' have no effect on a Corpus; leave them out."
-            )
-        return source.batches(
-            seq, batch_size, device, seed=seed or 0, shuffle=shuffle, budget=budget, keep=keep, mode=mode, slots=slots
-        )
+    if isinstance(source, MakesFeed):
+        return source.make_feed(
+            device, budget=budget, keep=keep, mode=mode, slots=slots, seq=seq, batch_size=batch_size, shuffle=shuffle,
+            seed=seed, drop_last=drop_last, collate=collate, pad=pad, bucket=bucket, rows=rows,
+        )  # fmt: skip
     if seq is not None:
         raise ValueError(f"feed: seq= has an effect only on a Corpus, got a {type(source).__name__}; leave it out.")
     where = target(device)

@@ -9,7 +9,6 @@ What the counters cannot see: writes through `.data`, `numpy()`, or a custom ker
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ..errors import DataError
-from ..trace import count
-from .bucket import Padding
-from .lane import pack
+from .leaves import Padding, Tree, flatten, name
 from .source import BatchList, Items
-from .tree import Tree, flatten, name
-
-
-@dataclass(frozen=True)
-class Served:
-    """A batch and what it took: leaves that lay on the device because of the feed, were there already, or had to be copied."""
-
-    batch: Any
-    resident: int = 0
-    passed: int = 0
-    copied: int = 0
-    bytes: int = 0
-    waited: float = 0.0  # seconds for the source
-    held_back: float = 0.0  # seconds for the device to catch up
+from .transfer import Served, count_copied, pack
 
 
 class Held:
@@ -82,6 +66,8 @@ class Resident:
                 held[id(batch)] = _hold(batch, device, padding, guard)
             self.held.append(held[id(batch)])
 
+    def admit(self) -> None: ...
+
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         for number, i in enumerate(self.source.order(epoch)[start:], start):
             yield self.held[i].serve(epoch, number)
@@ -110,6 +96,8 @@ class ResidentItems:
             if leaf.device != device:
                 self.tree.leaves[i] = leaf.detach().to(device)
                 count_copied(leaf.numel() * leaf.element_size())
+
+    def admit(self) -> None: ...
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         size, wanted = self.source.batch_size, self.source.order(epoch, self.device)
@@ -147,8 +135,3 @@ def item_bytes_needed(source: Items, device: torch.device) -> int:
     if isinstance(source.items, TensorDataset):
         return pack(list(source.items.tensors), device, Padding()).payload
     return pack(source.collate([source.items[0]]), device, Padding()).payload * len(source.items)
-
-
-def count_copied(size: int) -> None:
-    if size:
-        count("h2d_bytes", size)

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trace import notice
-from .bucket import Padding
-from .lane import Lane, Parcel, pack
+from ..trace import notice, span
+from .leaves import Padding
+from .source import Source
+from .transfer import Lane, Parcel, Served, count_copied, lane_to, pack
 
 AHEAD = 4
 CLOSING_SECONDS = 5.0
@@ -159,3 +160,32 @@ def _deliver(parcel: Parcel, lane: Lane, slot: Slot) -> Delivery:
     sent, slot.event = lane.send(staged, slot.event)
     slot.sent = True
     return Delivery(parcel, sent, slot.event)
+
+
+class Ringed:
+    """A source behind the ring."""
+
+    mode = "ring"
+
+    def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding, always: bool):
+        self.source, self.slots, self.padding, self.always = source, slots, padding, always
+        self.length = source.length
+        self.lane = lane_to(device)
+
+    def admit(self) -> None:
+        self.lane.admit()
+
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
+        try:
+            while True:
+                with span("feed.wait"):
+                    try:
+                        delivery, waited, held_back = ring.take()
+                    except StopIteration:
+                        return
+                parcel = delivery.parcel
+                count_copied(parcel.payload)
+                yield Served(delivery.batch(), 0, parcel.passed, len(parcel.copied), parcel.payload, waited, held_back)
+        finally:
+            ring.close()

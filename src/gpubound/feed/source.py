@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..errors import DataError
+from .leaves import flatten, name
 from .shuffle import mix, order, signed
-from .tree import flatten, name
 
 
 class Source(Protocol):

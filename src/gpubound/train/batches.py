@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..feed import Feed
-from ..feed.tree import Path, Tree, flatten, name
+from ..feed.leaves import Path, Tree, flatten, name
 
 
 def gather(given: Any, accumulate: int) -> list[Any]:

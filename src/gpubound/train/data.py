@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from ..corpus import Corpus, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from ..corpus.corpus import split_tail
+from ..corpus.shards import CLAIM, MANIFEST
+from ..corpus.texts import Several, Texts
 from ..errors import DataError
-from ..feed.corpus import CLAIM, MANIFEST, Corpus
-from ..feed.split import split_tail
-from ..feed.text import Several, Texts
-from ..feed.tokenizer import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from ..trace import notice
 from .recipe import MODELS, SOURCES, STDLIB, TORCH, Recipe
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, GraphError
-from ..feed.corpus import Corpus
-from ..feed.tokenizer import Tokenizer
 from ..models import Decoder, load_hf
 from ..place import place
 from ..trace import notice

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from ..feed.tokenizer import SPECIALS
+from ..corpus.tokenizer import SPECIALS
 from ..models import PRESETS, DecoderConfig
 from .muon import Muon
 from .optimizer import AdamW, AdamW8bit

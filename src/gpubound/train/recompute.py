@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DeviceError
-from ..feed.where import parse_bytes, readable
+from ..feed.budget import parse_bytes, readable
 from ..trace import notice
 
 MODES = ("cheap", "none", "blocks")

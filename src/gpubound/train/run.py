@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..feed.tokenizer import Tokenizer
+from ..corpus import Tokenizer
 from ..models import Decoder, save_hf
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints

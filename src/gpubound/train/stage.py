@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..corpus import Corpus
 from ..errors import DataError
-from ..feed.corpus import Corpus
 from ..models import Decoder
 from .recipe import Recipe
 from .recompute import parse as parse_recompute

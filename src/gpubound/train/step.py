@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..feed.where import readable
+from ..feed.budget import readable
 from ..graph import Captured
 from ..kernels.choose import hasten
 from ..trace import notice, span

@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import gpubound as gb
+from gpubound.corpus import Tokenizer, train_tokenizer
 from gpubound.errors import DataError
-from gpubound.feed.tokenizer import Tokenizer, train_tokenizer
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from gpubound.models.llama.weights import special_ids
 

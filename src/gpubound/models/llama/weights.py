@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...corpus import Tokenizer
+from ...corpus.chat import ends_of_turn
 from ...errors import DataError
-from ...feed.chat import ends_of_turn
-from ...feed.tokenizer import Tokenizer
 from ...files import beside, read_json, regular, write_whole, writing
 from .decoder import Decoder, DecoderConfig
 from .hf_config import CURE, config_of, dtype_of, hf_config, read_config

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
+from gpubound.corpus.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard
+from gpubound.corpus.texts import documents
 from gpubound.errors import GpuboundError
-from gpubound.feed import Corpus, Tokenizer, feed, train_tokenizer
-from gpubound.feed.corpus import MANIFEST
-from gpubound.feed.shards import _FIXED, _PAGE, MAGIC, read_shard, write_shard
-from gpubound.feed.text import documents
+from gpubound.feed import feed
 
 REFUSALS = (GpuboundError, ValueError)
 bounded = settings(

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from gpubound.corpus.shards import _FIXED, _PAGE, read_shard, write_shard
 from gpubound.errors import DataError
-from gpubound.feed.shards import _FIXED, _PAGE, read_shard, write_shard
 
 TOKENS = np.arange(1000, 1100, dtype=np.uint16)
 DOCUMENTS = np.array([0, 10, 11, 100])

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from gpubound.feed import plan as plans
-from gpubound.feed.cut import FIELDS, IGNORED, STREAM_FIELDS, Cutter, Order, as_stored, widened
+from gpubound.corpus.rows import (
+    FIELDS,
+    IGNORED,
+    STREAM_FIELDS,
+    Cutter,
+    Order,
+    as_stored,
+    plan_documents,
+    plan_stream,
+    widened,
+)
 
 CPU = torch.device("cpu")
 PAD = 7
@@ -38,7 +47,7 @@ def epoch_of(cut, epoch=0):
 def test_a_stream_is_cut_end_to_end(dtype, top, masked):
     tokens, _ = stored([203], top)
     mask = np.random.default_rng(0).integers(0, 2, 203).astype(np.uint8) if masked else None
-    cut = cutter(tokens, plans.stream(203, 10), Order(3, seed=1, shuffle=True), ("input_ids", "labels", "valid"), mask, dtype)
+    cut = cutter(tokens, plan_stream(203, 10), Order(3, seed=1, shuffle=True), ("input_ids", "labels", "valid"), mask, dtype)
     assert cut.plan.rows == 20 and cut.steps == 6
     seen = set()
     for batch in epoch_of(cut):
@@ -59,7 +68,7 @@ def test_packed_documents_against_an_oracle(count, seq, most):
     lengths = lengths_of(count, count, 2 * seq)
     tokens, offsets = stored(lengths, 65_536)
     mask = np.random.default_rng(1).integers(0, 2, len(tokens)).astype(np.uint8)
-    plan = plans.documents(offsets, seq, most)
+    plan = plan_documents(offsets, seq, most)
     if plan.rows == 0:
         return
     cut = cutter(tokens, plan, Order(1, shuffle=True), mask=mask)
@@ -97,7 +106,7 @@ def test_packed_documents_against_an_oracle(count, seq, most):
 
 def test_boundaries_of_several_rows_lie_end_to_end():
     tokens, offsets = stored([4, 3, 6, 9, 2], 1000)  # 3, 2, 5, 8 and 1 places
-    cut = cutter(tokens, plans.documents(offsets, 8, 8), Order(3, shuffle=False))
+    cut = cutter(tokens, plan_documents(offsets, 8, 8), Order(3, shuffle=False))
     (batch,) = epoch_of(cut)
     flat_segments = torch.cat([batch["segment_ids"] + 10 * torch.arange(3).view(3, 1)]).flatten()
     changes = [0, *(torch.nonzero(flat_segments[1:] != flat_segments[:-1]).flatten() + 1).tolist()]
@@ -109,19 +118,19 @@ def test_boundaries_of_several_rows_lie_end_to_end():
 def test_packing_wastes_little():
     """Lengths as text has them (log-normal, median 200 of 1,024): best fit leaves under 1 % of the places empty."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.9, 20_000), 2, 5000).astype(int)
-    plan = plans.documents(np.concatenate([[0], np.cumsum(lengths)]), 1024, 1024)
+    plan = plan_documents(np.concatenate([[0], np.cumsum(lengths)]), 1024, 1024)
     assert plan.padding < 0.01 and plan.rows * 1024 * (1 - plan.padding) == pytest.approx((lengths - 1).sum())
 
 
 def test_a_corpus_of_nothing_to_learn_has_no_rows():
-    assert plans.documents(np.array([0, 1, 2, 3]), 8, 8).rows == 0 and plans.stream(8, 8).rows == 0
-    assert plans.stream(9, 8).rows == 1
+    assert plan_documents(np.array([0, 1, 2, 3]), 8, 8).rows == 0 and plan_stream(8, 8).rows == 0
+    assert plan_stream(9, 8).rows == 1
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_ranks_share_an_epoch_without_overlap(shuffle):
     tokens, _ = stored([101], 5000)
-    plan = plans.stream(101, 4)
+    plan = plan_stream(101, 4)
 
     def starts(order):
         return [[ids[0].item() for ids in batch["input_ids"]] for batch in epoch_of(cutter(tokens, plan, order))]
@@ -133,7 +142,7 @@ def test_ranks_share_an_epoch_without_overlap(shuffle):
 
 def test_an_epoch_without_shuffling_is_in_order_and_shuffled_ones_differ():
     tokens, _ = stored([101], 5000)
-    plan = plans.stream(101, 4)
+    plan = plan_stream(101, 4)
     plain = torch.cat([b["input_ids"] for b in epoch_of(cutter(tokens, plan, Order(5, shuffle=False)), 3)])
     assert torch.equal(plain.flatten(), torch.from_numpy(tokens[:100]))
     cut = cutter(tokens, plan, Order(5, seed=1))

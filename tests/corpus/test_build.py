@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
+from gpubound.corpus import build as build_module
+from gpubound.corpus.shards import CLAIM, MANIFEST, write_shard
+from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
-from gpubound.feed import Corpus, Tokenizer, train_tokenizer
-from gpubound.feed import build as build_module
-from gpubound.feed.corpus import CLAIM, MANIFEST
-from gpubound.feed.shards import write_shard
-from gpubound.feed.text import Texts
 
 from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
@@ -116,8 +115,8 @@ SLOW = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from conftest import TEXTS, Bytes
-from gpubound.feed import Corpus
-from gpubound.feed import build
+from gpubound.corpus import Corpus
+from gpubound.corpus import build
 build.BATCH_TEXTS = 1
 def slowly():
     for text in TEXTS:

@@ -10,11 +10,9 @@ import torch
 
 from ..errors import DataError
 from ..trace import span
-from .bucket import Padding
-from .lane import lane_to, pack
-from .resident import Served, count_copied
-from .ring import Ring
+from .leaves import Padding
 from .source import Source
+from .transfer import Served, count_copied, pack
 
 
 class Store(Protocol):
@@ -27,31 +25,8 @@ class Store(Protocol):
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]: ...
 
-
-class Ringed:
-    """A source behind the ring."""
-
-    mode = "ring"
-
-    def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding, always: bool):
-        self.source, self.slots, self.padding, self.always = source, slots, padding, always
-        self.length = source.length
-        self.lane = lane_to(device)
-
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
-        ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
-        try:
-            while True:
-                with span("feed.wait"):
-                    try:
-                        delivery, waited, held_back = ring.take()
-                    except StopIteration:
-                        return
-                parcel = delivery.parcel
-                count_copied(parcel.payload)
-                yield Served(delivery.batch(), 0, parcel.passed, len(parcel.copied), parcel.payload, waited, held_back)
-        finally:
-            ring.close()
+    def admit(self) -> None:
+        """Raise if a batch cannot be had now."""
 
 
 class Direct:
@@ -62,6 +37,8 @@ class Direct:
     def __init__(self, source: Source, device: torch.device, padding: Padding):
         self.source, self.device, self.padding = source, device, padding
         self.length = source.length
+
+    def admit(self) -> None: ...
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         batches = self.source.read(epoch, start)
@@ -210,8 +187,7 @@ class Feed:
 
     def admit(self) -> None:
         """Raise if a batch cannot be had now: one from the ring, inside a graph capture."""
-        if isinstance(self._store, Ringed):
-            self._store.lane.admit()
+        self._store.admit()
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         """Continue at batch `batch` of epoch `epoch`."""

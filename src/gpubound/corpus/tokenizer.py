@@ -3,18 +3,16 @@ to learn."""
 
 import hashlib
 import json
-import sysconfig
-import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, write_whole
 from .progress import Progress
-from .text import Several, Texts
+from .texts import Several, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -23,17 +21,6 @@ CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@runtime_checkable
-class Encoder(Protocol):
-    """What `Corpus.build` needs of a tokenizer. `eos` is put after each document; None puts nothing."""
-
-    vocab_size: int
-    eos: int | None
-    fingerprint: str
-
-    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]: ...
 
 
 class Tokenizer:
@@ -187,27 +174,8 @@ def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.nd
     return (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
 
 
-def adapt(tokenizer: Any) -> Encoder:
-    """`tokenizer` as an Encoder: ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or anything that
-    is one already."""
-    if isinstance(tokenizer, str | Path):
-        return Tokenizer.load(tokenizer)
-    inner = getattr(tokenizer, "backend_tokenizer", None)
-    if inner is not None:
-        chat = getattr(tokenizer, "chat_template", None)
-        return Tokenizer(inner, tokenizer.eos_token, chat if isinstance(chat, str) else None, tokenizer.bos_token)
-    if hasattr(tokenizer, "encode_batch_fast"):
-        return Tokenizer(tokenizer, END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
-    if isinstance(tokenizer, Encoder):
-        return tokenizer
-    raise ValueError(
-        f"tokenizer: got a {type(tokenizer).__name__}, wanted a gpubound, tokenizers or fast transformers tokenizer, the "
-        f"path of one, or an object with encode_batch(texts), vocab_size, eos and fingerprint."
-    )
-
-
 def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens learnt from `texts` (see gpubound.feed.text.Texts): 256 bytes, a few special
+    """A byte-level BPE of `vocab_size` tokens learnt from `texts` (see gpubound.corpus.texts.Texts): 256 bytes, a few special
     tokens, and the merges that save most. `progress` shows on stderr how far it is.
 
     >>> tokenizer = train_tokenizer(["low lower lowest"] * 10, vocab_size=270)
@@ -247,37 +215,3 @@ def _plain(source: Texts | Several, report: Progress, vocab_size: int) -> Iterat
         else:
             yield from (message["content"] for message in text)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
-
-
-_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test", "pydoc_data"}
-
-
-def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """Source files of this Python's standard library, each under its name as a comment: a corpus that every machine has.
-
-    Files come in an order that mixes packages and is always the same. The last one is before the file that would exceed
-    `limit_bytes`.
-    """
-    yield from _sources(Path(sysconfig.get_paths()["stdlib"]), limit_bytes)
-
-
-def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """The same of the installed torch: several times as much text, which every machine that runs this has as well."""
-    import torch
-
-    yield from _sources(Path(torch.__file__).parent, limit_bytes)
-
-
-def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
-    total = 0
-    # Mixed by a hash: by name, the first files would be of few packages.
-    for path in sorted(root.rglob("*.py"), key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
-        name = path.relative_to(root)
-        if _SKIPPED.intersection(name.parts):
-            continue
-        with tokenize.open(path) as file:  # honours a coding line
-            text = f"# {name.as_posix()}\n{file.read()}"
-        total += len(text.encode())
-        if limit_bytes is not None and total > limit_bytes:
-            return
-        yield text

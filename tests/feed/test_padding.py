@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gpubound.feed import feed
-from gpubound.feed.bucket import Padding, bucket_size
-from gpubound.feed.tree import flatten
+from gpubound.feed.leaves import Padding, bucket_size, flatten
 
 
 @pytest.mark.parametrize(

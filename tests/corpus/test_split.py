@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gpubound.feed import Corpus
-from gpubound.feed.split import RUNS, choose, split_tail
+from gpubound.corpus import Corpus
+from gpubound.corpus.corpus import RUNS, choose, split_tail
 
 from .conftest import TEXTS, Bytes
 
@@ -53,7 +53,7 @@ def test_a_corpus_that_grows_keeps_what_was_held_out():
 
 
 def test_masks_go_with_their_tokens(tmp_path):
-    from gpubound.feed import train_tokenizer
+    from gpubound.corpus import train_tokenizer
 
     from .test_tokenizer import CHAT
 

@@ -1,6 +1,5 @@
 """Corpus: tokens on the disk, mapped into memory, with where each document begins and which tokens may be learnt."""
 
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import beside, read_json, regular
-from .shards import CURE, SUFFIX, Shard, facts, read_shard
-from .shuffle import mix
+from ..feed.shuffle import mix, order
+from .batches import CorpusFeed, batches
+from .build import build
+from .shards import CURE, Shard, facts, listed_shards, read_shard, saved_files_are_intact
+from .tokenizer import Tokenizer
 
-MANIFEST = "corpus.json"  # written when a build is complete
-CLAIM = "building.json"  # written when it begins: this folder is a corpus's own
+RUNS = 256  # a large corpus gives up runs of neighbouring documents, so that it falls into a few hundred pieces, not millions
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Corpus:
         checksums (about 2 GB/s a core); without it only headers and sizes are looked at."""
         folder = None if isinstance(path, list | tuple) else Path(path)  # type: ignore[arg-type]
         if folder is not None and folder.is_dir():
-            names = _listed(folder)
+            names = listed_shards(folder)
         else:
             names = [Path(name) for name in ([folder] if folder is not None else path)]  # type: ignore[list-item, union-attr]
         if not names:
@@ -70,17 +70,27 @@ class Corpus:
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
-        """Tokenise `texts` into shards in the folder `path`; see `gpubound.feed.build.build` for the options."""
-        from .build import build  # build needs Corpus
-
+        """Tokenise `texts` into shards in the folder `path`; see `gpubound.corpus.build.build` for the options."""
         build(texts, tokenizer, Path(path), **options)
         return Corpus.open(path, verify=False)
 
-    def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> Any:
-        """A CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.feed.serve.batches` for the options."""
-        from .serve import batches  # serve needs Corpus
-
+    def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> CorpusFeed:
+        """A CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.corpus.batches.batches` for the options."""
         return batches(self, seq, micro_batch, device, **options)
+
+    def make_feed(
+        self, device: Any, *, seq: int | None, batch_size: int | None, seed: int | None, mode: str, **options: Any
+    ) -> CorpusFeed:
+        """What `gpubound.feed` calls."""
+        if seq is None or batch_size is None:
+            raise ValueError(
+                "feed: a Corpus must be cut into rows, wanted seq= and batch_size=, or call corpus.batches(seq, micro_batch)."
+            )
+        if any(options.pop(name) for name in ("drop_last", "collate", "pad", "bucket", "rows")) or mode == "direct":
+            raise ValueError(
+                "feed: drop_last, collate, pad, bucket, rows and mode='direct' have no effect on a Corpus; leave them out."
+            )
+        return self.batches(seq, batch_size, device, seed=seed or 0, mode=mode, **options)
 
     @property
     def tokens(self) -> int:
@@ -109,10 +119,8 @@ class Corpus:
             number -= len(part.documents) - 1
         raise AssertionError("the parts hold fewer documents than they count")
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer that was saved with the corpus. DataError when the files there are another one's by now."""
-        from .tokenizer import Tokenizer
-
         if self.path is None or not (self.path / "tokenizer.json").exists():
             raise DataError(f"{self.path or 'Corpus'}: no tokenizer was saved with it; load the one it was built with.")
         found = Tokenizer.load(self.path)
@@ -130,8 +138,6 @@ class Corpus:
         The same corpus and seed give the same documents on every machine. A corpus of more than 256 / `validation` documents
         gives up runs of neighbours instead of single ones.
         """
-        from .split import split  # split needs Corpus
-
         return split(self, validation, seed)
 
     def of(self, parts: Sequence[Part]) -> "Corpus":
@@ -170,43 +176,6 @@ class Corpus:
         return f"Corpus({self.tokens:,} tokens, {self.documents:,} documents, {self.dtype}, vocabulary {self.vocab_size:,})"
 
 
-def _listed(folder: Path) -> list[Path]:
-    """The shards of the corpus in `folder`, in order, as its manifest names them."""
-    manifest = folder / MANIFEST
-    if not manifest.exists():
-        if (folder / CLAIM).exists():
-            whole = len(list(folder.glob(f"*{SUFFIX}")))
-            raise DataError(
-                f"{folder}: its build was interrupted after {whole} whole shards; call Corpus.build again with the same "
-                "texts to finish it."
-            )
-        raise DataError(f"{folder}: not a corpus of gpubound: it has no {MANIFEST}; wanted a folder that Corpus.build wrote.")
-    listed = read_json(manifest, CURE).get("shards")
-    if not isinstance(listed, list) or not listed:
-        raise DataError(f"{manifest}: shards: got {listed!r}, wanted the names of the corpus' shards; {CURE}.")
-    names = [beside(manifest, name) for name in listed]
-    if len(set(names)) < len(names):
-        raise DataError(f"{manifest}: shards: a file is listed twice; {CURE}.")
-    for name in names:
-        if not name.exists():
-            raise DataError(f"{name}: is missing, though {manifest} lists it; {CURE}.")
-    return names
-
-
-def tokenizer_checksums(folder: Path) -> dict[str, int]:
-    """CRC-32 of each file that a tokenizer is saved in; a file that is absent has none."""
-    files = [
-        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-    ]
-    return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files if file.exists()}
-
-
-def saved_files_are_intact(folder: Path) -> bool:
-    """Whether the tokenizer's files are those that the build wrote. False for a corpus that does not record them."""
-    recorded = read_json(folder / MANIFEST, CURE).get("tokenizer_files")
-    return bool(recorded) and recorded == tokenizer_checksums(folder)
-
-
 def _check_alike(shards: Sequence[Shard]) -> None:
     first = facts(shards[0].header)
     for shard in shards[1:]:
@@ -216,3 +185,48 @@ def _check_alike(shards: Sequence[Shard]) -> None:
                     f"{shard.path}: foreign: its {what} is {value!r}, that of {shards[0].path.name} is {first[what]!r}; open "
                     f"only shards of one corpus together."
                 )
+
+
+def split(corpus: Corpus, validation: float, seed: int) -> tuple[Corpus, Corpus]:
+    """(training, held out): `validation` is a fraction of the documents. Both keep the corpus' order."""
+    if not 0 < validation < 1:
+        raise ValueError(f"Corpus.split: validation: got {validation!r}, wanted a fraction between 0 and 1.")
+    count = round(corpus.documents * validation)
+    if not 0 < count < corpus.documents:
+        raise ValueError(
+            f"Corpus.split: {validation} of {corpus.documents} documents is {count}, wanted at least one on either side."
+        )
+    held_out = choose(corpus.documents, count, seed)
+    return _take(corpus, ~held_out), _take(corpus, held_out)
+
+
+def choose(documents: int, count: int, seed: int) -> np.ndarray:
+    """Which `count` of the documents are held out: a mask. A document's place in the draw hangs on its number and the seed
+    alone."""
+    length = -(-count // RUNS)
+    chosen, left = np.zeros(documents, bool), count
+    for run in order(-(-documents // length), seed, 0).tolist():
+        end = min(run * length + min(length, left), documents)
+        chosen[run * length : end] = True
+        left -= end - run * length
+        if left == 0:
+            break
+    return chosen
+
+
+def _take(corpus: Corpus, chosen: np.ndarray) -> Corpus:
+    parts, seen = [], 0
+    for part in corpus.parts:
+        count = len(part.documents) - 1
+        edges = np.flatnonzero(np.diff(chosen[seen : seen + count], prepend=False, append=False))
+        parts += [part.slice(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
+        seen += count
+    return corpus.of(parts)
+
+
+def split_tail(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:
+    """(training, held out) of a corpus with too few documents to hold one out: its last tokens are held out."""
+    *whole, last = corpus.parts
+    at = max(len(last.tokens) - int(corpus.tokens * validation), 1)
+    before, behind = last.cut(at)
+    return corpus.of([*whole, before]), corpus.of([behind])

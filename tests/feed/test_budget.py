@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.feed.where import SHARE, allowance, concrete, free_bytes, parse_bytes, readable, target
+from gpubound.feed.budget import SHARE, allowance, concrete, free_bytes, parse_bytes, readable, target
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,50 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import DataError
-from .document import Document
-from .tokenizer import Encoder, Tokenizer
+from .documents import Document
+from .tokenizer import END_OF_TEXT, Tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray | None]
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What `Corpus.build` needs of a tokenizer. `eos` is put after each document; None puts nothing."""
+
+    vocab_size: int
+    eos: int | None
+    fingerprint: str
+
+    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]: ...
+
+
+def adapt(tokenizer: Any) -> Encoder:
+    """`tokenizer` as an Encoder: ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or anything that
+    is one already."""
+    if isinstance(tokenizer, str | Path):
+        return Tokenizer.load(tokenizer)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is not None:
+        chat = getattr(tokenizer, "chat_template", None)
+        return Tokenizer(inner, tokenizer.eos_token, chat if isinstance(chat, str) else None, tokenizer.bos_token)
+    if hasattr(tokenizer, "encode_batch_fast"):
+        return Tokenizer(tokenizer, END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
+    if isinstance(tokenizer, Encoder):
+        return tokenizer
+    raise ValueError(
+        f"tokenizer: got a {type(tokenizer).__name__}, wanted a gpubound, tokenizers or fast transformers tokenizer, the "
+        f"path of one, or an object with encode_batch(texts), vocab_size, eos and fingerprint."
+    )
 
 
 def encode_all(batches: Iterator[list[tuple[Document, Any]]], encoder: Encoder, workers: int) -> Iterator[tuple[Encoded, Any]]:

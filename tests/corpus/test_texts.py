@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gpubound.corpus import documents as readers
+from gpubound.corpus.texts import Texts, documents
 from gpubound.errors import DataError
-from gpubound.feed import readers
-from gpubound.feed.text import Texts, documents
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from gpubound.corpus import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from gpubound.corpus.encode import adapt
+from gpubound.corpus.tokenizer import END_OF_TEXT, SPECIALS
 from gpubound.errors import DataError
-from gpubound.feed import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
-from gpubound.feed.tokenizer import END_OF_TEXT, SPECIALS, adapt
 
 CHAT = [
     {"role": "system", "content": "be brief"},

@@ -6,28 +6,30 @@ code cuts the same batches on the host, and the ring brings them.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import GraphError
+from ..feed.budget import allowance, free_bytes, readable, target
+from ..feed.epochs import Feed
+from ..feed.leaves import Padding
+from ..feed.ring import Ringed
+from ..feed.transfer import Served, count_copied
 from ..trace import fallback, notice
-from . import plan as plans
-from .bucket import Padding
-from .core import Feed, Ringed
-from .corpus import Corpus
-from .cut import FIELDS, STREAM_FIELDS, Cutter, Order, as_stored
-from .resident import Served, count_copied
-from .where import allowance, free_bytes, readable, target
+from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, RowPlan, as_stored, plan_documents, plan_stream
+
+if TYPE_CHECKING:
+    from .corpus import Corpus  # which calls `batches`
 
 UPLOAD_TOKENS = 1 << 25  # copied at once: 64 MB of 16-bit tokens
 AHEAD = 64  # batches whose rows an iteration works out together: about 40 launches then cost less than one a batch
 
 
 def batches(
-    corpus: Corpus,
+    corpus: "Corpus",
     seq: int,
     micro_batch: int,
     device: Any = None,
@@ -51,7 +53,7 @@ def batches(
     pack      "stream": rows are cut from the corpus end to end, across documents, none wasted. "documents": whole documents
               are packed into rows, and position_ids, segment_ids and cu_seqlens say where each begins, so that none attends
               to another
-    fields    which of cut.FIELDS a batch holds; all that `pack` makes but "valid" by default. "valid" is the number of labels
+    fields    which of rows.FIELDS a batch holds; all that `pack` makes but "valid" by default. "valid" is the number of labels
               that count
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     pad_id    fills the places of a row that no document fits
@@ -60,9 +62,9 @@ def batches(
     """
     _check(seq, micro_batch, pack, fields, rank, world, mode)
     where = target(device)
-    plan = plans.stream(corpus.tokens, seq)
+    plan = plan_stream(corpus.tokens, seq)
     if pack == "documents":
-        plan = plans.documents(corpus.offsets(), seq, max_documents or seq)
+        plan = plan_documents(corpus.offsets(), seq, max_documents or seq)
     order = Order(micro_batch, seed, shuffle, rank, world)
     if order.steps(plan.rows) == 0:
         raise ValueError(
@@ -99,7 +101,7 @@ def _check(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world:
 
 
 def _upload(
-    corpus: Corpus, plan: plans.Plan, where: torch.device, budget: int | str, keep: int | str | None, mode: str
+    corpus: "Corpus", plan: RowPlan, where: torch.device, budget: int | str, keep: int | str | None, mode: str
 ) -> tuple[Tensor, Tensor | None] | None:
     """(tokens, loss mask) on the device, or None when they are to be streamed."""
     limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
@@ -163,6 +165,8 @@ class _DeviceCut:
             self.counter.fill_(number)
             self.drawn = number
 
+    def admit(self) -> None: ...
+
     def next(self) -> dict[str, Tensor]:
         """The batch of the counter; its rows are worked out for AHEAD batches at once."""
         nth = self.drawn - self._from
@@ -185,7 +189,7 @@ class _HostCut:
 
     steady = False
 
-    def __init__(self, corpus: Corpus, plan: plans.Plan, order: Order, fields: tuple[str, ...], pad_id: int):
+    def __init__(self, corpus: "Corpus", plan: RowPlan, order: Order, fields: tuple[str, ...], pad_id: int):
         def read(index: Tensor) -> Tensor:
             return torch.from_numpy(as_stored(corpus.read(index.numpy())))
 

@@ -8,11 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound import trace
+from gpubound.corpus import Corpus, train_tokenizer
+from gpubound.corpus import batches as serve
 from gpubound.errors import FallbackError, GraphError
-from gpubound.feed import Corpus, feed, serve, train_tokenizer
+from gpubound.feed import feed
 from gpubound.graph import capture
 
-from .conftest import TEXTS, Bytes, Counts
+from ..feed.conftest import Counts
+from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
 
 

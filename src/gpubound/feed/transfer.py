@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from .bucket import Padding
-from .tree import Tree, flatten
+from ..trace import count
+from .leaves import Padding, Tree, flatten
 
 # Where a leaf starts in the staged bytes: torch's own allocations on a GPU start at multiples of 512.
 ALIGN = 512
@@ -181,3 +181,21 @@ def _strides(leaf: Tensor) -> tuple[int, ...]:
 def _place(run: Tensor, offset: int, like: Tensor, strides: tuple[int, ...]) -> Tensor:
     piece = run[offset : offset + like.numel() * like.element_size()]
     return piece.view(like.dtype).as_strided(like.shape, strides)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A batch and what it took: leaves that lay on the device because of the feed, were there already, or had to be copied."""
+
+    batch: Any
+    resident: int = 0
+    passed: int = 0
+    copied: int = 0
+    bytes: int = 0
+    waited: float = 0.0  # seconds for the source
+    held_back: float = 0.0  # seconds for the device to catch up
+
+
+def count_copied(size: int) -> None:
+    if size:
+        count("h2d_bytes", size)

@@ -20,13 +20,12 @@ import numpy as np
 from ..errors import DataError
 from ..files import read_json, write_whole
 from ..trace import notice
-from .corpus import CLAIM, MANIFEST, tokenizer_checksums
-from .document import Document, weight
-from .encode import Encoded, encode_all
+from .documents import Document, weight
+from .encode import Encoded, Encoder, adapt, encode_all
 from .progress import Progress
-from .shards import CURE, DTYPES, SUFFIX, read_shard, write_shard
-from .text import Texts
-from .tokenizer import Encoder, Tokenizer, adapt
+from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
+from .texts import Texts
+from .tokenizer import Tokenizer
 
 BATCH_TEXTS = 1024
 BATCH_LETTERS = 4_000_000  # a batch of long texts closes here, so that memory stays bounded
@@ -46,8 +45,8 @@ def build(
 ) -> None:
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there.
 
-    texts         see gpubound.feed.text.Texts, as for separator and text_key
-    tokenizer     see gpubound.feed.tokenizer.adapt; it is saved with the corpus
+    texts         see gpubound.corpus.texts.Texts, as for separator and text_key
+    tokenizer     see gpubound.corpus.encode.adapt; it is saved with the corpus
     dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
     workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,

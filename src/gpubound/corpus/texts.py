@@ -1,13 +1,28 @@
 """Reading texts: one document after another from whatever the user has, without holding more than one file's part in memory."""
 
+import hashlib
+import sysconfig
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .document import Document, as_document, refuse_a_files_name
-from .readers import ROWS, SUFFIXES, Read, files_of, is_dataset, read_dataset, read_file, refuse_splits, tables_of
+from .documents import (
+    ROWS,
+    SUFFIXES,
+    Document,
+    Read,
+    as_document,
+    files_of,
+    is_dataset,
+    read_dataset,
+    read_file,
+    refuse_a_files_name,
+    refuse_splits,
+    tables_of,
+)
 
 
 @dataclass(frozen=True)
@@ -125,3 +140,37 @@ def _existing(path: str | Path) -> Path:
             f"texts: {said} does not exist, wanted the path of a file or folder; pass a single text as a list of one."
         )
     return Path(path)
+
+
+_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test", "pydoc_data"}
+
+
+def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
+    """Source files of this Python's standard library, each under its name as a comment: a corpus that every machine has.
+
+    Files come in an order that mixes packages and is always the same. The last one is before the file that would exceed
+    `limit_bytes`.
+    """
+    yield from _sources(Path(sysconfig.get_paths()["stdlib"]), limit_bytes)
+
+
+def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
+    """The same of the installed torch: several times as much text, which every machine that runs this has as well."""
+    import torch
+
+    yield from _sources(Path(torch.__file__).parent, limit_bytes)
+
+
+def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
+    total = 0
+    # Mixed by a hash: by name, the first files would be of few packages.
+    for path in sorted(root.rglob("*.py"), key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
+        name = path.relative_to(root)
+        if _SKIPPED.intersection(name.parts):
+            continue
+        with tokenize.open(path) as file:  # honours a coding line
+            text = f"# {name.as_posix()}\n{file.read()}"
+        total += len(text.encode())
+        if limit_bytes is not None and total > limit_bytes:
+            return
+        yield text

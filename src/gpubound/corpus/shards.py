@@ -1,5 +1,7 @@
-"""The file of tokens: a header that says what is inside and its checksums, then the tokens, the documents' offsets, and the
-loss mask.
+"""What a corpus is on the disk: a folder of shards, which its manifest lists.
+
+A shard is one file: a header that says what is inside and its checksums, then the tokens, the documents' offsets, and the loss
+mask.
 
     bytes 0..8    b"GBTOKENS"
     8..20         three little-endian uint32: format version, length of the JSON, CRC-32 of the JSON
@@ -23,11 +25,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import reading, regular, writing
+from ..files import beside, read_json, reading, regular, writing
 
 MAGIC = b"GBTOKENS"
 VERSION = 1
 SUFFIX = ".gbt"
+MANIFEST = "corpus.json"  # written when a build is complete
+CLAIM = "building.json"  # written when it begins: this folder is a corpus's own
 CURE = "restore the file or build the corpus anew"
 _FIXED = struct.Struct("<8sIII")
 _PAGE = 4096
@@ -170,3 +174,40 @@ def _section(path: Path, header: Header, name: str, verify: bool) -> np.ndarray:
 def facts(header: Header) -> dict[str, Any]:
     """What the shards of one corpus have in common."""
     return {"dtype": header.dtype, "vocab_size": header.vocab_size, "tokenizer": header.tokenizer}
+
+
+def listed_shards(folder: Path) -> list[Path]:
+    """The shards of the corpus in `folder`, in order, as its manifest names them."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        if (folder / CLAIM).exists():
+            whole = len(list(folder.glob(f"*{SUFFIX}")))
+            raise DataError(
+                f"{folder}: its build was interrupted after {whole} whole shards; call Corpus.build again with the same "
+                "texts to finish it."
+            )
+        raise DataError(f"{folder}: not a corpus of gpubound: it has no {MANIFEST}; wanted a folder that Corpus.build wrote.")
+    listed = read_json(manifest, CURE).get("shards")
+    if not isinstance(listed, list) or not listed:
+        raise DataError(f"{manifest}: shards: got {listed!r}, wanted the names of the corpus' shards; {CURE}.")
+    names = [beside(manifest, name) for name in listed]
+    if len(set(names)) < len(names):
+        raise DataError(f"{manifest}: shards: a file is listed twice; {CURE}.")
+    for name in names:
+        if not name.exists():
+            raise DataError(f"{name}: is missing, though {manifest} lists it; {CURE}.")
+    return names
+
+
+def tokenizer_checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of each file that a tokenizer is saved in; a file that is absent has none."""
+    files = [
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    ]
+    return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files if file.exists()}
+
+
+def saved_files_are_intact(folder: Path) -> bool:
+    """Whether the tokenizer's files are those that the build wrote. False for a corpus that does not record them."""
+    recorded = read_json(folder / MANIFEST, CURE).get("tokenizer_files")
+    return bool(recorded) and recorded == tokenizer_checksums(folder)

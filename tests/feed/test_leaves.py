@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from gpubound.feed.tree import flatten, name
+from gpubound.feed.leaves import flatten, name
 
 Pair = namedtuple("Pair", "left right")
 

@@ -1,0 +1,203 @@
+"""The leaves of a batch: every tensor in nested dicts, lists, tuples and dataclasses, each with the key path that errors name.
+
+numpy arrays of numbers count as tensors and become them. Strings, numbers and other plain objects are leaves that stay as
+they are. An object that has its own `.to(...)` is refused: it may hold tensors that nobody here can see, and they would stay
+behind in silence.
+
+Padding gives leaves a few fixed shapes, so that kernels are tuned once a shape and graphs are captured once a shape. A leaf is
+padded only when the caller names it with the value to pad with, because no value is right for every leaf (labels want -100, a
+mask wants 0). A name is the last key of a leaf's path: "input_ids", or 0 in a tuple.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+Path = tuple[Any, ...]
+Bucket = str | int | Sequence[int] | None
+
+_LEAF = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A batch taken apart: `rebuild(leaves)` puts new leaves into fresh containers of the same kinds."""
+
+    leaves: list[Any]
+    paths: list[Path]
+    _form: Any
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        return _build(self._form, iter(leaves))
+
+    def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index, leaf) of the leaves that are tensors."""
+        return ((i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
+
+
+def flatten(batch: Any) -> Tree:
+    leaves: list[Any] = []
+    paths: list[Path] = []
+    return Tree(leaves, paths, _take_apart(batch, (), leaves, paths))
+
+
+def name(path: Path) -> str:
+    """The path as it is written in Python.
+
+    >>> name(("image", 0))
+    "batch['image'][0]"
+    """
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _take_apart(node: Any, path: Path, leaves: list[Any], paths: list[Path]) -> Any:
+    opened = _open(node, path)
+    if opened is None:
+        leaves.append(_as_tensor(node) if isinstance(node, np.ndarray) else node)
+        paths.append(path)
+        return _LEAF
+    make, children = opened
+    return make, [_take_apart(child, (*path, key), leaves, paths) for key, child in children]
+
+
+def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple[Any, Any]]] | None:
+    """How to make the container again from its children, and those children by key; None for a leaf."""
+    kind = type(node)
+    if kind is dict:
+        keys = list(node)
+        return lambda values: dict(zip(keys, values)), list(node.items())
+    if kind is list or kind is tuple:
+        return kind, list(enumerate(node))
+    if isinstance(node, torch.Tensor | np.ndarray | str | bytes):
+        return None
+    if isinstance(node, Mapping):
+        return _refill(node, "item", list(node)), list(node.items())
+    if callable(getattr(node, "to", None)):
+        raise ValueError(
+            f"feed: {name(path)}: got a {kind.__name__}, whose tensors cannot be seen from outside, wanted tensors in dicts, "
+            f"lists, tuples or dataclasses; return its tensors under names of their own."
+        )
+    if isinstance(node, tuple):
+        return (kind._make if hasattr(kind, "_make") else kind), list(enumerate(node))
+    if isinstance(node, list):
+        return _refill(node, "item", list(range(len(node)))), list(enumerate(node))
+    if is_dataclass(node) and not isinstance(node, type):
+        names = [part.name for part in fields(node)]
+        return _refill(node, "attribute", names), [(key, getattr(node, key)) for key in names]
+    return None
+
+
+def _refill(node: Any, how: str, keys: list[Any]) -> Callable[[list[Any]], Any]:
+    """For containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set the
+    children."""
+    shell = copy.copy(node)
+
+    def make(values: list[Any]) -> Any:
+        new = copy.copy(shell)
+        for key, value in zip(keys, values):
+            if how == "item":
+                new[key] = value
+            else:
+                object.__setattr__(new, key, value)
+        return new
+
+    return make
+
+
+def _build(form: Any, leaves: Iterator[Any]) -> Any:
+    if form is _LEAF:
+        return next(leaves)
+    make, children = form
+    return make([_build(child, leaves) for child in children])
+
+
+def _as_tensor(array: np.ndarray) -> Any:
+    if array.dtype.kind not in "biufc":  # strings, objects, dates: no tensor can hold them
+        return array
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def bucket_size(size: int, bucket: Bucket) -> int | None:
+    """The smallest size of `bucket` that holds `size`; None when the largest is too small.
+
+    >>> bucket_size(100, "pow2"), bucket_size(100, 96), bucket_size(100, [64, 256]), bucket_size(100, None)
+    (128, 192, 256, 100)
+    """
+    if bucket is None or size == 0:
+        return size
+    if isinstance(bucket, str):
+        return 1 << (size - 1).bit_length()
+    if isinstance(bucket, int):
+        return -(-size // bucket) * bucket
+    return min((wanted for wanted in bucket if wanted >= size), default=None)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """`values` {leaf name: value, or (value, dimension)}; `bucket` for that dimension; `rows` for dimension 0, where the
+    last batch may have fewer."""
+
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    bucket: Bucket = None
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        good = self.bucket is None or self.bucket == "pow2" or _positive(self.bucket)
+        if not good and isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str):
+            good = len(self.bucket) > 0 and all(_positive(size) for size in self.bucket)
+        if not good:
+            raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
+        if self.rows is not None and not _positive(self.rows):
+            raise ValueError(f"feed: rows: got {self.rows!r}, wanted the number of rows of a whole batch.")
+        if (self.bucket is not None or self.rows is not None) and not self.values:
+            raise ValueError(
+                "feed: bucket= and rows= pad only the leaves that pad= names; pass pad={'input_ids': 0, 'labels': -100} or "
+                "the like."
+            )
+
+    def apply(self, tree: Tree) -> None:
+        """Pad the named leaves of `tree` in its list."""
+        if not self.values:
+            return
+        found = set()
+        for i, leaf in tree.tensors():
+            path = tree.paths[i]
+            if path and path[-1] in self.values:
+                found.add(path[-1])
+                value = self.values[path[-1]]
+                tree.leaves[i] = self._pad(leaf, name(path), *(value if isinstance(value, tuple) else (value, -1)))
+        if missing := [key for key in self.values if key not in found]:
+            there = ", ".join(name(tree.paths[i]) for i, _ in tree.tensors()) or "no tensors"
+            raise ValueError(f"feed: pad: no leaf is called {missing[0]!r}; this batch has {there}.")
+
+    def _pad(self, leaf: torch.Tensor, what: str, value: Any, dimension: int) -> torch.Tensor:
+        if not -leaf.dim() <= dimension < leaf.dim():
+            raise ValueError(f"feed: pad: {what} has {leaf.dim()} dimensions, wanted one numbered {dimension}; name another.")
+        wanted = bucket_size(leaf.shape[dimension], self.bucket)
+        if wanted is None:
+            raise ValueError(
+                f"feed: {what} is {leaf.shape[dimension]} long, wanted at most {max(self.bucket)}, the largest bucket; "  # type: ignore[type-var, arg-type]
+                f"add a larger bucket or cut the data."
+            )
+        sizes = list(leaf.shape)
+        sizes[dimension] = wanted
+        if self.rows is not None:
+            if leaf.shape[0] > self.rows:
+                raise ValueError(
+                    f"feed: rows: {what} has {leaf.shape[0]} rows, wanted at most {self.rows}; raise rows= or make smaller "
+                    f"batches."
+                )
+            sizes[0] = self.rows
+        if sizes == list(leaf.shape):
+            return leaf
+        grow = [amount for now, then in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, then - now)]
+        return functional.pad(leaf, grow, value=value)
+
+
+def _positive(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
