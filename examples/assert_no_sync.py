@@ -7,7 +7,7 @@ import torch
 
 from gpubound.errors import BudgetError, StallError
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 device = torch.device("cuda") if torch.cuda.is_available() else simgpu()
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1)).to(device)

@@ -28,7 +28,6 @@ MODULES = sorted(p for p in ROOT.rglob("*.py") if p.name not in ("__main__.py",)
 CIRCLES = [
     {"kernels.choose", "kernels.sampling", "kernels.selftest"},
     {"watch.ledger", "watch.table"},
-    {"watch.simdevice", "watch.simgpu"},
 ]
 
 

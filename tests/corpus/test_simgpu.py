@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.watch import watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gpubound.decode.live_experts import Experts as SparseMLP
 from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 from . import cases
 from .cases import PROMPT, SPARSE_KINDS, of_decoder

@@ -11,7 +11,7 @@ from gpubound.decode import live
 from gpubound.decode.graphs import Way, run_steps
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 from . import cases
 

@@ -10,7 +10,7 @@ import gpubound as gb
 from gpubound.decode import live
 from gpubound.decode.graphs import Way, run_steps
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 from . import cases
 from .test_cache import FORM, KINDS, SAMPLED, tokens

@@ -12,7 +12,7 @@ from gpubound.decode.graphs import Way
 from gpubound.decode.live import bind
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 from . import cases
 

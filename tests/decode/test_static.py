@@ -9,7 +9,7 @@ import transformers
 from gpubound.decode import static, static_fit
 from gpubound.decode.static import StaticBody
 from gpubound.watch import no_stall, watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 from .static_cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
 

@@ -5,7 +5,7 @@ import torch
 
 from gpubound.feed import feed
 from gpubound.watch import watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 
 @pytest.fixture

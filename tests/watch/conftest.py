@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 
 @pytest.fixture

@@ -247,20 +247,20 @@ def test_a_ledger_does_not_keep_code_from_being_compiled():
 def test_nothing_is_left_behind(sim):
     from torch.cuda import _gpu_trace as gputrace
 
-    from gpubound.watch import simgpu
+    from gpubound.watch import pretend
 
     calls = (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor)
     with watch(gputrace=True):
         assert torch.tensor is not calls[3]
     assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor) == calls
-    assert simgpu.observers == [] and trace._recorders == []
+    assert pretend.observers == [] and trace._recorders == []
     assert gputrace.StreamSynchronizationCallbacks.callback_list == []
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any("gpubound" in getattr(callback, "__module__", "") for callback in gc.callbacks)
 
 
 def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
-    from gpubound.watch import simgpu
+    from gpubound.watch import pretend
     from gpubound.watch.sensors import Dispatch
 
     def fail(self):
@@ -269,7 +269,7 @@ def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
     monkeypatch.setattr(Dispatch, "start", fail)
     with pytest.raises(OSError), watch():
         pass
-    assert simgpu.observers == [] and trace._recorders == []
+    assert pretend.observers == [] and trace._recorders == []
 
 
 def test_ledgers_nest(sim):

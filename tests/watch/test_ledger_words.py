@@ -112,7 +112,7 @@ def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
         ledger.assert_within(allocations=0)
     assert str(error.value) == (
         "not counted: allocations. A budget cannot pass on what no sensor saw. Run on a GPU or on the pretend device "
-        "(gpubound.watch.simgpu). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
+        "(gpubound.watch.pretend). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
         "out; compiles: left out; "
         "fallbacks: left out; triton: left out; calls: left out; dispatch: left out; gputrace: left out."
     )

@@ -44,7 +44,7 @@ def test_a_project_s_own_suite(pytester, sim):
     pytester.makepyfile(
         """
         import torch
-        from gpubound.watch.simgpu import simgpu
+        from gpubound.watch.pretend import simgpu
 
         def test_clean(host_budget):
             x = torch.ones(3, device=simgpu())

@@ -14,7 +14,7 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import calls, gpuhook, ops, site, watch
+from gpubound.watch import calls, gpuhook, ops, pretend, site, watch
 from gpubound.watch.sensors import kernels, memory
 
 
@@ -262,12 +262,11 @@ def test_on_a_machine_without_a_device_syncs_cannot_pass(monkeypatch, build):
 
 def only(monkeypatch, build: str | None, works: bool, count: int = 1) -> None:
     """Let torch be built for the accelerator `build`, and see `count` of it or none."""
-    from gpubound.watch import simgpu
 
     def current(check_available=False):
         return torch.device(build) if build and (works or not check_available) else None
 
-    monkeypatch.setattr(simgpu, "ready", lambda: False)
+    monkeypatch.setattr(pretend, "ready", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: build == "cuda" and works)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count if works else 0)

@@ -2,7 +2,7 @@
 
     with watch() as ledger: ...      counts syncs, copies, launches, allocations, ... each with the user's line
     with no_stall(): ...             raises at the line where the host would wait
-    simgpu.simgpu()                  a pretend GPU, so that both work in CI on a machine without one
+    pretend.simgpu()                 a pretend GPU, so that both work in CI on a machine without one
     pytest_plugin                    the fixture host_budget
 
 The names below are imported when they are first used: pytest loads this package as a plugin before anyone chose how torch

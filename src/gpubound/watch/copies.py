@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import ops, simgpu
+from . import ops, pretend
 from .site import Place
 
 SAMPLE = 65_536  # bytes looked at to tell whether a buffer was rewritten behind its version counter
 
 
 def storage_of(t: torch.Tensor) -> torch.UntypedStorage:
-    return t.elem.untyped_storage() if isinstance(t, simgpu.SimTensor) else t.untyped_storage()
+    return t.elem.untyped_storage() if isinstance(t, pretend.SimTensor) else t.untyped_storage()
 
 
 class Uploads:

@@ -16,7 +16,7 @@ import torch
 
 from ..device import accelerator
 from ..errors import BudgetError
-from . import simgpu
+from . import pretend
 from .names import nearest
 from .site import Origins, Place, here
 
@@ -178,7 +178,7 @@ class Ledger:
         why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
         return (
             f"not counted: {', '.join(names)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
-            f"pretend device (gpubound.watch.simgpu). Sensors that did not run: {why or 'none'}."
+            f"pretend device (gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
         )
 
     def as_dict(self) -> dict:
@@ -204,7 +204,7 @@ class Ledger:
     def device_is_here(self) -> bool:
         """Whether a real accelerator works here, and is the one that was asked for."""
         found, asked = accelerator(), self.device
-        if found is None or found.type == simgpu.NAME:
+        if found is None or found.type == pretend.NAME:
             return False
         return asked is None or (asked.type == found.type and (asked.index or 0) < torch.accelerator.device_count())
 
@@ -297,8 +297,10 @@ def watch(
 def _device(spec: str | torch.device | None) -> torch.device | None:
     if spec is None:
         return None
-    if str(spec).partition(":")[0] == simgpu.NAME and not simgpu.ready():
-        raise ValueError(f"watch: device: got {str(spec)!r}, which is not made yet; call gpubound.watch.simgpu.simgpu() first.")
+    if str(spec).partition(":")[0] == pretend.NAME and not pretend.ready():
+        raise ValueError(
+            f"watch: device: got {str(spec)!r}, which is not made yet; call gpubound.watch.pretend.simgpu() first."
+        )
     try:
         device = torch.device(spec)
     except (RuntimeError, TypeError) as error:

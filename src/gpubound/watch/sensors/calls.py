@@ -1,6 +1,6 @@
 """Waits that no op shows: see watch/calls.py."""
 
-from .. import calls, simgpu
+from .. import calls, pretend
 from .base import Sensor
 
 
@@ -11,7 +11,7 @@ class Calls(Sensor):
     blind = "a synchronize() that was imported by name before the ledger opened"
 
     def absent(self) -> str | None:
-        return None if self.ledger.device_is_here or simgpu.ready() else "no GPU and no pretend device"
+        return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
 
     def start(self) -> None:
         calls.listen(self._heard)
@@ -20,7 +20,7 @@ class Calls(Sensor):
         calls.leave(self._heard)
 
     def _heard(self, what: str, device_type: str) -> None:
-        if what is calls.SCALARS and device_type == simgpu.NAME:
+        if what is calls.SCALARS and device_type == pretend.NAME:
             return  # the device sees each scalar being read
         if self.ledger.wants_type(device_type) and not (device_type == "cuda" and self.ledger.runs("gputrace")):
             self.ledger.record("sync", what)

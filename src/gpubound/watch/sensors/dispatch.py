@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...device import accelerator
-from .. import ops, simgpu
+from .. import ops, pretend
 from ..opbook import OpBook
 from .base import Sensor
 
@@ -21,16 +21,16 @@ class SimGpu(Sensor):
         return frozenset(_COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set()))
 
     def absent(self) -> str | None:
-        if not self.ledger.wants_type(simgpu.NAME):
+        if not self.ledger.wants_type(pretend.NAME):
             return f"device={str(self.ledger.device)!r} was asked for"
-        return None if simgpu.ready() else "simgpu() was not called"
+        return None if pretend.ready() else "simgpu() was not called"
 
     def start(self) -> None:
         self._book = OpBook(self.ledger, beneath=True, syncs=True)
-        simgpu.observers.append(self._book.see)
+        pretend.observers.append(self._book.see)
 
     def stop(self) -> None:
-        simgpu.observers.remove(self._book.see)
+        pretend.observers.remove(self._book.see)
         self._book.close()
 
 
@@ -47,7 +47,7 @@ class Dispatch(Sensor):
         return frozenset(found)
 
     def absent(self) -> str | None:
-        if self.ledger.device_is_here or simgpu.ready():
+        if self.ledger.device_is_here or pretend.ready():
             return None
         return "no GPU and no pretend device" if accelerator() is None else f"device={str(self.ledger.device)!r} is not here"
 
@@ -76,7 +76,7 @@ class _Mode(TorchDispatchMode):
         if ops.composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if simgpu.ready() and _pretended(args, kwargs):
+        if pretend.ready() and _pretended(args, kwargs):
             return func(*args, **kwargs)  # the device itself reports it
         with self.book.seeing(func, args, kwargs):
             return func(*args, **kwargs)
@@ -84,7 +84,7 @@ class _Mode(TorchDispatchMode):
 
 def _pretended(args, kwargs) -> bool:
     device = ops.device_of(args, kwargs)
-    if device is not None and device.type == simgpu.NAME:
+    if device is not None and device.type == pretend.NAME:
         return True
     target = kwargs.get("device")
-    return target is not None and torch.device(target).type == simgpu.NAME
+    return target is not None and torch.device(target).type == pretend.NAME

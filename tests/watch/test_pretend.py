@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpubound.errors import DeviceError
-from gpubound.watch import simgpu as module
-from gpubound.watch.simgpu import SimTensor, simgpu
+from gpubound.watch.pretend import SimTensor, simgpu
+from gpubound.watch.pretend import backend as parts
 
 from .test_ledger import Block, make_step
 
@@ -100,7 +100,7 @@ def test_gradients_through_a_view_written_in_place(sim):
 BACKWARD = """
 import threading, torch
 from gpubound.watch import watch
-from gpubound.watch.simgpu import simgpu
+from gpubound.watch.pretend import simgpu
 
 {before}
 x, threads = torch.ones(3, device=simgpu()).requires_grad_(), []
@@ -185,7 +185,7 @@ def test_devices_do_not_mix(sim):
 
 def refused(monkeypatch, backend: str, gpu: bool) -> str:
     """What simgpu() says in a process that has this backend, and a GPU or none."""
-    monkeypatch.setattr(module, "_registered", [])
+    monkeypatch.setattr(parts, "_registered", [])
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: backend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(DeviceError) as error:
@@ -209,6 +209,6 @@ def test_beside_a_real_gpu(monkeypatch):
 
 def test_importing_registers_nothing():
     assert run_alone(
-        "import torch, gpubound.watch.simgpu, gpubound.watch.guard, gpubound.watch.ledger\n"
+        "import torch, gpubound.watch.pretend, gpubound.watch.guard, gpubound.watch.ledger\n"
         "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())"
     ).startswith("privateuseone")

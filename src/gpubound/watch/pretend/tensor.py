@@ -1,72 +1,21 @@
-"""A pretend GPU, so that a project can assert "this step has no host sync" in CI on a machine without one.
-
-    from gpubound.watch.simgpu import simgpu
-
-    device = simgpu()                     # torch.device("simgpu:0")
-    model.to(device); batch.to(device)    # the values are right; the speed says nothing
-
-Tensors there hold a CPU tensor and compute with it, but torch treats them as lying on a device of their own: mixing them
-with CPU tensors is refused, reading a value needs a copy, and backward runs on a device thread, as on CUDA (on the calling
-thread, if this process ran a backward before it called `simgpu()`). Every op, in whatever thread, is told to `observers` before
-it runs.
-
-Not pretended: streams (work runs in order), a generator of its own (the CPU's is used), `torch.empty(pin_memory=True)`
-(`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
-"""
+"""The tensor of the pretend device, and the kernels behind it."""
 
 import copy
 import functools
 from collections.abc import Callable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from ..errors import DeviceError
-from .calls import announce
-from .ops import composite, on_host, tensors
+from ..calls import announce
+from ..ops import composite, on_host, tensors
 
 NAME = "simgpu"
 
 observers: list[Callable] = []
 """Called as observer(func, args, kwargs) before each op on the pretend device."""
-
-_registered: list[object] = []  # torch keeps no reference of its own to a Python backend's parts
-
-
-def simgpu() -> torch.device:
-    """Make the pretend device usable in this process, and return it. Calling it again changes nothing."""
-    if not _registered:
-        _refuse()
-        from .simdevice import register
-
-        _registered.extend(register())
-    return torch.device(NAME, 0)
-
-
-def ready() -> bool:
-    """True when `simgpu()` has been called in this process."""
-    return bool(_registered)
-
-
-def _refuse() -> None:
-    from torch.utils import backend_registration
-
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken != "privateuseone":
-        raise DeviceError(
-            f"simgpu: this process already has the backend {taken!r} in torch's one free place (PrivateUse1), "
-            "which can be named once; run the pretend device in a process of its own."
-        )
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        raise DeviceError(
-            f"simgpu: torch {torch.__version__} has no Python backends; the pretend device needs torch 2.11 or newer."
-        )
-    if torch.cuda.is_available():
-        raise DeviceError(
-            "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned memory in this "
-            "process; start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
-        )
 
 
 class SimTensor(torch.Tensor):
@@ -206,3 +155,47 @@ def _has_kernel(name: str) -> bool:
 
 def _elem(t: SimTensor) -> torch.Tensor:
     return t.elem
+
+
+# Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which switches
+# Python dispatch off.
+
+
+def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return SimTensor(torch.ops.aten.empty.memory_format(size, dtype=dtype, device="cpu", memory_format=memory_format))
+
+
+def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return SimTensor(torch.ops.aten.empty_strided.default(size, stride, dtype=dtype, device="cpu"))
+
+
+def _copy_(self, source, non_blocking=False):
+    return SimTensor.__torch_dispatch__(torch.ops.aten.copy_.default, (), (self, source, non_blocking))
+
+
+def _local_scalar_dense(self):
+    return SimTensor.__torch_dispatch__(torch.ops.aten._local_scalar_dense.default, (), (self,))
+
+
+KERNELS = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "copy_": _copy_,
+    "_local_scalar_dense": _local_scalar_dense,
+}
+
+_pinned: dict[int, StorageWeakRef] = {}  # CPU storages that we call pinned
+
+
+def pin_memory(self, device=None):
+    twin = torch.empty_like(self).copy_(self)
+    for key in [key for key, storage in _pinned.items() if storage.expired()]:
+        del _pinned[key]
+    reference = StorageWeakRef(twin.untyped_storage())
+    _pinned[reference.cdata] = reference
+    return twin
+
+
+def is_pinned(self, device=None) -> bool:
+    reference = _pinned.get(self.untyped_storage()._cdata)
+    return reference is not None and not reference.expired()

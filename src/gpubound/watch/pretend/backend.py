@@ -1,16 +1,15 @@
-"""The parts of the pretend device that torch asks for: the module `torch.simgpu`, the device guard, kernels, pinned memory."""
+"""The parts of the pretend device that torch asks for: the module `torch.simgpu`, the device guard, autocast."""
 
 import functools
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import simcast
-from .calls import announce
-from .simgpu import NAME, SimTensor
+from ...errors import DeviceError
+from ..calls import announce
+from .tensor import KERNELS, NAME, is_pinned, pin_memory
 
 
-class Stream:
+class SimStream:
     """Work on the pretend device is done when it is asked for, so a stream has nothing to order."""
 
     def synchronize(self) -> None:
@@ -21,7 +20,7 @@ class Stream:
     def wait_event(self, event) -> None: ...
 
 
-class Event:
+class SimEvent:
     def __init__(self, enable_timing: bool = False): ...
 
     def record(self, stream=None) -> None: ...
@@ -35,11 +34,11 @@ class Event:
         announce("event.synchronize", NAME)
 
 
-class Module:
+class SimModule:
     """What `torch.simgpu` is."""
 
-    Stream = Stream
-    Event = Event
+    Stream = SimStream
+    Event = SimEvent
 
     def is_available(self) -> bool:
         return True
@@ -59,7 +58,7 @@ class Module:
     def set_device(self, device) -> None: ...
 
     def current_stream(self, device=None):
-        return Stream()
+        return SimStream()
 
     def synchronize(self, device=None) -> None:
         announce("torch.simgpu.synchronize", NAME)
@@ -83,7 +82,7 @@ _raise_pending = functools.partial(int)  # any call that the interpreter does no
 
 
 def _device_guard():
-    class Guard(torch._C._acc.DeviceGuard):
+    class DeviceGuard(torch._C._acc.DeviceGuard):
         def type_(self):
             """The device type; also asked as an exception leaves a hook on an autograd thread (torch 2.11 to 2.13 at least).
 
@@ -99,8 +98,8 @@ def _device_guard():
 
     frames = torch._C._dynamo.eval_frame  # torch.compile would otherwise trace into type_, from any compiled function
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(Guard.type_.__code__, skip)
-    return Guard()
+    frames.set_code_exec_strategy(DeviceGuard.type_.__code__, skip)
+    return DeviceGuard()
 
 
 def _has_thread() -> bool:
@@ -133,61 +132,115 @@ def _engine(run_backward, threaded: bool):
     return _engine_run_backward
 
 
-def register() -> list[object]:
+def _register() -> list[object]:
     """Put all this into torch. Returns what must be kept alive."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     guard = _device_guard()
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Module(), device_guard=guard)
+    _setup_privateuseone_for_python_backend(NAME, backend_module=SimModule(), device_guard=guard)
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _KERNELS.items():
+    for name, kernel in KERNELS.items():
         library.impl(name, kernel, "PrivateUse1")
-    library.impl("_pin_memory", _pin_memory, "CPU")
-    library.impl("is_pinned", _is_pinned, "CPU")
-    kept = [library, guard, *simcast.register(library)]
+    library.impl("_pin_memory", pin_memory, "CPU")
+    library.impl("is_pinned", is_pinned, "CPU")
+    kept = [library, guard, *_autocast(library)]
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return kept
 
 
-# Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which switches
-# Python dispatch off.
+# The same ops in 16 bits, and the same kept in fp32, as CUDA's autocast has for transformers.
+_LOWER = (
+    "linear",
+    "matmul",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "conv1d",
+    "conv2d",
+    "scaled_dot_product_attention",
+)
+_FP32 = (
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "cross_entropy_loss",
+    "nll_loss",
+    "mse_loss",
+    "exp",
+    "log",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "sum",
+    "sum.dim_IntList",
+    "norm.Scalar",
+    "cumsum",
+)
 
 
-def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return SimTensor(torch.ops.aten.empty.memory_format(size, dtype=dtype, device="cpu", memory_format=memory_format))
+def _autocast(library: torch.library.Library) -> list[torch.library.Library]:
+    """Make torch.autocast work on the pretend device. Returns what must be kept alive."""
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in _LOWER:
+        library.impl(name, _casting(name, None), "AutocastPrivateUse1")
+    for name in _FP32:
+        library.impl(name, _casting(name, torch.float32), "AutocastPrivateUse1")
+    return [rest]
 
 
-def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
-    return SimTensor(torch.ops.aten.empty_strided.default(size, stride, dtype=dtype, device="cpu"))
+def _casting(name: str, dtype: torch.dtype | None):
+    base, _, overload = name.partition(".")
+    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def kernel(*args, **kwargs):
+        to = dtype or torch.get_autocast_dtype(NAME)
+
+        def cast(value):
+            if isinstance(value, torch.Tensor):
+                return value.to(to) if value.is_floating_point() and value.dtype != torch.float64 else value
+            return value
+
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+
+    return kernel
 
 
-def _copy_(self, source, non_blocking=False):
-    return SimTensor.__torch_dispatch__(torch.ops.aten.copy_.default, (), (self, source, non_blocking))
+_registered: list[object] = []  # torch keeps no reference of its own to a Python backend's parts
 
 
-def _local_scalar_dense(self):
-    return SimTensor.__torch_dispatch__(torch.ops.aten._local_scalar_dense.default, (), (self,))
+def simgpu() -> torch.device:
+    """Make the pretend device usable in this process, and return it. Calling it again changes nothing."""
+    if not _registered:
+        _refuse()
+        _registered.extend(_register())
+    return torch.device(NAME, 0)
 
 
-_KERNELS = {
-    "empty.memory_format": _empty,
-    "empty_strided": _empty_strided,
-    "copy_": _copy_,
-    "_local_scalar_dense": _local_scalar_dense,
-}
-
-_pinned: dict[int, StorageWeakRef] = {}  # CPU storages that we call pinned
+def ready() -> bool:
+    """True when `simgpu()` has been called in this process."""
+    return bool(_registered)
 
 
-def _pin_memory(self, device=None):
-    twin = torch.empty_like(self).copy_(self)
-    for key in [key for key, storage in _pinned.items() if storage.expired()]:
-        del _pinned[key]
-    reference = StorageWeakRef(twin.untyped_storage())
-    _pinned[reference.cdata] = reference
-    return twin
+def _refuse() -> None:
+    from torch.utils import backend_registration
 
-
-def _is_pinned(self, device=None) -> bool:
-    reference = _pinned.get(self.untyped_storage()._cdata)
-    return reference is not None and not reference.expired()
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != "privateuseone":
+        raise DeviceError(
+            f"simgpu: this process already has the backend {taken!r} in torch's one free place (PrivateUse1), "
+            "which can be named once; run the pretend device in a process of its own."
+        )
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        raise DeviceError(
+            f"simgpu: torch {torch.__version__} has no Python backends; the pretend device needs torch 2.11 or newer."
+        )
+    if torch.cuda.is_available():
+        raise DeviceError(
+            "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned memory in this "
+            "process; start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
+        )
