@@ -171,6 +171,21 @@ def test_an_update_that_cannot_be_captured(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_reference")
+def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
+    """Rates beside the largest weight: small ones widen the limit for what noise moves, no rate widens it to a value's size."""
+    monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)
+    limits = []
+    for rate in (0.0, 1e-3, 1.0, 1e6):
+        step = TrainStep(small(), summed, AdamW(lr=rate))
+        limits.append(step._graphs._tolerance())
+    assert (
+        limits[0] == step_graphs.NOISE < limits[1] < 2 * step_graphs.NOISE
+        and limits[2:] == [step_graphs.MOST_NOISE] * 2
+        and limits[3] < 1
+    )
+
+
+@pytest.mark.usefixtures("on_reference")
 def test_auto_runs_call_by_call_on_the_cpu():
     step = TrainStep(small(), summed, precision="fp32")
     step(draw(2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..errors import GraphError
 
@@ -141,7 +141,3 @@ def _shape_of(value: Any) -> str:
         inside = ", ".join(map(_shape_of, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return type(value).__name__
-
-
-def unflatten(leaves: list, spec: TreeSpec) -> Any:
-    return tree_unflatten(leaves, spec)

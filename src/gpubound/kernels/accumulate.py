@@ -105,18 +105,6 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     aside(put, *(gradient for _, gradient in gradients))
 
 
-def deliver_sum(weight: Tensor, partial: Tensor) -> Tensor | None:
-    """`deliver` of partial.sum(0), in one launch where the sum may be written straight into main_grad."""
-    main = main_gradient(weight)
-    if main is None:
-        return partial.sum(0).to(weight.dtype)
-    if begins([main]):
-        aside(lambda: torch.sum(partial, 0, out=main), partial)
-    else:
-        aside(lambda: main.add_(partial.sum(0)), partial)
-    return None
-
-
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
     """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
     table = main_gradient(weight)

@@ -25,6 +25,7 @@ MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memor
 NOISE = 5e-2
 # In 8 bits a value that flips moves by an eighth or a quarter of itself: two eager steps of 350m were 1.2e-1 apart.
 NOISE_FP8 = 3e-1
+MOST_NOISE = 5e-1  # whatever the rate: a limit of the value's own size would let through what is baked in
 
 
 class StepGraphs:
@@ -117,7 +118,7 @@ class StepGraphs:
         optimizer = self.step.optimizer
         largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
-        return noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12)
+        return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
 
 
 def has_graphs(device: torch.device) -> bool:
