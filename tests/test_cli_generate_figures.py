@@ -6,7 +6,7 @@ import pytest
 
 from gpubound.cli import main
 from gpubound.cli.speed import Speed
-from gpubound.decode.result import Generation, Sequence
+from gpubound.decode.result import Generated, Generation
 
 from . import by_heart
 from .by_heart import CPU
@@ -18,7 +18,7 @@ reference, ckpt = by_heart.reference, by_heart.ckpt  # fixtures
 def test_steps_beyond_the_last_token_do_not_count_as_work():
     speed = Speed(CPU)
     speed._rate = 1e9
-    sequences = [Sequence([1], [2] * 20), Sequence([1], [2] * 5)]
+    sequences = [Generated([1], [2] * 20), Generated([1], [2] * 5)]
     speed.add(Generation(sequences, 2.0, 0.5, launches=5, steps=40, row_steps=25, bytes_read=40_000_000))
     assert (speed.tokens, speed.steps, speed.bytes_read) == (25, 20, 20_000_000)
     assert speed.line() == (
@@ -32,7 +32,7 @@ def test_steps_beyond_the_last_token_do_not_count_as_work():
 def test_a_launch_that_overshot_is_counted_as_far_as_it_was_wanted():
     """257 steps for 256 tokens, of which 256 are in bytes_read."""
     speed = Speed(CPU)
-    speed.add(Generation([Sequence([1], [2] * 256)], 2.0, 0.5, 12, 257, 256, bytes_read=256_000, wanted=256))
+    speed.add(Generation([Generated([1], [2] * 256)], 2.0, 0.5, 12, 257, 256, bytes_read=256_000, wanted=256))
     assert (speed.steps, speed.bytes_read) == (256, 256_000)
 
 

@@ -8,7 +8,7 @@ import torch
 from gpubound import measure, trace
 from gpubound.cli.session import Scale
 from gpubound.cli.speed import Speed
-from gpubound.decode.result import Generation, Sequence
+from gpubound.decode.result import Generated, Generation
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def limits(monkeypatch):
 
 def speed(bytes_read: int) -> Speed:
     made = Speed(torch.device("cpu"))
-    made.add(Generation([Sequence([1], [2] * 10)], 2.0, 0.5, launches=5, steps=10, row_steps=10, bytes_read=bytes_read))
+    made.add(Generation([Generated([1], [2] * 10)], 2.0, 0.5, launches=5, steps=10, row_steps=10, bytes_read=bytes_read))
     return made
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import cache, fused, graphs
-from gpubound.decode.live import Live
+from gpubound.decode import cache, fused, steps
+from gpubound.decode.live import BoundModel
 
 from . import cases
 
@@ -72,14 +72,14 @@ def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
 
 def bound(monkeypatch, layers=None, shape=None) -> None:
     """Let a model be bound wrongly from its first reading on."""
-    own = Live._read
+    own = BoundModel._read
 
     def read(live):
         own(live)
         live.layers = [replace(layer, **(layers or {})) for layer in live.layers]
         live.shape = replace(live.shape, **(shape or {}))
 
-    monkeypatch.setattr(Live, "_read", read)
+    monkeypatch.setattr(BoundModel, "_read", read)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_a_model_with_something_of_its_own():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_graph_that_does_something_else(fused, monkeypatch):
     """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
-    run = graphs.run_steps
+    run = steps.run_steps
     monkeypatch.setattr(
-        graphs, "run_steps", lambda body, slots, rows, steps, way: run(body, slots, rows, steps - (steps == 8), way)
+        steps, "run_steps", lambda body, slots, rows, steps, way: run(body, slots, rows, steps - (steps == 8), way)
     )
     with pytest.raises(gb.GenerateError) as error:
         gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=fused)

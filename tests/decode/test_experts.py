@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode import experts, live
 from gpubound.decode.experts import ExpertsBody, each_expert, grouped, not_grouped
-from gpubound.decode.graphs import Way, run_steps
 from gpubound.decode.live_experts import Experts as SparseMLP
+from gpubound.decode.steps import LaunchWay, run_steps
 from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
@@ -170,7 +170,7 @@ class TestHost:
         ids, lengths = torch.zeros(rows, 5, device=sim, dtype=torch.int64), torch.full((rows,), 5, device=sim)
         with no_stall(), torch.no_grad(), watch() as ledger:
             fast.body.prefill(ids, lengths)
-            for way in (Way(), Way(greedy=False, penalty=True, logprobs=True)):
+            for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
                 run_steps(fast.body, fast.slots, rows, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
         got = fast.generate(given, max_new_tokens=12).tokens

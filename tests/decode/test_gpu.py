@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.graphs import run_steps
+from gpubound.decode.steps import run_steps
 
 from . import cases
 

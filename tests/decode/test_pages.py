@@ -8,7 +8,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import live
-from gpubound.decode.graphs import Way, run_steps
+from gpubound.decode.steps import LaunchWay, run_steps
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
@@ -90,7 +90,7 @@ def test_steps_never_wait_for_the_device(form, monkeypatch):
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0)
     with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (Way(), Way(greedy=False)):
+        for way in (LaunchWay(), LaunchWay(greedy=False)):
             run_steps(fast.body, fast.slots, 2, 3, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
     with watch() as ledger:

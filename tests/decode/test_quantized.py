@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gpubound.decode import plain
-from gpubound.decode.accuracy import accuracy
+from gpubound.decode import judge
 from gpubound.decode.certify import MARGIN
 from gpubound.decode.engine import LADDER, FastDecoder
+from gpubound.decode.judge import accuracy
 from gpubound.decode.live import bind
 from gpubound.decode.quantized import QuantizedBody
 from gpubound.kernels.packed import KINDS, pack, unpack
@@ -44,7 +44,7 @@ def greedy(body: QuantizedBody, prompt: list[int], new: int) -> list[int]:
     """By plain fp32 over the numbers that the packed weights stand for."""
     ids, exact = list(prompt), body.exact()
     for _ in range(new):
-        ids.append(int(plain.logits(exact, torch.tensor(ids, device=body.device))[-1].argmax()))
+        ids.append(int(judge.logits(exact, torch.tensor(ids, device=body.device))[-1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -65,7 +65,7 @@ def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, famil
     model = build(family, device=device)
     ids = torch.tensor(prompts(20)[0], device=device)
     want = rounded(model, kind)(ids[None]).logits[0]
-    torch.testing.assert_close(plain.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(judge.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_logits_in_bf16_are_near_the_rounded_model(device):
     ids = torch.tensor(prompts(12)[0], device=device)
     for kind in KINDS:
         body = make(model, kind, 1)
-        truth = plain.logits(body.exact(), ids)[-1]
+        truth = judge.logits(body.exact(), ids)[-1]
         own = rounded(model, kind)(ids[None]).logits[0, -1].float()
         body.prefill(ids[None, :-1], torch.tensor([11], device=device))
         body.begin(ids[-1:])

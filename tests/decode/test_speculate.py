@@ -8,8 +8,8 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode.fused import FusedBody
-from gpubound.decode.graphs import Way
 from gpubound.decode.live import bind
+from gpubound.decode.steps import LaunchWay
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -264,7 +264,7 @@ class TestOnThePretendGpu:
         want = cases.shared("Qwen3").generate(cases.prompts(5, 3), **settings).tokens
         assert fast.generate(cases.prompts(5, 3), **settings).tokens == want
         with no_stall(), torch.no_grad(), watch() as ledger:
-            for way in (Way(), Way(greedy=False, penalty=True, logprobs=True)):
+            for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
                 fast.speculator.run(2, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpubound.decode.text import Texts
+from gpubound.decode.result import RowTexts
 
 from .cases import Bytes
 
@@ -25,8 +25,8 @@ class Contextual(Bytes):
         return super().decode(tokens).replace(" .", ".")
 
 
-def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, Texts]:
-    texts, pieces, at = Texts(tokenizer, 1, stops, ends), [], 0
+def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, RowTexts]:
+    texts, pieces, at = RowTexts(tokenizer, 1, stops, ends), [], 0
     while at < len(tokens) and not texts.stopped(0):
         size = next(sizes)
         pieces.append(texts.add(0, tokens[at : at + size]))
@@ -122,11 +122,11 @@ def test_a_stop_token_is_no_text():
 
 
 def test_rows_do_not_mix():
-    texts = Texts(Bytes(), 2, ["x"])
+    texts = RowTexts(Bytes(), 2, ["x"])
     assert [texts.add(0, [65, 0xC3]), texts.add(1, [66, 120, 67]), texts.add(0, [0xA9])] == ["A", "B", "é"]
     assert [texts.stopped(0), texts.stopped(1)] == [False, True]
 
 
 def test_without_a_tokenizer_there_are_no_texts():
-    texts = Texts(None, 1)
+    texts = RowTexts(None, 1)
     assert texts.add(0, [65]) is None and texts.whole(0) is None and texts.rest(0) == ""

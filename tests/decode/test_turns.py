@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gpubound.decode.turns import INTERVAL_S, short_turns
+from gpubound.decode.loop import INTERVAL_S, short_turns
 
 from . import cases
 

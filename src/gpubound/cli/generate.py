@@ -16,8 +16,8 @@ from typing import Annotated
 import torch
 import tyro
 
+from ..decode.loop import ActiveRequest
 from ..decode.request import Choice
-from ..decode.run import Run
 from ..device import label, resolve
 from .decoders import HARMLESS, VERIFY, build, check_text, settings_of
 from .options import arguments
@@ -102,7 +102,7 @@ class Generate:
     tokenizer: str | None = None
     """A folder whose tokenizer.json to use instead of the model's."""
     trust_remote_code: bool = False
-    """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
+    """ActiveRequest the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
     fused: bool = True
     """--no-fused runs transformers' own forward instead of our kernels."""
     verify: str = "full"
@@ -253,7 +253,7 @@ class InOrder:
         self.waiting[self.at] = ""
 
 
-def play(run: Run, shown: InOrder) -> None:
+def play(run: ActiveRequest, shown: InOrder) -> None:
     """All of a request, on stdout as it comes unless JSON was asked for."""
     with closing(run.play()) as pieces:
         for row, piece in pieces:

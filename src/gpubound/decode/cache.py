@@ -24,7 +24,7 @@ PAGE = 64  # places: a tile of the attention's
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """How a decoder keeps keys and values."""
 
     kind: str | None = None  # int8 or fp8, with a scale a token and kv head; None: the model's dtype
@@ -63,7 +63,7 @@ class Layout:
             )
 
 
-PLAIN = Layout()
+PLAIN = CacheLayout()
 
 
 def pages_for(length: int) -> int:
@@ -74,7 +74,15 @@ class Cache:
     """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
 
     def __init__(
-        self, layout: Layout, layers: int, rows: int, kv_heads: int, length: int, width: int, dtype: torch.dtype, device: Any
+        self,
+        layout: CacheLayout,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        length: int,
+        width: int,
+        dtype: torch.dtype,
+        device: Any,
     ) -> None:
         layout.check(rows, length)
         self.layout, self.rows, self.length, self.dtype = layout, rows, length, dtype

@@ -3,7 +3,7 @@
 logits   of a short random sequence, token by token through the kernels and once by way of the prefill, against the model's
          own forward and plain fp32: no further from fp32 than the model itself is, within a margin. A sliding window of at
          most SHORT tokens is passed; the edge of a longer one is not seen here
-choices  of experts, where there are any, by themselves (choices.py); logits are compared with fp32 at the same choice
+choices  of experts, where there are any, by themselves (judge.py); logits are compared with fp32 at the same choice
 tokens   graphs against the same kernels launched one by one: equal, for every number of steps a launch up to STEPS.
          Speculative ones against plain steps, where the same kernels compute both
 cache    filled with NaN before all of it: what lies beyond the live length is never read. One in 8 bits rounds, and a key that
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerateError
-from . import plain
-from .choices import Choices, listening
+from . import judge
 from .experts import ExpertsBody
 from .fused import FusedBody
-from .graphs import Way, run_steps
+from .judge import Choices, listening
 from .request import Choice, Request, pad
+from .steps import LaunchWay, run_steps
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
@@ -52,7 +52,7 @@ AGAIN = {torch.float32: 0.1, torch.float16: 1.0, torch.bfloat16: 1.5}
 
 
 @dataclass(frozen=True)
-class Certificate:
+class DecoderCertificate:
     tokens_compared: int
     logits_error: float | None  # of our kernels, relative to fp32; None where it was not compared
     model_error: float | None  # of the model's own forward
@@ -68,7 +68,7 @@ class Certificate:
 
 
 @torch.no_grad()
-def certify(decoder: "FastDecoder", quick: bool = False) -> Certificate:
+def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     begun = time.perf_counter()
     body = decoder.body
     config = getattr(decoder.model, "config", None)
@@ -84,7 +84,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> Certificate:
     if body.device.type == "cuda":
         torch.cuda.synchronize(body.device)
     ours, own, cached = errors
-    return Certificate(count, ours, own, time.perf_counter() - begun, cached)
+    return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
 def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tuple[float, float, float | None]:
@@ -92,10 +92,10 @@ def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tup
     with listening(decoder.model, isinstance(body, ExpertsBody)) as choices:
         output = decoder.model(ids[None])
     own = getattr(output, "logits", output)[0].float()
-    whole = plain.logits(body.exact(), ids, choices)
+    whole = judge.logits(body.exact(), ids, choices)
     own_missed = choices.missed  # before fp32 over a rounded cache has judged them too
-    truth = whole if body.cache.kind is None else plain.logits(body.exact(), ids, choices, body.cache.rounded)
-    model_truth = whole if body.exact() is body.original else plain.logits(body.original, ids)
+    truth = whole if body.cache.kind is None else judge.logits(body.exact(), ids, choices, body.cache.rounded)
+    model_truth = whole if body.exact() is body.original else judge.logits(body.original, ids)
     if not (truth.isfinite().all() and own.isfinite().all()):
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -125,7 +125,7 @@ def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tup
 def _truth_of(body: FusedBody, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
     """What `_all_logits` approaches: after each token, and after the last one again."""
     rounded = body.cache.rounded
-    steps, prefilled = (plain.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
+    steps, prefilled = (judge.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
     return torch.cat([steps, prefilled[-1:]])
 
 
@@ -178,7 +178,7 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
     """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits."""
     slots, body, speculator = decoder.slots, decoder.body, decoder.speculator
     rows = min(2, decoder.max_batch)
-    singly: Callable[[int, int, Way], None] = partial(run_steps, body, slots)
+    singly: Callable[[int, int, LaunchWay], None] = partial(run_steps, body, slots)
     lines = 1  # of the block, that a step of it fills
     if speculator:
         rows = rows if speculator.exact(rows) else 1
@@ -197,12 +197,12 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
         if speculator:
             speculator.prefill(ids, lengths)
 
-    def play(launch: Callable[[int, int, Way], None], k: int, lines: int) -> list[list[int]]:
+    def play(launch: Callable[[int, int, LaunchWay], None], k: int, lines: int) -> list[list[int]]:
         """The tokens of each row."""
         restart()
         found = []
         for _ in range(steps // k):
-            launch(rows, k, Way())
+            launch(rows, k, LaunchWay())
             found.append(slots.emitted(range(k * lines), rows).clone())
         return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]
 

@@ -1,4 +1,4 @@
-"""gpubound.decoder: generation from the live weights, with no host in the loop. run.py follows a request on its way."""
+"""gpubound.decoder: generation from the live weights, with no host in the loop. loop.py follows a request on its way."""
 
 import math
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from ..models import Decoder
 from ..models.foreign import as_transformers
 from ..models.llama.weights import ends_of
 from ..trace import notice
-from .accuracy import Accuracy, accuracy
-from .body import Body
-from .cache import PLAIN, Layout
-from .certify import Certificate, certify
+from .cache import PLAIN, CacheLayout
+from .certify import DecoderCertificate, certify
+from .contract import Body
 from .experts import ExpertsBody
 from .fused import NARROW, FusedBody
-from .graphs import Graphs
+from .judge import Accuracy, accuracy
 from .live import bind, has_experts
+from .loop import ActiveRequest
 from .quantized import QuantizedBody
 from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts
 from .result import Generation
-from .run import Run
 from .slots import Slots
 from .speculate import Draft, speculator, tokens_a_step
+from .steps import StepGraphs
 
 # What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
 OPS = ("decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
@@ -55,8 +55,8 @@ class FastDecoder:
         self.width = width  # tokens of a row that a step may bring
         self.slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         self.speculator = speculator(body, self.slots, width, drafting)
-        self.graphs = Graphs(body, self.slots, self.speculator.run if self.speculator else None)
-        self.certificate: Certificate | None = None
+        self.graphs = StepGraphs(body, self.slots, self.speculator.run if self.speculator else None)
+        self.certificate: DecoderCertificate | None = None
         self._busy = False
         self.layout = body.cache.layout if isinstance(body, FusedBody) else PLAIN
         self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
@@ -109,9 +109,9 @@ class FastDecoder:
         """
         return self.start(prompts, **settings).play()
 
-    def start(self, prompts: Any, **settings: Any) -> Run:
+    def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
         """A request checked and ready: `play()` yields what `stream` does; then `result()` is what `generate` gives."""
-        return Run(self, self._request(prompts, **settings))
+        return ActiveRequest(self, self._request(prompts, **settings))
 
     def score(self, prompts: Any) -> list[list[float]]:
         """The log-probability of every token of each sequence but its first, after what stands before it."""
@@ -272,7 +272,7 @@ def decoder(
         )
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    layout = Layout(cache, pages)
+    layout = CacheLayout(cache, pages)
     layout.check(max_batch, max_length)
     ops = (layout.op, *OPS, *(EXPERT_OPS if has_experts(model) else ())) if fused else ()
     hasten(ops, first.device, first.dtype)
@@ -289,7 +289,7 @@ def _body(
     fused: bool,
     tokens: int = 1,
     weights: str | None = None,
-    layout: Layout = PLAIN,
+    layout: CacheLayout = PLAIN,
 ) -> tuple[Body, str]:
     """What runs the model, and why it is not the fused kernels."""
     together = weights is None and max_batch * tokens > NARROW
@@ -298,8 +298,8 @@ def _body(
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
-        own = as_transformers(model) if isinstance(model, Decoder) else model  # before static.py, which imports transformers
-        from .static import StaticBody
+        own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
+        from .any_model.body import StaticBody
 
         return StaticBody(own, max_batch, max_length, tokens), live
     if live.shape.routing is not None:

@@ -18,17 +18,19 @@ from torch import Tensor
 
 from ..kernels import add_routed, norm_rows, route, routed_gate_up, swiglu
 from ..kernels.experts import likeliest
-from .cache import PLAIN, Layout
-from .choices import Choices
+from .cache import PLAIN, CacheLayout
 from .fused import EARLY, EARLY_BYTES, LATE, NARROW, FusedBody
-from .live import Live, SparseLayer
+from .judge import Choices
+from .live import BoundModel, SparseLayer
 from .live_experts import Experts
 
 PIECE = 4096  # tokens sorted at a time: their rows lie S times in memory
 
 
 class ExpertsBody(FusedBody):
-    def __init__(self, live: Live, max_batch: int, max_length: int, tokens: int = 1, *, cache: Layout = PLAIN) -> None:
+    def __init__(
+        self, live: BoundModel, max_batch: int, max_length: int, tokens: int = 1, *, cache: CacheLayout = PLAIN
+    ) -> None:
         super().__init__(live, max_batch, max_length, tokens, cache=cache)
         assert live.shape.routing is not None
         self.routing, self.tokens, rows = live.shape.routing, tokens, max_batch * tokens

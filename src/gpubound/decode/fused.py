@@ -17,12 +17,11 @@ from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, nor
 from ..kernels.decoding import EARLY, LATE
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
-from . import host, plain
-from .accuracy import Accuracy
-from .body import Body
-from .cache import PLAIN, Cache, Layout
-from .live import Layer, Live
-from .room import check_room
+from . import host, judge
+from .cache import PLAIN, Cache, CacheLayout
+from .contract import Body, check_room
+from .judge import Accuracy
+from .live import BoundModel, Layer
 
 NARROW = 8  # rows
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
@@ -45,7 +44,7 @@ class FusedBody(Body):
     measured: Accuracy | None = None
 
     def __init__(
-        self, live: Live, max_batch: int, max_length: int, tokens: int = 1, *, cache: Layout = PLAIN
+        self, live: BoundModel, max_batch: int, max_length: int, tokens: int = 1, *, cache: CacheLayout = PLAIN
     ) -> None:  # fmt: skip
         self.original = live  # the model's own weights
         self.live, self.max_batch, self.max_length = live, max_batch, max_length
@@ -81,8 +80,8 @@ class FusedBody(Body):
     def embed(self) -> Tensor:  # type: ignore[override]
         return self.live.embed
 
-    def exact(self) -> Live:
-        """The weights that the kernels read, for plain.py."""
+    def exact(self) -> BoundModel:
+        """The weights that the kernels read, for judge.py."""
         return self.live
 
     @property
@@ -105,7 +104,7 @@ class FusedBody(Body):
         return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
 
     def locate(self, ids: Tensor) -> str:
-        return plain.first_not_finite(self.live, ids)
+        return judge.first_not_finite(self.live, ids)
 
     def narrow(self, rows: int) -> bool:
         return rows <= NARROW

@@ -3,7 +3,7 @@
 `bind` says what the fused kernels need to know of a Llama-shaped model, or in one sentence why they cannot run it. Layers may
 be sparse (live_experts.py). The tensors are the model's own parameters: an optimizer's step, a load in place, a merge is seen
 by the next launch. What puts another tensor in a place, or moves one (`.to()`, `assign=True`, resharding, tying anew), is seen
-by `Live.moved`.
+by `BoundModel.moved`.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from ..layers.stacked import Stacked, describe, plain
 from ..models import Decoder
 from ..place.families import ACTIVATIONS, ROPE_TYPES, role_of
 from . import live_experts
+from .contract import Watched, WeightPlace
 from .live_experts import Experts, Routing
-from .watched import Place, Watched
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -78,7 +78,7 @@ class Shape:
     routing: Routing | None = None  # of sparse layers
 
 
-class Live:
+class BoundModel:
     """A bound model: its shape, its weights as of now, and whether they still are where they were."""
 
     def __init__(
@@ -130,13 +130,13 @@ class Live:
         return cos[0].float().contiguous(), sin[0].float().contiguous()
 
 
-def bind(model: nn.Module, neighbours: bool = False) -> Live | str:
+def bind(model: nn.Module, neighbours: bool = False) -> BoundModel | str:
     """`model` for the fused kernels, or why they cannot decode it.
 
     neighbours  q, k and v of a block, and gate and up, lie one behind the other in memory afterwards, where that may be
     """
     found = _examine(model)
-    return found if isinstance(found, str) else Live(model, *found, neighbours)
+    return found if isinstance(found, str) else BoundModel(model, *found, neighbours)
 
 
 def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
@@ -300,7 +300,7 @@ def _eps(norm: Any) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
-def _places(model: nn.Module) -> Iterator[Place]:
+def _places(model: nn.Module) -> Iterator[WeightPlace]:
     """(name, the dict that holds it, its key in there) of every parameter."""
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():

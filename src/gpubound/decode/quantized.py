@@ -21,9 +21,9 @@ from ..kernels import dequantize, quantized_add_product, quantized_norm_gate_up,
 from ..kernels.packed import KINDS, Packed, pack
 from ..kernels.quantized import pack_gate_up, pack_stacked
 from ..trace import notice
-from .cache import PLAIN, Layout
+from .cache import PLAIN, CacheLayout
 from .fused import EARLY, LATE, NARROW, FusedBody
-from .live import Layer, Live
+from .live import BoundModel, Layer
 
 # As in fused.py, of packed bytes. Unpacking needs the multiprocessors that a waiting successor sits on: int4 at 8b (58 MB) 2.15
 # ms a token EARLY and 1.91 LATE, int8 (117 MB) 2.65 and 2.43.
@@ -49,7 +49,7 @@ class QuantizedBody(FusedBody):
     live: Any  # an Unpacked, or on a CPU a Whole
 
     def __init__(
-        self, live: Live, max_batch: int, max_length: int, kind: str, tokens: int = 1, *, cache: Layout = PLAIN
+        self, live: BoundModel, max_batch: int, max_length: int, kind: str, tokens: int = 1, *, cache: CacheLayout = PLAIN
     ) -> None:  # fmt: skip
         if kind not in KINDS:
             raise ValueError(f"decoder: weights: got {kind!r}, wanted one of {', '.join(KINDS)}, or None for the live ones.")
@@ -74,8 +74,8 @@ class QuantizedBody(FusedBody):
                 f"decoder: no kernel reads {self.kind} weights on a CPU: the rounded numbers are kept in full, nothing is saved"
             )
 
-    def exact(self) -> "Unpacked":  # type: ignore[override]  # it reads as a Live
-        """The packed model unrounded, for decode/plain.py: layers are fp32, each unpacked when it is read."""
+    def exact(self) -> "Unpacked":  # type: ignore[override]  # it reads as a BoundModel
+        """The packed model unrounded, for judge.py: layers are fp32, each unpacked when it is read."""
         return Unpacked(self.original, self.layers, self.packed_head, torch.float32)
 
     def moved(self) -> str | None:
@@ -128,9 +128,9 @@ class QuantizedBody(FusedBody):
 
 
 class Unpacked:
-    """A packed model that reads like a `Live`: its matrices are unpacked to one layer's scratch whenever they are read."""
+    """A packed model that reads like a `BoundModel`: matrices are unpacked to one layer's scratch whenever they are read."""
 
-    def __init__(self, live: Live, packed: list[PackedLayer], head: Packed, dtype: torch.dtype) -> None:
+    def __init__(self, live: BoundModel, packed: list[PackedLayer], head: Packed, dtype: torch.dtype) -> None:
         self.original, self.packed, self.packed_head, self.made = live, packed, head, dtype
         self.unpacked = 0  # weights, by calls; the replays of a graph are not seen
         shapes = {(w.rows, w.columns) for layer in packed for w in layer.weights}

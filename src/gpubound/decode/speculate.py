@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ..kernels import accept, pick, propose, sample
 from ..kernels.sampling import Rows, Settings
-from .body import Body
-from .graphs import Graphs, Way
+from .contract import Body
 from .slots import Slots
+from .steps import LaunchWay, StepGraphs
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
@@ -82,7 +82,7 @@ class Speculator:
         """The prompts (B, T), right-padded, without their last tokens."""
         self.text[: len(ids), : ids.shape[1]] = ids
 
-    def run(self, rows: int, steps: int, way: Way) -> None:
+    def run(self, rows: int, steps: int, way: LaunchWay) -> None:
         """`steps` steps for each of the first `rows` rows: 1 to T tokens each, all on the device."""
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.first(rows), self._each(rows), self.text[:rows]
@@ -105,7 +105,7 @@ class Speculator:
             given, kept = (None, None) if logprob is None else (logprob.view(rows, T), slots.logprob(lines, rows))
             accept(chosen, alive, chunk, state, text, slots.emitted(lines, rows), seen, given, kept, chained)
 
-    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: Way) -> None:
+    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: LaunchWay) -> None:
         """Fill chunk (B, T) with each row's last token and what may follow, place and alive with what `pick` shall know of
         them, and the body's input."""
         body = self.body
@@ -119,7 +119,7 @@ class Speculator:
         each.limit.view(rows, -1).copy_(self.slots.rows.limit[:rows, None])
         return each
 
-    def _spread(self, rows: int, way: Way) -> Settings:
+    def _spread(self, rows: int, way: LaunchWay) -> Settings:
         """The settings of the rows, for each of their tokens."""
         n, given = rows * self.tokens, self.slots.choice(rows, way.penalty)
         mine = [t[:n] for t in self.settings]
@@ -179,7 +179,7 @@ class Drafting(Speculator):
 
     def __init__(self, body: Any, slots: Slots, tokens: int, drafting: Any) -> None:
         super().__init__(body, slots, tokens)
-        self.drafting, self.prompts = drafting, Graphs(drafting, slots)
+        self.drafting, self.prompts = drafting, StepGraphs(drafting, slots)
         zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
         token, position, alive, limit, bad, self.drawn = zeros
         limit.fill_(body.max_length + 1)  # at the cache's end a row stays in its last place
@@ -190,7 +190,7 @@ class Drafting(Speculator):
         super().prefill(ids, lengths)
         self.prompts.prefill(ids.clamp(max=self.drafting.vocab - 1), lengths)
 
-    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: Way) -> None:
+    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: LaunchWay) -> None:
         rows, T, other = len(chunk), chunk.shape[1], self.drafting
         own = _first(self.own, rows)
         x = None if other.x is None else other.x[:rows]
@@ -212,7 +212,7 @@ class Drafting(Speculator):
         alive.copy_(state.alive[:, None])
         self.body.begin(chunk.view(-1))
 
-    def _own_settings(self, rows: int, way: Way) -> Settings:
+    def _own_settings(self, rows: int, way: LaunchWay) -> Settings:
         """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""
         settings = self.slots.choice(rows, False)
         if not way.penalty or self.drafting.vocab != self.slots.vocab:

@@ -6,12 +6,13 @@ import pytest
 import torch
 import transformers
 
-from gpubound.decode import static, static_fit
-from gpubound.decode.static import StaticBody
+from gpubound.decode.any_model import body as any_body
+from gpubound.decode.any_model import fit
+from gpubound.decode.any_model.body import StaticBody
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
-from .static_cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
+from .cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +73,7 @@ def test_fewer_rows_than_the_body_has_give_the_same_tokens(family):
 @pytest.mark.parametrize("family", ["gpt2", "gemma2-eager"])
 def test_score_is_the_log_probability_under_the_model(family, monkeypatch):
     body, ids = body_of(family), prompts((41,))[0]
-    monkeypatch.setattr(static, "SCORED", 16)
+    monkeypatch.setattr(any_body, "SCORED", 16)
     with torch.no_grad():
         own = body.model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     torch.testing.assert_close(body.score(ids), own, rtol=0, atol=1e-4)
@@ -142,7 +143,7 @@ class TestOnThePretendGpu:
         model = build("gpt2").to(sim)
         attention, ask = model.transformer.h[0].attn, model.transformer.h[0].attn.forward
         attention.forward = lambda hidden, *rest, **named: (hidden.sum().item(), ask(hidden, *rest, **named))[1]
-        with pytest.raises(ValueError, match=r"test_static\.py") as error:
+        with pytest.raises(ValueError, match=r"test_body\.py") as error:
             StaticBody(model, 4, 80)
         assert str(error.value).startswith(
             "StaticBody: model: got GPT2LMHeadModel, whose forward makes the host wait in every token, wanted one that a CUDA "
@@ -164,7 +165,7 @@ def test_how_a_step_computes_experts_on_cuda(held, dtype, capability, wanted, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = build("mixtral")
     model.set_experts_implementation(held)
-    assert static_fit.routing(model, torch.device("cuda"), dtype) == ({"": held}, wanted)
+    assert fit.routing(model, torch.device("cuda"), dtype) == ({"": held}, wanted)
 
 
 def test_report():

@@ -23,14 +23,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..errors import StallError
-from ..watch.guard import no_stall
-from .body import Body
-from .room import check_room
-from .static_cache import Places, Prompt, RowCache
-from .static_fit import CHUNKED, cache_bytes, examine, in_training, routing, windows
-from .static_weights import bytes_read, first_not_finite, places
-from .watched import Watched
+from ...errors import StallError
+from ...watch.guard import no_stall
+from ..contract import Body, Watched, check_room
+from .cache import Places, Prompt, RowCache
+from .fit import CHUNKED, bytes_read, cache_bytes, examine, first_not_finite, in_training, places, routing, windows
 
 CHUNK = 1024
 """Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""

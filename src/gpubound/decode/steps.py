@@ -14,7 +14,7 @@ from ..kernels import pick, sample
 from .slots import Slots
 
 
-class Way(NamedTuple):
+class LaunchWay(NamedTuple):
     """How tokens are chosen, as far as it changes what is launched."""
 
     greedy: bool = True
@@ -22,7 +22,7 @@ class Way(NamedTuple):
     logprobs: bool = False
 
 
-def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: Way) -> None:
+def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: LaunchWay) -> None:
     """`steps` tokens for each of the first `rows` rows, all on the device. The one definition of the loop: graphs record it."""
     state, settings = slots.first(rows), slots.choice(rows, way.penalty)
     embed = body.embed
@@ -41,18 +41,18 @@ def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: Way) -> None:
 PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
 
 
-class Graphs:
+class StepGraphs:
     """The captured launches of a body, made when first wanted; all share one pool of memory."""
 
-    def __init__(self, body: Any, slots: Slots, run: Callable[[int, int, Way], None] | None = None) -> None:
+    def __init__(self, body: Any, slots: Slots, run: Callable[[int, int, LaunchWay], None] | None = None) -> None:
         self.body, self.slots = body, slots
         self.run = run or partial(run_steps, body, slots)
         self.clear()
 
     def clear(self) -> None:
         """Forget every graph, after the weights have moved."""
-        self._launches: dict[tuple[int, int, Way], Callable[[], None]] = {}
-        self._warm: set[tuple[int, Way]] = set()
+        self._launches: dict[tuple[int, int, LaunchWay], Callable[[], None]] = {}
+        self._warm: set[tuple[int, LaunchWay]] = set()
         self._prompts: dict[tuple[int, int], Callable[[], None] | None] = {}
         self._given: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._pool: Any = None
@@ -60,7 +60,7 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._launches)
 
-    def launch(self, rows: int, steps: int, way: Way) -> None:
+    def launch(self, rows: int, steps: int, way: LaunchWay) -> None:
         key = (rows, steps, way)
         if key not in self._launches:
             self._launches[key] = self._make(*key)
@@ -88,7 +88,7 @@ class Graphs:
         self._prompts[size] = runner.replay
         return runner.replay
 
-    def _make(self, rows: int, steps: int, way: Way) -> Callable[[], None]:
+    def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
         def call() -> None:
             self.run(rows, steps, way)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gpubound.decode import static
-from gpubound.decode.static import StaticBody
+from gpubound.decode.any_model import body as any_body
+from gpubound.decode.any_model.body import StaticBody
 
-from .static_cases import body_of, go_on, model_of, prompts, start
+from .cases import body_of, go_on, model_of, prompts, start
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt2-eager", "gemma3", "gemma2-eager", "llama4"])
@@ -52,7 +52,7 @@ def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
     ids = torch.stack([prompts((40,))[0], prompts((40,))[0].flip(0)])
     body.prefill(ids)
     whole = [buffer.clone() for pair in body.buffers() for buffer in pair]
-    monkeypatch.setattr(static, "CHUNK", 7)
+    monkeypatch.setattr(any_body, "CHUNK", 7)
     body.prefill(ids)
     for buffer, want in zip((buffer for pair in body.buffers() for buffer in pair), whole):
         torch.testing.assert_close(buffer, want, rtol=0, atol=1e-5)

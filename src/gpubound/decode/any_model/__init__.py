@@ -1,0 +1,1 @@
+"""The body for any Hugging Face causal language model: its own forward over a static cache."""

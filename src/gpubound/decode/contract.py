@@ -1,0 +1,138 @@
+"""What a decoder asks of the body that runs its model, and what every body needs: memory enough, weights that stay in place."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import label, usable_bytes
+from ..graph.guard import address_check
+
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
+
+WeightPlace = tuple[str, dict[str, Any], str]
+"""(name, the dict that holds it, its key in there)"""
+
+
+class Body(ABC):
+    """`prefill` fills the cache, `step` gives the logits after one more token of every row.
+
+    A step may not wait for the device, may not allocate what outlives it, and uses the same addresses each time."""
+
+    vocab: int
+    max_batch: int
+    max_length: int
+    device: torch.device
+    embed: Tensor | None = None  # a weight whose rows the sampler writes into x, so that the next step finds its input there
+    x: Tensor | None = None
+    best: Tensor | None = None  # partial maxima of the logits, and where they lie: see `finds_best`
+    arg: Tensor | None = None
+    captures_prefill = False  # whether `prefill` may lie in a graph
+
+    @abstractmethod
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """Fill the cache with ids (B, T), right-padded. What lies behind a row's length may be anything afterwards."""
+
+    @abstractmethod
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        """The logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32.
+
+        A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
+        """
+
+    @abstractmethod
+    def report(self) -> list[tuple[str, str, str]]:
+        """(part, what computes it, why) for the decoder's table."""
+
+    @abstractmethod
+    def moved(self) -> str | None:
+        """The name of a weight that is no longer what or where it was."""
+
+    @abstractmethod
+    def rebind(self) -> None:
+        """Take the weights as they are now."""
+
+    @abstractmethod
+    def bytes_a_step(self, live: list[int]) -> int:
+        """What a step cannot do without reading: the weights once, and the keys and values of rows with these lengths."""
+
+    @abstractmethod
+    def locate(self, ids: Tensor) -> str:
+        """The part that first computes a NaN or infinity for the sequence ids (T,)."""
+
+    @abstractmethod
+    def score(self, ids: Tensor) -> Tensor:
+        """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
+
+    def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
+        """Called before a request's prefill: how many tokens each of its rows may grow to, (B,) int32 on the device."""
+
+    def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
+        """Called once before the first step of a batch."""
+
+    def chained(self, rows: int) -> bool:
+        """Whether the step's last kernel lets its successor start early, so that the sampler may."""
+        return False
+
+    def same_kernels(self, rows: int) -> bool:
+        """Whether so many rows are computed as one row is: then each gets the same logits beside any others."""
+        return False
+
+    def finds_best(self, rows: int) -> bool:
+        """Whether a step leaves partial maxima in `best` and `arg`."""
+        return False
+
+
+class Watched:
+    """Graphs hold addresses: what stands in `places` may change in value, but neither be replaced nor move."""
+
+    def __init__(self, places: Iterable[WeightPlace]) -> None:
+        self._places = list(places)
+        self._kept = [holder[key] for _, holder, key in self._places]
+        self._addresses = [tensor.data_ptr() for tensor in self._kept]
+        self._same_addresses = address_check(self._kept, self._addresses)
+
+    def moved(self) -> str | None:
+        """The name of the first that is another tensor, or lies elsewhere; None if all stayed."""
+        for (name, holder, key), kept in zip(self._places, self._kept):
+            if holder.get(key) is not kept:
+                return name
+        if self._same_addresses():
+            return None
+        for (name, _, _), kept, address in zip(self._places, self._kept, self._addresses):
+            if kept.data_ptr() != address:
+                return name
+        return None
+
+
+def check_room(needed: int, device: torch.device, max_batch: int, max_length: int) -> None:
+    """A ValueError where the `needed` bytes for `max_batch` sequences of `max_length` tokens are not free.
+
+    Asked before anything is allocated: a host that has too little swaps, or kills.
+    """
+    free = usable_bytes(device) if device.type == "cuda" else host_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"decoder: max_batch and max_length: got {max_batch} and {max_length}, whose keys, values and logits take "
+            f"{needed / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free on {label(device)}; ask for fewer or shorter sequences."
+        )
+
+
+def host_bytes() -> int | None:
+    """What this process may still take of the host's memory; None where the system does not say."""
+    told = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
+    free = [int(words[1]) * 1024 for words in told if words[0] == "MemAvailable:"]
+    most, used = (_number(GROUP / f"memory.{name}") for name in ("max", "current"))
+    if most is not None and used is not None:
+        free.append(max(0, most - used))
+    return min(free, default=None)
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file or no limit ("max")."""
+    text = file.read_text().strip() if file.exists() else ""
+    return int(text) if text.isdecimal() else None
