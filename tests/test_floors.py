@@ -15,7 +15,8 @@ FLOORS = [
     ["device"],
     ["kernels", "measure", "feed", "watch"],
     ["graph", "layers", "lora", "corpus"],
-    ["models", "place"],
+    ["models"],  # a family knows nothing of how it is placed, decoded or trained
+    ["place"],
     ["train", "decode"],
     ["doctor", "monitor"],
     ["cli"],

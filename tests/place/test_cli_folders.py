@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from gpubound.cli import main
 
 from .models import tiny
-from .test_families import made
+from .test_candidates import made
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from torch import nn
 from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
-from gpubound.place import hf_parts, placer, verify
+from gpubound.models import stack
+from gpubound.place import placer, verify
 from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
@@ -58,7 +59,7 @@ def test_strict_raises_and_leaves_the_model_as_it_was(monkeypatch, broken):
 
 def test_a_wrong_loop_is_taken_back(monkeypatch):
     """Every leaf is right; the loop is not."""
-    monkeypatch.setattr(hf_parts, "run_blocks", lambda *given: 1.01 * run_blocks(*given))
+    monkeypatch.setattr(stack, "run_blocks", lambda *given: 1.01 * run_blocks(*given))
     model = tiny()
     want = training_run(twin(model), batch())
     placement = place(model)

@@ -18,7 +18,9 @@ from ..errors import GenerateError
 from ..layers import MLP, Attention, RotaryAngles
 from ..layers.stacked import Stacked, describe, plain
 from ..models import Decoder
-from ..place.families import ACTIVATIONS, ROPE_TYPES, role_of
+from ..models.placing import ACTIVATIONS
+from ..models.registry import role_of
+from ..models.rotary import FIXED, HFAngles
 from . import live_experts
 from .contract import Watched, WeightPlace
 from .live_experts import Experts, Routing
@@ -142,7 +144,7 @@ def bind(model: nn.Module, neighbours: bool = False) -> BoundModel | str:
 def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
     if isinstance(model, Decoder):
         return _unreadable(model) or _own(model)
-    if role_of(model) == "ForCausalLM" or has_experts(model):
+    if role_of(model, "llama") == "ForCausalLM" or has_experts(model):
         return _unreadable(model) or _unknown_option(model) or _hugging_face(model)
     return (
         f"{type(model).__name__} is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM, Mixtral, "
@@ -192,7 +194,6 @@ def _own(model: Decoder) -> tuple[Shape, Callable]:
 
 
 def _hugging_face(model: Any) -> tuple[Shape, Callable]:
-    from ..place.hf_parts import HFAngles  # imports transformers, which the model has imported already
 
     c, first = model.config, model.model.layers[0]
     attention = first.self_attn
@@ -215,7 +216,7 @@ def _hugging_face(model: Any) -> tuple[Shape, Callable]:
 def _unknown_option(model: Any) -> str | None:
     c = model.config
     kind = getattr(model.model.rotary_emb, "rope_type", "default")
-    if kind not in ROPE_TYPES:
+    if kind not in FIXED:
         return f"its rotary angles ({kind!r}) change with the length of what is read"
     if ACTIVATIONS.get(c.hidden_act) != "silu":
         return f"its activation is {c.hidden_act!r}, the kernels' is silu"

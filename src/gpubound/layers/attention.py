@@ -14,11 +14,13 @@ from ..kernels import rope, rope_qkv
 from .linear_site import linear
 from .norm import RMSNorm
 from .rope import Rope
-from .stacked import Stacked, cut_to_size, one_by_one, plain
+from .stacked import Kernels, Stacked, as_one, cut_to_size, one_by_one, plain, product_words
 
 
 class Attention(nn.Module):
     """Grouped-query attention. `qk_norm` is an eps: q and k heads are then RMS-normed before they are turned (Qwen3)."""
+
+    PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # together [q | k | v]
 
     heads: int
     kv_heads: int
@@ -55,7 +57,7 @@ class Attention(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        cut_to_size([self.q_proj, self.k_proj, self.v_proj])
+        cut_to_size(self.projections())
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         return self.mix(x, rope, mask)
@@ -69,24 +71,35 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
-        children: dict[str, Any] = self._modules
-        layers = children["q_proj"], children["k_proj"], children["v_proj"]
-        q_norm = children.get("q_norm")
+        layers = self.projections()
         packed = self.stacked.product(x, layers)
-        if packed is not None and q_norm is None and turn is not None:
+        if packed is None:
+            rows = one_by_one(x, layers)
+            packed = rows[0] if len(rows) == 1 else None
+        if packed is not None and turn is not None and "q_norm" not in self._modules:
             return rope_qkv(packed, *turn, self.heads, self.kv_heads)
         if packed is not None:
             wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            q, k, v = packed.split([wide, narrow, narrow], -1)
-        else:
-            q, k, v = one_by_one(x, layers)
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = q.view(shape), k.view(shape), v.view(shape)
-        if q_norm is not None:
-            q, k = q_norm(q), children["k_norm"](k)
+            rows = packed.split([wide, narrow, narrow], -1)
+        q, k, v = self.split_heads(*rows)
         if turn is not None:
             q, k = rope(q, k, *turn)
         return q, k, v
+
+    def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (B, T, H D) as heads (B, T, H, D), those of q and k normed if they are to be."""
+        children: dict[str, Any] = self._modules
+        q, k, v = (t.view(*t.shape[:-1], -1, self.head_dim) for t in (q, k, v))
+        return (children["q_norm"](q), children["k_norm"](k), v) if "q_norm" in children else (q, k, v)
+
+    def projections(self) -> list[Any]:
+        children: dict[str, Any] = self._modules
+        return [children[name] for name in self.PROJECTIONS]
+
+    def fused_kernels(self) -> Kernels:
+        layers, stacked = self.projections(), self.__dict__.get("stacked")
+        packed = (len(layers) == 1 or as_one(layers, stacked)) and "q_norm" not in self._modules
+        return f"{product_words('q, k, v', layers, stacked)}; {{}}; SDPA", ("rope.rope_qkv" if packed else "rope",)
 
     def output(self, y: Tensor) -> Tensor:
         layer: Any = self._modules["o_proj"]

@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import linear_cross_entropy
-from .stacked import hooked
+from .stacked import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
 AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 LARGEST = 300.0  # of the logits that a model is tried with: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
+
+LOSS: Kernels = "loss without whole logits: {}", ("linear_cross_entropy",)
 
 
 class LMLoss(nn.Linear):
@@ -22,6 +24,9 @@ class LMLoss(nn.Linear):
 
     def loss(self, x: Tensor, labels: Tensor, **options) -> Tensor:
         return lm_loss(x, self.weight, labels, self.bias, **options)
+
+    def fused_kernels(self) -> Kernels:
+        return LOSS
 
 
 def shift(labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from ..kernels import geglu, swiglu
 from . import fp8, recompute
 from .linear_site import linear
-from .stacked import Stacked, cut_to_size, one_by_one, plain, stacked_product
+from .stacked import Kernels, Stacked, cut_to_size, one_by_one, plain, product_words, stacked_product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 class MLP(nn.Module):
     """Gate and up as one product, the activation and the multiplication as one kernel, then down."""
+
+    PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj")  # together [gate | up]
 
     activation: str = "silu"
 
@@ -33,14 +35,14 @@ class MLP(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        cut_to_size([self.gate_proj, self.up_proj])
+        cut_to_size(self.projections())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x)
 
     def mix(self, x: Tensor) -> Tensor:
         children: dict[str, Any] = self._modules
-        layers, down = (children["gate_proj"], children["up_proj"]), children["down_proj"]
+        layers, down = self.projections(), children["down_proj"]
         stack = self.stacked.parts(layers)
         own: dict[str, Any] = down._parameters if plain(down) else {}
         weight, bias = own.get("weight"), own.get("bias")
@@ -56,6 +58,14 @@ class MLP(nn.Module):
                 return recompute.gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)
+
+    def projections(self) -> list[Any]:
+        children: dict[str, Any] = self._modules
+        return [children[name] for name in self.PROJECTIONS]
+
+    def fused_kernels(self) -> Kernels:
+        product = product_words("gate and up", self.projections(), self.__dict__.get("stacked"))
+        return f"{product}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
 
     def _gated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """`gate` alone is the packed product [gate | up]."""

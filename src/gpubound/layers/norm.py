@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels import add_rms_norm, rms_norm
 from . import recompute
+from .stacked import Kernels
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +16,8 @@ class RMSNorm(nn.Module):
     `add` is the form that a decoder block wants: it adds what the last sub-layer computed to the residual stream and norms
     the sum, in one pass over memory.
     """
+
+    OPS = ("rms_norm", "rms_norm.add_rms_norm")
 
     eps: float
 
@@ -36,6 +39,9 @@ class RMSNorm(nn.Module):
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps)
         return recompute.mark(y, stream, weight, self.eps), stream
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", self.OPS
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

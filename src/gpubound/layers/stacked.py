@@ -26,6 +26,9 @@ from .linear_site import linear, multiply
 Parts = tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]
 """(a stacked weight, its stacked bias, the weights, their biases)"""
 
+Kernels = tuple[str, tuple[str, ...]]
+"""what a module runs, in words for a table, and the ops that its {} stands for"""
+
 
 def plain(layer: Any) -> bool:
     """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
@@ -91,6 +94,16 @@ class Stacked:
         self.fallbacks[why] += 1
         fallback("layers: several weights as one product", why)
         return None
+
+
+def as_one(layers: Sequence[Any], stacked: Stacked | None) -> bool:
+    """Whether they are one product: as calls so far have shown, and before the first one by what they look like."""
+    return all(plain(layer) for layer in layers) and not (stacked and stacked.fallbacks)
+
+
+def product_words(together: str, layers: Sequence[Any], stacked: Stacked | None) -> str:
+    """How they are multiplied. What is not plain (an adapter, a hook, a subclass) is called, and gives its output itself."""
+    return f"{together} as one product" if as_one(layers, stacked) else "projections as they are"
 
 
 def one_by_one(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:

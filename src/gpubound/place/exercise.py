@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import LMLoss
-from .verify import GRADIENT, Verdict, bare, mode, noise, noise_floor, worst
+from ..models.trial import TOKENS, made_up, mode, noise, reads_tokens
+from .verify import GRADIENT, Verdict, bare, noise_floor, worst
 
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 LOOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # a single gradient's
 ELEMENTS = 4096
-BATCH, TOKENS = 2, 16
 
 Sketch = list[tuple[str, Tensor | None]]
 Exercise = Callable[[], Sketch]
@@ -139,25 +139,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {k: _moved(v, device) for k, v in value.items()}
     return type(value)(_moved(v, device) for v in value) if isinstance(value, list | tuple) else value
-
-
-def reads_tokens(model: Any) -> bool:
-    """A Hugging Face model of text, read left to right: it can be fed made-up tokens."""
-    config = getattr(model, "config", None)
-    return (
-        getattr(model, "main_input_name", None) == "input_ids"
-        and hasattr(model, "get_input_embeddings")
-        and hasattr(config, "vocab_size")
-        and not getattr(config, "is_encoder_decoder", False)
-    )
-
-
-def made_up(model: Any) -> Tensor:
-    """Token ids to feed it, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    words = model.lm_head.out_features if isinstance(getattr(model, "lm_head", None), LMLoss) else model.config.vocab_size
-    ids = torch.randint(words, (BATCH, TOKENS), generator=generator, device="cpu")
-    return ids.to(next(model.parameters()).device)
 
 
 def _sample(t: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """How a module is swapped: its class is changed, on this instance alone.
 
-The new class inherits from the part that computes faster and from the module's own class. So the instance keeps its
-parameters, buffers, hooks, attributes and name in the tree; isinstance() and everything that goes by the class's name hold;
-the original forward stays within reach (`self.original.forward(self, ...)`); and undoing is setting the class back. Nothing
-is patched for other instances.
+The new class inherits from the part that computes faster and from the module's own class, and is marked `Fused`. So the
+instance keeps its parameters, buffers, hooks, attributes and name in the tree; isinstance() and everything that goes by the
+class's name hold; the original forward stays within reach (`self.original.forward(self, ...)`); and undoing is setting the
+class back. Nothing is patched for other instances.
 """
 
 from functools import cache, wraps
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Fused:
-    """What every swapped-in part is. `part` and `original` are the two classes that the instance's class is made of."""
+    """The mark of a swapped module. `part` and `original` are the two classes that the instance's class is made of."""
 
     part: type
     original: Any
@@ -32,7 +32,7 @@ def fused_class(part: Any, original: Any) -> Any:
     config.json, and wrapping policies look for it."""
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     forward = wraps(original.forward)(_copy(part.forward))  # Trainer and generate read the signature
-    return type(original.__name__, (part, original), {**names, "part": part, "original": original, "forward": forward})
+    return type(original.__name__, (Fused, part, original), {**names, "part": part, "original": original, "forward": forward})
 
 
 def _copy(function: Any) -> FunctionType:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import device as facts
 from ..layers import RMSNorm
-from .families import FAMILIES
+from ..models.registry import fused_types
 from .fused import Fused, release_if_fused
 from .verify import Verdict
 
@@ -83,7 +83,7 @@ class Placement:
         if self.unsupported:
             swaps += (
                 f". Attention and MLP stay transformers' own: {self.unsupported!r} is not among the families that have fused "
-                f"ones ({', '.join(FAMILIES)})"
+                f"ones ({', '.join(fused_types())})"
             )
         where = facts.label(self.device)
         if not self.verified:

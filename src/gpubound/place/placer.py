@@ -19,7 +19,8 @@ from ..errors import FallbackError, GpuboundError, PlaceError
 from ..kernels.choose import hasten, implementation
 from ..layers import MLP, Attention
 from ..trace import fallback
-from . import exercise, families, refusals
+from . import candidates, exercise, refusals
+from .candidates import Candidate
 from .fused import Fused, adopt, release_if_fused
 from .placement import Note, Placement, forget_slow_calls
 from .verify import Verdict, verify
@@ -43,7 +44,7 @@ def place(
         refusals.check_movable(model, there)
         model.to(there)
     if fuse:
-        hasten(families.kernels_of(model), there, _dtype(model))
+        hasten(candidates.kernels_of(model), there, _dtype(model))
     run, before, trouble = _first_run(model, example)
     placer, verdict, verified = _Placer(strict), trouble, False
     try:
@@ -59,7 +60,7 @@ def place(
     notes = placer.notes(model)
     for note in notes:
         forget_slow_calls(note.module)  # the exercises' own
-    unsupported = families.unsupported(model) if fuse else None
+    unsupported = candidates.unsupported(model) if fuse else None
     return Placement(model, there, notes, verdict, verified, time.perf_counter() - begin, unsupported)
 
 
@@ -105,43 +106,43 @@ class _Placer:
 
     def leaves(self, model: nn.Module) -> None:
         shared = refusals.shared_memory(model)
-        for candidate in families.leaves(model):
-            why = candidate.refusal or refusals.leave_alone(candidate.module) or _torn(candidate, shared)
+        for found in candidates.leaves(model):
+            why = found.swap.refusal or refusals.leave_alone(found.module) or _torn(found, shared)
             if why:
-                self.refuse(candidate, why)
+                self.refuse(found, why)
                 continue
-            verdict = self._verified(candidate)
-            if not verdict.ok and candidate.otherwise is not None:
-                release_if_fused(candidate.module)
-                candidate = replace(candidate, part=candidate.otherwise)
-                verdict = self._verified(candidate)
-            self.settle(candidate, verdict)
+            verdict = self._verified(found)
+            if not verdict.ok and found.swap.otherwise is not None:
+                release_if_fused(found.module)
+                found = found._replace(swap=replace(found.swap, part=found.swap.otherwise))
+                verdict = self._verified(found)
+            self.settle(found, verdict)
 
     def wholes(self, model: nn.Module) -> None:
-        for candidate in families.wholes(model):
-            why = candidate.refusal or self._tried(candidate)
+        for found in candidates.wholes(model):
+            why = found.swap.refusal or self._tried(found)
             if why:
-                self.refuse(candidate, why)
+                self.refuse(found, why)
             else:
-                self.settle(candidate, self._exercised(candidate))
+                self.settle(found, self._exercised(found))
 
-    def _tried(self, c: families.Candidate) -> str | None:
+    def _tried(self, c: Candidate) -> str | None:
         try:
-            return None if c.trial is None else c.trial()
+            return None if c.swap.trial is None else c.swap.trial()
         except FallbackError:
             raise
         except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
             return f"its trial raised {_said(error)}"
 
-    def _verified(self, c: families.Candidate) -> Verdict:
+    def _verified(self, c: Candidate) -> Verdict:
         try:
-            return verify(c.module, c.cases, lambda: self._adopt(c))
+            return verify(c.module, c.swap.cases, lambda: self._adopt(c))
         except FallbackError:
             raise
         except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
             return Verdict("", 0.0, 0.0, f"its verification raised {_said(error)}")
 
-    def _exercised(self, c: families.Candidate) -> Verdict:
+    def _exercised(self, c: Candidate) -> Verdict:
         """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
         run, before, trouble = _first_run(c.module, None)
         if run is None or before is None:
@@ -149,21 +150,20 @@ class _Placer:
         self._adopt(c)
         return _compared(run, before, c.module)
 
-    def _adopt(self, c: families.Candidate) -> None:
-        adopt(c.module, c.part, c.attributes)
+    def _adopt(self, c: Candidate) -> None:
+        adopt(c.module, c.swap.part, c.swap.attributes)
         self.adopted.append(c.module)
 
-    def settle(self, c: families.Candidate, verdict: Verdict) -> None:
+    def settle(self, c: Candidate, verdict: Verdict) -> None:
         if verdict.ok:
-            kernels = families.own(c.module) or (c.kernels, c.ops)  # as its verification has run it, not as it was expected to
             stacked = getattr(c.module, "stacked", None)
             why = "; ".join([f"verified: {verdict}", *(stacked.fallbacks if stacked else ())])
-            self.decided[c.name] = Note(c.name, c.module, _kernel(c.module, *kernels), why, verdict=verdict)
+            self.decided[c.name] = Note(c.name, c.module, _kernel(c.module), why, verdict=verdict)
             return
         release_if_fused(c.module)
         self.refuse(c, str(verdict))
 
-    def refuse(self, c: families.Candidate, why: str) -> None:
+    def refuse(self, c: Candidate, why: str) -> None:
         if self.strict:
             raise PlaceError(f"place: {c.name or 'the model'} ({type(c.module).__name__}) was not swapped: {why}.")
         self.decided[c.name] = Note(c.name, c.module, "torch", f"not swapped: {why}", refused=True)
@@ -193,16 +193,16 @@ class _Placer:
         for name, module in model.named_modules():
             if name in self.decided:
                 notes.append(self.decided[name])
-            elif (kernels := families.own(module)) and not isinstance(module, Fused):
-                notes.append(Note(name, module, _kernel(module, *kernels), "gpubound's own, tested against the reference"))
+            elif hasattr(type(module), "fused_kernels") and not isinstance(module, Fused):
+                notes.append(Note(name, module, _kernel(module), "gpubound's own, tested against the reference"))
             elif module._parameters and not _within_ours(model, name):
                 notes.append(Note(name, module, "torch", "as it was"))
         return notes
 
 
-def _torn(c: families.Candidate, shared: dict[str, str]) -> str:
+def _torn(c: Candidate, shared: dict[str, str]) -> str:
     """Why a module whose weights are to lie side by side may not have them moved; empty when it may, or moves none."""
-    if "stacked" not in c.attributes:
+    if "stacked" not in c.swap.attributes:
         return ""
     for name, _ in c.module.named_parameters(c.name):
         if name in shared:
@@ -219,8 +219,9 @@ def _within_ours(model: nn.Module, name: str) -> bool:
     return any(isinstance(model.get_submodule(p), Attention | MLP) for p in parents)
 
 
-def _kernel(module: nn.Module, words: str, ops: tuple[str, ...]) -> str:
+def _kernel(module: Any) -> str:
     """A module's kernels in words, each op under the implementation that its door chooses for this module's tensors."""
+    words, ops = module.fused_kernels()  # as its calls so far have run it, not as it was expected to
     p = next(module.parameters(), torch.empty(1))
     chosen: dict[str, list[str]] = {}
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import group_norm, layer_norm, rms_norm
-from .fused import Fused
+from ..layers.stacked import Kernels
 
 
 class _Norm:
@@ -19,9 +19,14 @@ class _Norm:
     num_groups: int
     weight: Tensor | None
     bias: Tensor | None
+    ops: tuple[str, ...]
+    original: Any
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", self.ops
 
 
-class TorchRMSNorm(Fused, _Norm):
+class TorchRMSNorm(_Norm):
     ops = ("rms_norm",)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +35,7 @@ class TorchRMSNorm(Fused, _Norm):
         return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
 
 
-class TorchLayerNorm(Fused, _Norm):
+class TorchLayerNorm(_Norm):
     ops = ("layer_norm",)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +44,7 @@ class TorchLayerNorm(Fused, _Norm):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class TorchGroupNorm(Fused, _Norm):
+class TorchGroupNorm(_Norm):
     ops = ("group_norm",)
 
     def forward(self, x: Tensor) -> Tensor:

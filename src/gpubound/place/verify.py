@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import recompute
+from ..models.placing import Case
+from ..models.trial import mode, noise
 
 FACTOR = 2.0
 
@@ -30,8 +31,6 @@ WIDER = {
 }
 
 Named = list[tuple[str, Tensor | None]]
-Case = Callable[[torch.dtype], tuple[Tensor, dict[str, Any]]]
-"""dtype -> (x, keywords): x gets a gradient; the same values in every dtype"""
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,6 @@ def worst(names: list[str], pairs: list[tuple[float, float]]) -> Verdict:
     return Verdict(names[i], *pairs[i])
 
 
-def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
-    """Unit normal numbers, the same on every device and dtype, drawn aside from the user's random state."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
-    return drawn.to(like.device, like.dtype)
-
-
 @contextmanager
 def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
     """No parameter has an accumulator, and with `all_train` every one trains, for as long as the block lasts.
@@ -145,15 +138,3 @@ def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
             p.requires_grad_(trains)
             if main is not None:
                 p.__dict__["main_grad"] = main
-
-
-@contextmanager
-def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or eval mode in all of `module`, and each sub-module's own again afterwards."""
-    before = [(m, m.training) for m in module.modules()]
-    try:
-        module.train(training)
-        yield
-    finally:
-        for m, was in before:
-            m.training = was

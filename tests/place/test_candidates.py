@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from gpubound.errors import PlaceError
-from gpubound.place import families, hf_parts
+from gpubound.models import parts
+from gpubound.place import candidates
 from gpubound.place.fused import Fused
 
 from .models import VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
@@ -80,7 +81,7 @@ def test_a_gain_of_one_and_a_little_keeps_the_little():
     model = made("gemma", torch.bfloat16)
     norm = model.model.norm
     place(model)
-    assert norm.part is hf_parts.HFShiftedNorm
+    assert norm.part is parts.HFShiftedNorm
     with torch.no_grad():
         norm.weight.fill_(2.0**-10)
     x = torch.full((1, 32), 1.0)
@@ -137,7 +138,7 @@ def test_a_norm_is_judged_by_what_it_computes(kind, monkeypatch):
 def test_a_loss_of_ones_own_and_a_users_class_are_left_alone():
     model = made("phi3")
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
-    assert not families._foreign_causal_lm(model)
+    assert not candidates._foreign_causal_lm(model)
     model = made("phi3")
     model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
     place(model)

@@ -1,0 +1,156 @@
+"""Parts that Hugging Face decoders of many families share: norms, the gated MLP, attention by SDPA; and how each is swapped in.
+
+Each computes what its module computes, or calls the module's own forward. A call that a part cannot take (a keyword it does
+not know, another attention implementation) goes there, and the module's children are still the fast ones. Such calls are
+counted, with their reason, in `delegated`: the placement's table shows them.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels import rms_norm
+from ..layers.attention import Attention, attend
+from ..layers.mlp import MLP
+from ..layers.norm import RMSNorm
+from ..layers.rope import Rope
+from ..layers.stacked import Kernels, Stacked
+from .calls import delegate
+from .placing import ACTIVATIONS, Case, Swap
+from .rotary import halves
+from .trial import BATCH, TOKENS, dtype_and_device, random_case, rounded_noise
+
+
+class HFNorm(RMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+
+class HFShiftedNorm(RMSNorm):
+    """Gemma's: the gain is 1 + weight, added in fp32, or a 16-bit weight would lose its last bits."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        return rms_norm(hidden_states, 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)), self.eps)
+
+
+def eps_of(norm: Any) -> float | None:
+    """Llama's kind calls it variance_epsilon, Gemma's eps."""
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = None) -> Swap:
+    shape = (BATCH, TOKENS, module.weight.shape[0])
+    eps = {} if hasattr(module, "eps") else {"eps": eps_of(module)}
+    return Swap(part, RMSNorm.OPS, eps, (random_case(module, shape),), otherwise=otherwise)
+
+
+class HFMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+def mlp(module: Any, stack: Any, part: type[MLP] = HFMLP) -> Swap:
+    named = str(getattr(module.config, "hidden_activation", None) or getattr(module.config, "hidden_act", ""))
+    activation = ACTIVATIONS.get(named)
+    return Swap(
+        part,
+        ("swiglu" if activation == "silu" else "geglu",),
+        {"stacked": Stacked(), "activation": activation},
+        (random_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
+        "" if activation else f"no kernel for the activation {named!r}",
+    )
+
+
+# Keywords that reach an attention module and change nothing in what SDPA computes; any other that is given goes to the
+# original forward.
+IDLE = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "num_items_in_batch",
+    "labels",
+    "output_attentions",
+    "output_hidden_states",
+}
+
+
+class HFAttention(Attention):
+    config: Any
+    turns: bool  # SmolLM3 leaves some layers without positions
+    delegated: Counter[str]
+
+    def forward(  # type: ignore[override]  # the module's own signature, not the part's
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        if why := self.unable(kwargs):
+            return delegate(
+                self,
+                why,
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
+        dropout = self.dropout if self.training else 0.0
+        if past_key_values is None:
+            y = attend(q, k, v, attention_mask, self.scaling, dropout)
+        else:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+            y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.output(y.flatten(-2)), None
+
+    def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        return Attention.project(self, x, turn if self.turns else None)
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        """Why this call must take the original forward; None when SDPA computes the same."""
+        if self.config._attn_implementation != "sdpa":
+            return f"the config asks for {self.config._attn_implementation!r} attention"
+        for name, value in kwargs.items():
+            if value is not None and name not in IDLE and not (name == "is_causal" and value is True):
+                return f"{name} was given"
+        return None
+
+    def fused_kernels(self) -> Kernels:
+        words, ops = Attention.fused_kernels(self)
+        return words, ops if self.turns else ()
+
+
+def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention) -> Swap:
+    config = module.config
+    refusal = "" if stack is not None else "it lies outside a decoder stack with a rotary_emb"
+    if config._attn_implementation != "sdpa":
+        refusal = f"the config asks for {config._attn_implementation!r} attention; load with attn_implementation='sdpa'"
+    attributes = {
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "dropout": module.attention_dropout,
+        "turns": bool(getattr(module, "use_rope", True)),
+        "stacked": Stacked(),
+        "delegated": Counter(),
+    }
+    cases = tuple(attention_case(module, stack, masked) for masked in (False, True))
+    return Swap(part, ("rope", "rope.rope_qkv"), attributes, cases, refusal)
+
+
+def attention_case(module: Any, stack: Any, masked: bool) -> Case:
+    """Random hidden states at positions 0, 1, ...; masked: causal, and the second row a few tokens shorter."""
+    own, device = dtype_and_device(module)
+
+    def case(dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+        x = rounded_noise((BATCH, TOKENS, module.config.hidden_size), own, dtype, device)
+        positions = torch.arange(TOKENS, device=device)[None]
+        mask = None
+        if masked:
+            mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+            mask[1, :, :, -TOKENS // 3 :] = False
+        return x, {"position_embeddings": stack.rotary_emb(x, positions), "attention_mask": mask}
+
+    return case

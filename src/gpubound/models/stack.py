@@ -1,0 +1,152 @@
+"""The decoder stack: one loop over a model's layers, with each residual add inside the next norm."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..layers.block import run_blocks
+from ..layers.embedding import look_up
+from ..layers.norm import RMSNorm
+from ..layers.rope import Rope, RopeTable
+from ..layers.stacked import Kernels, hooked
+from .calls import by_name, delegate
+from .parts import HFMLP, HFAttention, HFNorm
+from .placing import Swap
+from .rotary import FIXED, HFAngles
+
+# What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.
+HARMLESS = {
+    "use_cache": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "return_dict": True,
+    "is_causal": True,
+}
+TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch"}
+OPS = ("rms_norm.add_rms_norm",)
+
+
+class HFStack:
+    """The stack of pre-norm blocks, as Llama's. Another kind of block overrides PARTS and `run`."""
+
+    PARTS: ClassVar[dict[str, type]] = {
+        "input_layernorm": HFNorm,
+        "self_attn": HFAttention,
+        "post_attention_layernorm": HFNorm,
+        "mlp": HFMLP,
+    }
+
+    table: RopeTable
+    window: int | None  # the narrowest sliding window of any layer
+    delegated: Counter[str]
+    original: Any
+    config: Any
+    embed_tokens: Any
+    layers: Any
+    norm: Any
+    training: bool
+
+    def forward(self, *args, **kwargs):
+        if args:
+            kwargs = by_name(self, args, kwargs)
+        if why := self.unable(kwargs):
+            return delegate(self, why, **kwargs)
+        x = kwargs.get("inputs_embeds")
+        if x is None:
+            x = look_up(self.embed_tokens, kwargs["input_ids"])
+        if self.window is not None and x.shape[1] > self.window:
+            return delegate(self, f"the sequence is longer than the sliding window of {self.window}", **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), kwargs.get("attention_mask")))
+
+    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """The hidden states behind the final norm from the embeddings."""
+        rope = turned(self.table, x, positions)
+        mask = self.masked(create_causal_mask, x, positions, attention_mask)
+        return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask)
+
+    def masked(self, make: Callable, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
+        """Without positions or a mask it is known on the host that none is needed; with either, transformers decides, which
+        costs its one read from the device."""
+        if positions is None and attention_mask is None:
+            return None
+        where = positions if positions is not None else torch.arange(x.shape[1], device=x.device)[None]
+        return make(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=where
+        )
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        """Why this call must take the original forward; None when the loop computes the same."""
+        config = self.config
+        for name, value in kwargs.items():
+            if value is not None and name not in TAKEN and not (name in HARMLESS and value is HARMLESS[name]):
+                return f"{name}={value}" if isinstance(value, bool) else f"{name} was given"
+        if kwargs.get("use_cache") is None and config.use_cache and not self.training:
+            return "use_cache=True is the config's default"
+        if (kwargs.get("input_ids") is None) == (kwargs.get("inputs_embeds") is None):
+            return "not one of input_ids and inputs_embeds"
+        if config._attn_implementation != "sdpa":
+            return f"the config asks for {config._attn_implementation!r} attention"
+        if config.output_hidden_states or config.output_attentions or not config.return_dict:
+            return "the config asks for more than the last hidden state"
+        if isinstance(kwargs.get("attention_mask"), dict):
+            return "attention_mask is a dict"
+        return "torch.compile traces it" if torch.compiler.is_compiling() else self.stepped_on()
+
+    def stepped_on(self) -> str | None:
+        """The loop steps past the blocks and their parts without calling them: is each still ours, and did nobody hook one?"""
+        if nn.modules.module._has_any_global_hook() or hooked(self.norm):
+            return "hooks on the final norm or on every module"
+        if len(self.layers) != self.config.num_hidden_layers:
+            return "the config counts other layers than there are"
+        for layer in self.layers._modules.values():
+            if hooked(layer):
+                return "hooks on a layer"
+            for name, part in self.PARTS.items():
+                module = layer._modules[name]
+                if not isinstance(module, part):
+                    return f"{name} was replaced"
+                if hooked(module):
+                    return f"hooks on {name}"
+        return None
+
+    def fused_kernels(self) -> Kernels:
+        return "residual adds in the norms: {}", OPS
+
+
+def turned(table: RopeTable, x: Tensor, positions: Tensor | None) -> Rope:
+    """The angles of a batch, rows apart only where their positions are."""
+    if positions is None:
+        return table.first(x.shape[1], x.device)
+    return table.at(positions[0] if positions.shape[0] == 1 else positions)
+
+
+def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
+    rope_type = getattr(module.rotary_emb, "rope_type", None)
+    refusal = "" if rope_type in FIXED else f"rope_type {rope_type!r} changes its frequencies as it reads"
+    attributes: dict[str, Any] = {
+        "table": RopeTable(HFAngles(module.rotary_emb)),
+        "window": window_of(module),
+        "delegated": Counter(),
+    }
+    return Swap(part, OPS, attributes, refusal=refusal or unswapped(module, part))
+
+
+def unswapped(module: Any, part: type[HFStack]) -> str:
+    """Which of the modules that the loop steps past is not the part that the loop needs; empty when all are."""
+    for i, layer in enumerate(module.layers):
+        for child, wanted in part.PARTS.items():
+            if not isinstance(getattr(layer, child), wanted):
+                return f"layers.{i}.{child} was not swapped"
+    return "" if isinstance(module.norm, RMSNorm) else "norm was not swapped"
+
+
+def window_of(decoder: Any) -> int | None:
+    """The narrowest sliding window of any layer: up to that length all of them are plainly causal."""
+    of_config = getattr(decoder.config, "sliding_window", None)
+    windows = [getattr(layer.self_attn, "sliding_window", of_config) for layer in decoder.layers]
+    return min((w for w in windows if w is not None), default=None)
