@@ -1,12 +1,15 @@
 """Weight gradients on a second stream: the order of waits, the bound on what is held, the same bits, joined on errors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from gpubound.kernels import aside as module
 from gpubound.kernels.accumulate import deliver, weight_gradient
-from gpubound.kernels.aside import aside, beside
+from gpubound.kernels.aside import Side, aside
+from gpubound.kernels.record import made_record, record_of
 
 
 class Stream:
@@ -40,39 +43,55 @@ def log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-    monkeypatch.setattr(module, "_streams", {})
     return log
 
 
+def on_a_side_stream(*weights, device=None):
+    """A side stream, which these weights' deliveries take while it is open."""
+    side = Side(device or torch.device("cuda", 0))
+    for weight in weights:
+        made_record(weight).side = side
+    return side
+
+
 def test_work_waits_for_what_it_reads_and_the_end_waits_for_the_work(log):
-    with beside(torch.device("cuda", 0)):
-        aside(lambda: log.append("work"), torch.ones(3))
-    assert log == ["side waits for main", "on side", "work", "off side", "main waits for side"]
+    weight = nn.Parameter(torch.ones(3))
+    side = on_a_side_stream(weight)
+    with side.open():
+        aside(weight, lambda: log.append("work"), torch.ones(3))
+    aside(weight, lambda: log.append("later"), torch.ones(3))
+    assert log == ["side waits for main", "on side", "work", "off side", "main waits for side", "later"]
 
 
 def test_no_more_is_held_than_allowed(log, monkeypatch):
     """Three readers of 400 bytes where 1000 may be held: before the first one's memory is let go, the main stream waits."""
     monkeypatch.setattr(module, "HELD_BYTES", 1000)
-    with beside(torch.device("cuda", 0)):
+    weight = nn.Parameter(torch.ones(3))
+    side = on_a_side_stream(weight)
+    with side.open():
         for _ in range(3):
-            aside(lambda: None, torch.ones(100))
+            aside(weight, lambda: None, torch.ones(100))
         assert [line for line in log if "event" in line] == ["main waits for event 1"]
-        assert len(module._side._held) == 2
-    assert module._side is None
+        assert len(side._held) == 2
+    assert not side._held
 
 
 def test_an_error_still_joins(log):
-    with pytest.raises(ZeroDivisionError), beside(torch.device("cuda", 0)):
-        aside(lambda: 1 / 0)
-    assert log[-1] == "main waits for side" and module._side is None
+    weight = nn.Parameter(torch.ones(3))
+    side = on_a_side_stream(weight)
+    with pytest.raises(ZeroDivisionError), side.open():
+        aside(weight, lambda: 1 / 0)
+    assert log[-1] == "main waits for side"
+    aside(weight, lambda: log.append("here"))
+    assert log[-2:] == ["main waits for side", "here"]
 
 
-def test_without_a_gpu_nothing_changes():
-    for device in (None, torch.device("cpu")):
-        with beside(device):
-            done = []
-            aside(lambda done=done: done.append(1))
-            assert done == [1]
+def test_without_a_side_stream_nothing_changes():
+    weight, done = nn.Parameter(torch.ones(3)), []
+    aside(weight, lambda: done.append(1))
+    made_record(weight).opening = None
+    aside(weight, lambda: done.append(2))
+    assert done == [1, 2] and record_of(weight).empty
 
 
 @pytest.mark.gpu
@@ -84,7 +103,7 @@ def test_the_same_bits_and_no_reader_loses_its_memory(device, monkeypatch):
     for where in (None, device):
         weight.main_grad, norm.main_grad = torch.zeros(512, 512, device=device), torch.zeros(512, device=device)
         torch.manual_seed(0)
-        with beside(where):
+        with nullcontext() if where is None else on_a_side_stream(weight, norm, device=where).open():
             for _ in range(50):
                 g, x = (torch.randn(2048, 512, device=device, dtype=torch.bfloat16) for _ in range(2))
                 weight_gradient(weight, g, x)
@@ -102,8 +121,10 @@ def test_it_is_a_branch_of_a_captured_graph(device):
     weight.main_grad = torch.zeros(256, 256, device=device)
     g, x = (torch.randn(256, 256, device=device, dtype=torch.bfloat16) for _ in range(2))
 
+    side = on_a_side_stream(weight, device=device)
+
     def call():
-        with beside(device):
+        with side.open():
             weight_gradient(weight, g * 2, x)
 
     call()

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound import device as facts
 from gpubound import kernels, layers, trace
+from gpubound.kernels.accumulate import open_sums
 from gpubound.layers import fp8
 from gpubound.layers.fp8 import Site, new_states, renew, settle
 
@@ -134,7 +135,7 @@ def test_micro_batches_add_up_and_the_weight_is_rounded_once(monkeypatch):
         layers.linear(draw(16, 32, seed=seed), layer.weight).backward(g)
         alone.append(layer.weight.main_grad.clone())
         layer.weight.main_grad.zero_()
-    layer.weight.main_grad.fresh = True  # the first delivery writes over what is there
+    open_sums([layer.weight])  # the first delivery writes over what is there
     layer.weight.main_grad.fill_(7.0)
     for seed in (2, 3):
         layers.linear(draw(16, 32, seed=seed), layer.weight).backward(g)

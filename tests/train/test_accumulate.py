@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpubound.errors import GraphError
+from gpubound.kernels.accumulate import open_sums, weight_gradients
+from gpubound.kernels.record import record_of
 from gpubound.train import Accumulators, accumulate
 from gpubound.train.flat_buffers import lay_out
 
@@ -148,14 +151,11 @@ def test_a_begun_sum_is_written_by_its_first_delivery_and_zeroed_where_there_is_
 
 
 def test_joined_accumulators_of_which_one_has_begun_already():
-    from gpubound.kernels.accumulate import weight_gradients
-
     buffer = torch.full((6, 3), float("nan"))
     weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
     for i, weight in enumerate(weights):
         weight.main_grad = buffer[2 * i : 2 * i + 2]
-        weight.main_grad.fresh = True
-    weights[1].main_grad.fresh = False
+    open_sums([weights[0], weights[2]])
     buffer[2:4] = 1.0
     g, x = torch.randn(5, 6), torch.randn(5, 3)
     assert weight_gradients(weights, g, x) == (None, None, None)
@@ -179,3 +179,29 @@ def test_a_backward_that_broke_off_leaves_nothing_to_the_next_sum():
     sums.zero()
     (first.sum() + 3 * second.sum()).backward()
     assert first.main_grad.tolist() == [1.0] * 3 and second.main_grad.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["opened inside the graph", "opened outside of it"])
+def test_a_sum_opened_on_the_other_side_of_a_graphs_border_is_refused(recorded, monkeypatch):
+    """A graph bakes in that a delivery writes: opened outside of it, every replay would write over the sum."""
+    from gpubound.kernels import accumulate as kernels
+
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.main_grad = torch.zeros(2, 3)
+    monkeypatch.setattr(kernels, "_recording", lambda weight: recorded)
+    open_sums([weight])
+    monkeypatch.setattr(kernels, "_recording", lambda weight: not recorded)
+    with pytest.raises(GraphError, match="a gradient sum was opened on one side of a CUDA graph's border"):
+        weight_gradients([weight], torch.ones(5, 2), torch.ones(5, 3))
+    assert not weight.main_grad.any()
+
+
+def test_release_leaves_no_record():
+    model = small()
+    sums = Accumulators(model.named_parameters())
+    sums.begin()
+    assert all(record_of(p).opening is not None for p in model.parameters())
+    sums.zero()
+    assert all(record_of(p).opening is None for p in model.parameters())
+    sums.release()
+    assert all(record_of(p) is None for p in model.parameters())

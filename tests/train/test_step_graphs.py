@@ -171,6 +171,18 @@ def test_an_update_that_cannot_be_captured(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_reference")
+def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatch):
+    step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
+    step(cut(draw(4), 2))
+    inner = step._graphs.step
+    monkeypatch.setattr(inner, "begin", inner.accumulators.begin)
+    with pytest.raises(GraphError, match="the gradient sums were opened to be written, but the graph of a micro-batch adds"):
+        step(cut(draw(4), 2))
+    monkeypatch.undo()
+    assert step(cut(draw(4), 2)).read().updates == 2
+
+
+@pytest.mark.usefixtures("on_reference")
 def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
     """Rates beside the largest weight: small ones widen the limit for what noise moves, no rate widens it to a value's size."""
     monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)

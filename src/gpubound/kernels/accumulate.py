@@ -4,9 +4,10 @@ A parameter may carry `weight.main_grad`, an fp32 tensor of its shape. Whoever c
 there and hands autograd None, so `weight.grad` stays empty. Two gains: small gradients are not lost (in bf16, 256 + 1 is 256;
 in fp32 it is 257), and the product adds as it writes, so no 16-bit gradient is stored, read and added in a pass of its own.
 
-An accumulator marked `main.fresh = True` begins a new sum: whoever delivers first writes over what is there instead of adding,
-which saves a memset and a read of all accumulators (1.7 GB each at 350m, 0.8 ms on an H200). train/accumulate.py marks them,
-and zeroes those that nobody delivered to.
+A weight whose record has an `opening` begins a new sum: whoever delivers first writes over what is there instead of adding,
+which saves a memset and a read of all accumulators (1.7 GB each at 350m, 0.8 ms on an H200). `open_sums` says so, and
+`close_sums` zeroes what nobody has delivered to. A CUDA graph bakes in whether a delivery writes. So if a sum is opened while a
+graph is recorded, its first delivery belongs into the same recording, and else into none: `opens` refuses both.
 
 These functions are for the `backward` of an autograd.Function, where autograd is off. Give them the Parameter itself, kept as
 `ctx.weight = weight`: a view or cast of it carries no main_grad, nor does what `ctx.saved_tensors` returns under checkpointing.
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..errors import GraphError
 from .aside import aside
 from .lookup import add_rows
+from .record import made_record, record_of
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
@@ -29,7 +32,7 @@ def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return product(g, x, weight.dtype)
-    aside(lambda: add_product(main, g, x), g, x)
+    aside(weight, lambda: add_product(main, g, x, [weight]), g, x)
     return None
 
 
@@ -43,7 +46,7 @@ def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[T
     mains = [main_gradient(weight) for weight in weights]
     there = [main for main in mains if main is not None]
     if len(there) == len(mains) and (joined := join_rows(there)) is not None:
-        aside(lambda: add_product(joined, g, x, there), g, x)
+        aside(weights[0], lambda: add_product(joined, g, x, weights), g, x)
         return (None,) * len(mains)
     if not there and len({weight.dtype for weight in weights}) == 1:
         return product(g, x, weights[0].dtype).split(rows)
@@ -72,10 +75,10 @@ def deliver_product(
     if joined is None:
         parts = multiply(None).split([weight.shape[0] for weight in weights])
         return tuple(deliver(weight, part) for weight, part in zip(weights, parts))
-    if begins(there):
-        aside(lambda: multiply(joined), *reads)
+    if opens(weights):
+        aside(weights[0], lambda: multiply(joined), *reads)
     else:
-        aside(lambda: joined.add_(multiply(None)), *reads)
+        aside(weights[0], lambda: joined.add_(multiply(None)), *reads)
     return (None,) * len(mains)
 
 
@@ -84,8 +87,8 @@ def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return gradient.to(weight.dtype)
-    put = main.copy_ if begins([main]) else main.add_
-    aside(lambda: put(gradient), gradient)
+    put = main.copy_ if opens([weight]) else main.add_
+    aside(weight, lambda: put(gradient), gradient)
     return None
 
 
@@ -95,40 +98,79 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     added: list[tuple[Tensor, Tensor]] = []
     for weight, gradient in gradients:
         if (main := main_gradient(weight)) is not None:
-            (written if begins([main]) else added).append((main, gradient))
+            (written if opens([weight]) else added).append((main, gradient))
 
     def put() -> None:
         for op, pairs in ((torch._foreach_copy_, written), (torch._foreach_add_, added)):
             if pairs:
                 op([main for main, _ in pairs], [gradient for _, gradient in pairs])
 
-    aside(put, *(gradient for _, gradient in gradients))
+    if gradients:
+        aside(gradients[0][0], put, *(gradient for _, gradient in gradients))
 
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
     """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
     table = main_gradient(weight)
     assert table is not None
-    fresh = begins([table])
+    writes = opens([weight])
 
     def put() -> None:
-        if fresh:
+        if writes:
             table.zero_()
         add_rows(table, ids, rows, without)
 
-    aside(put, ids, rows)
+    aside(weight, put, ids, rows)
 
 
-def begins(mains: Sequence[Tensor]) -> bool:
-    """True when all of these are fresh, so that the caller's delivery writes. Mixed ones are zeroed, and it adds."""
-    fresh = [main for main in mains if getattr(main, "fresh", False)]
-    for main in fresh:
-        main.fresh = False  # type: ignore[attr-defined]
-    if len(fresh) == len(mains):
+class Opening:
+    """The beginning of a new sum: each accumulator's first delivery writes."""
+
+    __slots__ = ("recorded",)
+
+    def __init__(self, recorded: bool):
+        self.recorded = recorded  # in a CUDA graph, whose replays begin the sum again
+
+
+def open_sums(weights: Sequence[Tensor]) -> None:
+    """Begin a new sum in every main_grad of `weights`, without a memset. `close_sums` must follow the last delivery."""
+    opening = Opening(_recording(weights[0]))
+    for weight in weights:
+        made_record(weight).opening = opening
+
+
+def close_sums(weights: Sequence[Tensor]) -> None:
+    """Zero what nobody has delivered to since `open_sums`."""
+    for weight in weights:
+        if opens([weight]):
+            weight.main_grad.zero_()  # type: ignore[attr-defined]
+
+
+def opens(weights: Sequence[Tensor]) -> bool:
+    """True when all of these begin a new sum, so that the caller's delivery writes. Mixed ones are zeroed, and it adds."""
+    opening = [weight for weight in weights if (record := record_of(weight)) is not None and record.opening is not None]
+    for weight in opening:
+        _take_opening(weight)
+    if len(opening) == len(weights):
         return True
-    for main in fresh:
-        main.zero_()
+    for weight in opening:
+        weight.main_grad.zero_()  # type: ignore[attr-defined]
     return False
+
+
+def _take_opening(weight: Tensor) -> None:
+    record = made_record(weight)
+    if record.opening.recorded is not _recording(weight):
+        raise GraphError(
+            "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay would "
+            "write over the sum or never begin a new one; open it, deliver and close it inside the graph, or zero it and add."
+        )
+    record.opening = None
+
+
+def _recording(weight: Tensor) -> bool:
+    """A replay does what was recorded: it writes each time where the recording wrote, whatever was opened meanwhile."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def main_gradient(weight: Tensor) -> Tensor | None:
@@ -154,12 +196,12 @@ def product(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (g.t() @ x).float() if torch.compiler.is_compiling() else torch.mm(g.t(), x, out_dtype=torch.float32)
 
 
-def add_product(main: Tensor, g: Tensor, x: Tensor, parts: Sequence[Tensor] | None = None) -> None:
-    """main += gᵀ x, summed and added in fp32. `parts`: the accumulators that a joined `main` is made of.
+def add_product(main: Tensor, g: Tensor, x: Tensor, owners: Sequence[Tensor] = ()) -> None:
+    """main += gᵀ x, summed and added in fp32. `owners`: the weights whose main_grad it is, joined if they are several.
 
     Under torch.compile the product is rounded to 16 bits before it is added: inductor lowers no `out_dtype` (pytorch #163880).
     """
-    beta = 0 if begins(parts or [main]) else 1  # with 0 the product does not read what it writes over
+    beta = 0 if owners and opens(owners) else 1  # with 0 the product does not read what it writes over
     if not _has_fp32_product(g, x):
         main.addmm_(g.t().to(main.dtype), x.to(main.dtype), beta=beta)
     elif torch.compiler.is_compiling():

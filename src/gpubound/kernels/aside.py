@@ -16,21 +16,36 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-HELD_BYTES = 256 << 20
+from .record import record_of
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_side: "Side | None" = None  # of the process, not of a thread: backward runs on autograd's own
+HELD_BYTES = 256 << 20
 
 
 class Side:
-    """The side stream of one backward, and what it may still be reading."""
+    """The side stream of one step's backwards, and what it may still be reading. Work goes there while it is open."""
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self.stream = stream
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self._open = False
         self._held: deque[tuple[torch.cuda.Event, int, tuple[Tensor, ...]]] = deque()
         self._bytes = 0
 
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, `aside` means the side stream; behind it, all is done as far as the current stream can tell."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self._held.clear()
+            self._bytes = 0
+
     def run(self, work: Callable[[], object], reads: tuple[Tensor, ...]) -> None:
+        if not self._open:
+            work()
+            return
         main = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -43,35 +58,11 @@ class Side:
             main.wait_event(read)
             self._bytes -= size
 
-    def join(self) -> None:
-        """From here on the current stream sees all of it."""
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        self._held.clear()
 
-
-@contextmanager
-def beside(device: torch.device | None) -> Iterator[None]:
-    """Inside, `aside` means the side stream of `device`; behind it, all is done as far as the current stream can tell.
-
-    None, and a device without streams, change nothing.
-    """
-    global _side
-    if device is None or device.type != "cuda":
-        yield
-        return
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    before, _side = _side, Side(_streams[device])
-    try:
-        yield
-    finally:
-        _side.join()
-        _side = before
-
-
-def aside(work: Callable[[], object], *reads: Tensor) -> None:
-    """Do `work`, which reads `reads`, on the side stream when inside `beside`, else here."""
-    if _side is None:
+def aside(weight: Tensor, work: Callable[[], object], *reads: Tensor) -> None:
+    """Do `work`, a delivery to the weight's accumulator that reads `reads`, on the side stream of its record, else here."""
+    record = record_of(weight)
+    if record is None or record.side is None:
         work()
     else:
-        _side.run(work, reads)
+        record.side.run(work, reads)

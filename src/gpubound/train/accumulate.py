@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ..kernels.accumulate import begins, deliver_all
+from ..kernels.accumulate import close_sums, deliver_all, open_sums
+from ..kernels.aside import Side
+from ..kernels.record import drop_record, made_record
 from .flat_buffers import FlatLayout, lay_out
 
 TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones are not worth the memory
@@ -23,6 +25,9 @@ TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones a
 
 class Accumulators:
     """fp32 gradients of `named` parameters (as from model.named_parameters()) as `gradient`, flat, and parameter.main_grad.
+
+    A sum begins in one of two ways. `zero` writes zeros, and every delivery adds. After `begin` the first delivery to each
+    main_grad writes, and `finish` must follow the last one. `side` is the stream for deliveries while a backward has it open.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> sums = Accumulators([("weight", weight)])
@@ -32,7 +37,12 @@ class Accumulators:
     tensor([257., 257.])
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]] | None = None, layout: FlatLayout | None = None):
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Parameter]] | None = None,
+        layout: FlatLayout | None = None,
+        side: Side | None = None,
+    ):
         if (named is None) == (layout is None):
             raise ValueError("Accumulators: got both or neither of named parameters and a layout, wanted one of them.")
         self.layout = layout or lay_out(named or [])
@@ -43,33 +53,41 @@ class Accumulators:
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."
                 )
         self.gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.layout.device)
+        self._parameters = [slot.parameter for slot in self.layout.slots]
+        self.opened = False  # the sum was begun by `begin` and is not finished yet
         self._hooks = []
         self._taken: list[tuple[Any, Tensor]] = []
         self._bytes = 0
         for slot in self.layout.slots:
             slot.parameter.grad = None
             slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
+            made_record(slot.parameter).side = side
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._take))
 
     def zero(self) -> None:
         """Begin a new sum: one memset."""
         self.gradient.zero_()
-        self._start(fresh=False)
+        self._forget()
+        if self.opened:
+            for parameter in self._parameters:
+                made_record(parameter).opening = None
+        self.opened = False
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
-        self._start(fresh=True)
+        self._forget()
+        open_sums(self._parameters)
+        self.opened = True
 
     def finish(self) -> None:
         """Zero what has had no delivery since `begin`. From here on `gradient` is the whole sum."""
-        for slot in self.layout.slots:
-            if begins([slot.parameter.main_grad]):  # type: ignore[attr-defined]
-                slot.parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        if self.opened:
+            close_sums(self._parameters)
+        self.opened = False
 
-    def _start(self, fresh: bool) -> None:
-        self._taken, self._bytes = [], 0  # of a backward that broke off
-        for slot in self.layout.slots:
-            slot.parameter.main_grad.fresh = fresh  # type: ignore[attr-defined]
+    def _forget(self) -> None:
+        """What the hooks of a backward that broke off had taken."""
+        self._taken, self._bytes = [], 0
 
     def release(self) -> None:
         """Take the hooks and main_grad off again; gradients go to parameter.grad from now on."""
@@ -78,6 +96,9 @@ class Accumulators:
         for slot in self.layout.slots:
             if hasattr(slot.parameter, "main_grad"):
                 del slot.parameter.main_grad
+                record = made_record(slot.parameter)
+                record.opening = record.side = None
+                drop_record(slot.parameter)
         self._hooks = []
 
     def _take(self, parameter: Any) -> None:

@@ -7,12 +7,13 @@ uneven window is exact, nothing need be counted in advance, and the division cos
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.aside import beside
+from ..kernels.aside import Side
 from ..layers import recompute
 from .accumulate import Accumulators
 from .fp8 import Sites
@@ -42,16 +43,16 @@ class DeviceStep:
         single: bool,
         reduce: Reduce | None = None,
         sites: Sites | None = None,
-        overlap: bool = False,
+        side: Side | None = None,
         keep_all: bool = False,
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
-        self.precision, self.reduce, self.sites, self.overlap = precision, reduce, sites, overlap
+        self.precision, self.reduce, self.sites, self.side = precision, reduce, sites, side
         self.single, self.keep_all = single, keep_all
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
-        # Compiled code would hold on to whether a sum was fresh when it was traced.
+        # Compiled code would hold on to whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
 
     def run(self, batches: Sequence[Any]) -> Tensor:
@@ -72,7 +73,7 @@ class DeviceStep:
         with torch.enable_grad(), products(self.precision.products):
             with recompute.recomputing(least):
                 total, items = self._loss_of(batch)
-            with beside(self.device if self.overlap else None):
+            with nullcontext() if self.side is None else self.side.open():
                 total.backward()
             self.totals[0].add_(total.detach())
             self.totals[1].add_(items)

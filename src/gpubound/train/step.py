@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..feed.budget import readable
 from ..graph import Captured
+from ..kernels.aside import Side
 from ..kernels.choose import hasten
 from ..trace import notice, span
 from .accumulate import Accumulators
@@ -98,7 +99,8 @@ class TrainStep:
                 self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))
             if numbers.dtype != torch.float32:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
-            accumulators = Accumulators(layout=layout)
+            side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
+            accumulators = Accumulators(layout=layout, side=side)
             self._undo.append(accumulators.release)
             self._sites = Sites(model, layout) if numbers.fp8 else None
             if self._sites is not None:
@@ -111,7 +113,7 @@ class TrainStep:
             raise
         device_step = DeviceStep(
             model, lossy, accumulators, self._optimizer, numbers,
-            single=accumulate == 1, reduce=reduce, sites=self._sites, overlap=overlap, keep_all=way == "none",
+            single=accumulate == 1, reduce=reduce, sites=self._sites, side=side, keep_all=way == "none",
         )  # fmt: skip
         self._graphs = StepGraphs(device_step, graph)
         self._mail = Mail(self.device)

@@ -54,8 +54,17 @@ class StepGraphs:
             return graphs[0](*window[0].tensors)
         self.step.begin()
         for batch, graph in zip(window, graphs):
+            self._check_adding()
             graph(*batch.tensors)
         return self._updated()
+
+    def _check_adding(self) -> None:
+        """A micro-batch's graph adds, as it was recorded: where a sum waits to be written, it would add to the last one."""
+        if self.step.accumulators.opened:
+            raise GraphError(
+                "train step: the gradient sums were opened to be written, but the graph of a micro-batch adds to them; "
+                "begin the window with zero()."
+            )
 
     def drop(self) -> None:
         self._known.clear()
@@ -93,6 +102,8 @@ class StepGraphs:
         if sum(known is not None for known in self._known.values()) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         step = self.step
+        if not step.single:
+            self._check_adding()
         if hasattr(step.loss, "prepare"):
             step.loss.prepare(step.model, batch.whole)
 

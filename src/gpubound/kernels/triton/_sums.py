@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import begins, deliver, main_gradient
+from ..accumulate import deliver, main_gradient, opens
 from ..aside import aside
 from ._launch import power_of_two
 
@@ -65,7 +65,7 @@ def deliver_parts(
         return tuple(deliver(owner, gradient) for owner, gradient in zip(owners, wide))
     mains = [main_gradient(owner) for owner in owners]
     outs = [torch.empty(t.shape, device=t.device, dtype=t.dtype) if main is None else main for t, main in zip(owners, mains)]
-    adds = [main is not None and not begins([main]) for main in mains]
+    adds = [main is not None and not opens([owner]) for main, owner in zip(mains, owners)]
     block = min(power_of_two(cols), COLUMNS)
     first, second = (outs[s] if s < sums else parts for s in range(2))
     add_first, add_second = (adds[s] if s < sums else False for s in range(2))
@@ -77,7 +77,7 @@ def deliver_parts(
         )  # fmt: skip
 
     if all(main is not None for main in mains):
-        aside(launch, parts, *([] if numbers is None else [numbers]))
+        aside(owners[0], launch, parts, *([] if numbers is None else [numbers]))
     else:  # autograd takes what it writes
         launch()
     return tuple(out if main is None else None for out, main in zip(outs, mains))

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..accumulate import add_product, begins, main_gradient, product
+from ..accumulate import add_product, main_gradient, opens, product
 from ..reference._last import last
 from ._launch import first_order_only
 from ._logits import Options, chunk_rows, flat_labels, row_losses, valid_share
@@ -37,13 +37,14 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _settle(gradient: Tensor | None, main: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    """The gradient times `factor` (None: 1), or None after adding that to `main`."""
+def _settle(gradient: Tensor | None, owner: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    """The gradient times `factor` (None: 1), or None after adding that to its owner's main_grad."""
     if gradient is None:
         return None
-    if main is None:
+    main = None if owner is None else main_gradient(owner)
+    if owner is None or main is None:
         return gradient if factor is None else gradient * factor
-    if begins([main]):
+    if opens([owner]):
         main.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=main)
     else:
         main.add_(gradient) if factor is None else main.addcmul_(gradient, factor)
@@ -56,6 +57,7 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
     tokens, words = x_NH.shape[0], weight.shape[0]
     w, b = weight.to(x_NH.dtype), None if bias is None else bias.to(x_NH.dtype)
     dx = torch.empty(x_NH.shape, device=x_NH.device, dtype=x_NH.dtype) if want_x else None
+    owners = () if dweight is None else (weight,)
     losses, dbias, logits = [], None, _buffer(min(rows, tokens), words, x_NH)
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
@@ -67,7 +69,7 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
         if want_weight and dweight is None:
             dweight = product(z, part, dtype)
         elif want_weight:
-            add_product(dweight, z, part)
+            add_product(dweight, z, part, owners)
         if want_bias:
             dbias = z.sum(0, dtype=torch.float32) if dbias is None else dbias.add_(z.sum(0, dtype=torch.float32))
     return torch.cat(losses), dx, dweight, dbias
@@ -82,7 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.final:
             scale = grad_scale.detach().float()
             factor = scale if factor is None else factor * scale
-        main, main_bias = ctx.mains = main_gradient(weight), None if bias is None else main_gradient(bias)
+        ctx.owners = weight, bias
+        main, main_bias = main_gradient(weight), None if bias is None else main_gradient(bias)
         rows = chunk or chunk_rows(*x_NH.shape)
         one_product = rows >= x_NH.shape[0] and main is None  # it rounds its own fp32 sum; several are summed in fp32 first
         losses, dx, dweight, dbias = _chunks(
@@ -103,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_order_only("linear_cross_entropy")
         *gradients, share = ctx.saved_tensors
         factor = None if ctx.final else upstream if share is None else upstream * share
-        settled = [_settle(gradient, main, factor) for gradient, main in zip(gradients, (None, *ctx.mains))]
+        settled = [_settle(gradient, owner, factor) for gradient, owner in zip(gradients, (None, *ctx.owners))]
         return *settled, *[None] * 6
 
 
