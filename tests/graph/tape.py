@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gpubound.graph.launches import patched
-from gpubound.graph.operations import tensors_in
+from gpubound.graph.operations import patched, tensors_in
 from gpubound.graph.reach import storage_key
 
 

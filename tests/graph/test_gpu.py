@@ -13,7 +13,7 @@ from gpubound.graph.runner import capture_stream
 from gpubound.watch import watch
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
-from .test_guard import GRADIENT, MOVED, REPLACED
+from .test_held import GRADIENT, MOVED, REPLACED
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from gpubound.monitor import Live, Tape, write_report
+from gpubound.monitor import LiveLine, Tape, write_report
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\"'><svg onload=alert(3)> {{7*7}} & \ud800"
 
@@ -56,14 +56,14 @@ def test_nothing_that_a_tape_says_is_markup(tmp_path, count):
 @pytest.mark.parametrize("name", ["[/b]", "[red]x", ":smile:", "{task}"])
 def test_a_name_is_shown_as_it_is(name, terminal):
     out = StringIO()
-    with Live(1, name, Console(file=out, width=120, force_terminal=terminal, color_system=None)) as live:
+    with LiveLine(1, name, Console(file=out, width=120, force_terminal=terminal, color_system=None)) as live:
         live.show({"step": 1, "loss": 2.0, "phase": name})
     assert out.getvalue().count(name) >= 2
 
 
 def test_a_name_does_not_steer_the_terminal(capsys):
     out = StringIO()
-    with Live(1, "a\x1b[2J", Console(file=out, width=120)) as live:
+    with LiveLine(1, "a\x1b[2J", Console(file=out, width=120)) as live:
         live.show({"step": 1, "phase": "b\x1b]0;c\x07"})
     assert out.getvalue() == "a\\x1b[2J 1/1  b\\x1b]0;c\\x07\n"
 

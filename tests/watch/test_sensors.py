@@ -14,8 +14,8 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import calls, gpuhook, ops, pretend, site, watch
-from gpubound.watch.sensors import kernels, memory
+from gpubound.watch import ops, pretend, site, unseen, watch
+from gpubound.watch.sensors import gputrace, kernels, memory
 
 
 def syncs(ledger):
@@ -77,22 +77,22 @@ def call(entry: int, name: str) -> None:
 
 
 def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
-    """Python called at a free would lose the exception that is on its way up: see gpuhook.py."""
+    """Python called at a free would lose the exception that is on its way up: see sensors/gputrace.py."""
     from torch.cuda import _gpu_trace
 
     heard = []
     for name in [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]:
         monkeypatch.setattr(_gpu_trace, name, registry := CallbackRegistry(name))
         registry.add_callback(lambda *values, name=name: heard.append((name, *values)))
-    hook = gpuhook.Hook()
+    hook = gputrace.Hook()
     hook.on()
     try:
-        table = gpuhook._at(gpuhook._at(hook.pointer.value))  # as torch finds it
+        table = gputrace._at(gputrace._at(hook.pointer.value))  # as torch finds it
     finally:
         hook.off()
     for slot, name in enumerate(hook.names):
         if name.startswith("trace_gpu_"):
-            call(gpuhook._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)
+            call(gputrace._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)
     assert heard == [
         ("DeviceSynchronizationCallbacks",),
         ("StreamSynchronizationCallbacks", 7),
@@ -102,7 +102,7 @@ def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
 
 
 def test_the_hook_is_off_once_the_last_ledger_has_left():
-    hook = gpuhook._make()
+    hook = gputrace._make()
     with watch(gputrace=True):
         assert hook.flag.value
         with watch() as inner:
@@ -117,9 +117,10 @@ def test_a_trace_that_another_turned_on_stays_on():
     """CUDA Sanitizer hears every allocation: its table stays in place, before, during and after a ledger."""
     code = """
 import torch
-from gpubound.watch import gpuhook, watch
+from gpubound.watch import watch
+from gpubound.watch.sensors import gputrace
 torch._C._activate_gpu_trace()
-hook = gpuhook._make()
+hook = gputrace._make()
 theirs = hook.pointer.value
 with watch(gputrace=True):
     print(hook.flag.value, hook.pointer.value == theirs)
@@ -130,14 +131,14 @@ print(hook.flag.value, hook.pointer.value == theirs)
 
 
 def test_a_torch_whose_table_is_not_known_is_left_alone(monkeypatch):
-    monkeypatch.setattr(gpuhook, "functions", lambda header: ["trace_gpu_memory_allocation"])
-    monkeypatch.setattr(gpuhook, "_make", gpuhook._make.__wrapped__)
+    monkeypatch.setattr(gputrace, "functions", lambda header: ["trace_gpu_memory_allocation"])
+    monkeypatch.setattr(gputrace, "_make", gputrace._make.__wrapped__)
     with watch(gputrace=True) as ledger:
         pass
     assert "its header names no synchronizations" in ledger.absent["gputrace"]
     with pytest.raises(ValueError, match="its header names no synchronizations"):
-        gpuhook.listen()
-    assert not gpuhook.listening()
+        gputrace.listen()
+    assert not gputrace.listening()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to count syncs on")
@@ -156,7 +157,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
         heard.append((what, device))
         raise InterruptedError  # before the driver, which may not be there, is reached
 
-    calls.listen(listener)
+    unseen.listen(listener)
     try:
         for call in (
             torch.cuda.synchronize,
@@ -166,7 +167,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
             with pytest.raises(InterruptedError):
                 call()
     finally:
-        calls.leave(listener)
+        unseen.leave(listener)
     assert heard == [("torch.cuda.synchronize", "cuda"), ("stream.synchronize", "cuda"), ("event.synchronize", "cuda")]
     assert torch.cuda.Event.synchronize is original
 
@@ -296,11 +297,11 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
     only(monkeypatch, "xpu", works)
     heard = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    calls.listen(listener := lambda *what: heard.append(what))
+    unseen.listen(listener := lambda *what: heard.append(what))
     try:
         torch.accelerator.synchronize()
     finally:
-        calls.leave(listener)
+        unseen.leave(listener)
     assert heard == [("torch.accelerator.synchronize", "xpu")] * works
 
 
@@ -312,7 +313,7 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
         (torch._ops.__file__, site.PLUMBING),
         (threading.__file__, site.STDLIB),
         (pytest.__file__, site.LIBRARY),
-        (calls.__file__, site.OWN),
+        (unseen.__file__, site.OWN),
         (ops.__file__.replace("watch/ops", "device"), site.LIBRARY),
         ("<string>", site.UNNAMED),
         ("<stdin>", site.USER),

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from .. import measure
 from ..device import label
 from ..errors import DataError, MeasureError
-from ..monitor import Live, Tape, write_report
+from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import warnings
 from ..monitor.gauges import Gauges
 from ..monitor.live import quantity
@@ -80,7 +80,7 @@ def train(
     say(f"{title}: {size_of(run)}, {max(run.steps - first, 0):,} steps of {quantity(run.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
-    with Stop() as stop, logger, gauges, Live(run.steps, title) as live:
+    with Stop() as stop, logger, gauges, LiveLine(run.steps, title) as live:
 
         def on_record(record: Record) -> None:
             record = scale.fill(record) | gauges.read()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device import label, usable_bytes
-from ..graph.guard import address_check
+from ..graph.held import address_check
 
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has

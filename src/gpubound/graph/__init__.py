@@ -1,15 +1,15 @@
 """Graphs that cannot lie: `capture` puts a function into a CUDA graph, proves that replays do the same, and checks each call.
 
 reach.py       what the function can reach, with names and the ways to it
-discover.py    what it reads and writes, found by watching eager calls (launches.py: kernels that no dispatcher sees)
-operations.py  what an operation does to its arguments
+discover.py    what it reads and writes, found by watching eager calls
+operations.py  what an operation does to its arguments, and launches that no dispatcher sees
 explain.py     what a graph cannot hold, at which line, and what to write instead (places.py: whose line it is)
 memory.py      copies of what it writes, put back bit for bit; the comparison of results
-layout.py      static inputs, and the exact check of every later call against them
+inputs.py      the static inputs, and the exact check of every later call against them
 runner.py      the CUDA graph, or eager calls where there is no GPU
 prepare.py     the whole way from a function to a graph
-guard.py       what must still be true at a replay
-certify.py     replays against eager on other inputs (calls.py, vary.py; diagnose.py: why they disagree)
+held.py        what it holds, and what of that must still be true at a replay
+certify.py     replays against eager on other inputs (trial.py, vary.py; diagnose.py: why they disagree)
 poison.py      NaN where nothing should be read
 captured.py    the public function and what it returns
 """

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..trace import count, notice
 from .certify import Certificate, certify
-from .layout import Layout
+from .inputs import StaticInputs
 from .poison import Poison
 from .prepare import Preparation
 
@@ -21,7 +21,7 @@ WARMUP = 3  # one call for what only a first call does, one to use it, one to se
 
 
 @dataclass(frozen=True)
-class Options:
+class CaptureOptions:
     pool: Any
     state: Any
     verify: bool
@@ -44,11 +44,11 @@ class Captured:
     device: torch.device
     mode: str
 
-    def __init__(self, fn: Callable, inputs: tuple, options: Options) -> None:
+    def __init__(self, fn: Callable, inputs: tuple, options: CaptureOptions) -> None:
         self._fn, self._options = fn, options
         self.name = name_of(fn)
         self.replays = 0
-        self._build(Layout(inputs))
+        self._build(StaticInputs(inputs))
 
     def __call__(self, *inputs: Any) -> Any:
         """Copy the inputs into the static buffers, replay, and return the static outputs."""
@@ -73,7 +73,7 @@ class Captured:
         """
         if not inputs and self._poison is not None:
             self._layout.copy_in(self._last)
-        self._build(Layout(inputs) if inputs else self._layout)
+        self._build(StaticInputs(inputs) if inputs else self._layout)
         return self
 
     @property
@@ -97,7 +97,7 @@ class Captured:
         held = len(self.held)
         return f"Captured({self.name}, {self.mode} on {self.device}, {proof}, {self.replays} replays, holds {held} tensors)"
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, layout: StaticInputs) -> None:
         """Capture and certify; only then let go of the graph before."""
         options = self._options
         others = [layout.tensors(given) for given in options.other_inputs] if options.other_inputs else None
@@ -188,7 +188,7 @@ def capture(
         isinstance(other_inputs, (list, tuple)) and other_inputs and all(isinstance(given, tuple) for given in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    return Captured(fn, example_inputs, Options(pool, state, verify, poison, warmup, other_inputs, tolerance, clone))
+    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, poison, warmup, other_inputs, tolerance, clone))
 
 
 def name_of(fn: Callable) -> str:

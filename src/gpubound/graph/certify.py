@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..errors import GraphError
-from . import host
-from .calls import Results, Subject, eager_call, replay_call
 from .diagnose import cause
 from .memory import EQUAL, Difference, Memory, Room, difference, where
-from .vary import vary
+from .trial import Results, Subject, eager_call, replay_call
+from .vary import varied, vary
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _round(
 ) -> tuple[list[tuple[str, Difference]], bool]:
     """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
     before = subject.generators.states()
-    with host.varied(turn):
+    with varied(turn):
         eager = eager_call(subject, given, made_up)
     subject.generators.set(before)
     for memory in workspace:

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import host
-from .calls import Results, Subject, eager_call, replay_call
 from .memory import EQUAL, Difference, difference
+from .trial import Results, Subject, eager_call, replay_call
+from .vary import SOURCES, varied
 
 MOST_INPUTS = 16  # each costs two calls
 ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
@@ -27,7 +27,7 @@ def cause(subject: Subject, name: str, given: Sequence[Tensor], examples: Sequen
         return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
     if _reads_the_host(subject, name, given):
         return (
-            f"fn reads {host.SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
+            f"fn reads {SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
             "or pass the value as an input tensor"
         )
     if ignored := _ignored(subject, given, examples):
@@ -51,7 +51,7 @@ def _reads_the_host(subject: Subject, name: str, given: Sequence[Tensor]) -> boo
 def _value(subject: Subject, name: str, given: Sequence[Tensor], turn: int) -> Any:
     """What an eager call gives in the tensor called `name`."""
     subject.reset()
-    with host.varied(turn):
+    with varied(turn):
         results = eager_call(subject, given, made_up=True)
     values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
     values |= {memory.name: memory.tensor.clone() for memory in subject.snapshot.memories.values() if memory.name == name}

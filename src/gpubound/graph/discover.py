@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import explain
-from .launches import patched
 from .memory import Memory, Snapshot
-from .operations import Origin, began, plain_tensors, tensors_in, written
+from .operations import Origin, began, patched, plain_tensors, tensors_in, written
 from .places import Place, here
 from .reach import storage_key
 

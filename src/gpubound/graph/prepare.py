@@ -11,8 +11,8 @@ from ..errors import GraphError
 from ..trace import notice
 from . import explain
 from .discover import Watch
-from .guard import Guard, same
-from .layout import Layout
+from .held import Held, same
+from .inputs import StaticInputs
 from .memory import Generators, Snapshot, allocating_in, whole
 from .poison import fill_results, scribble
 from .reach import Found, Reach, Way, storage_key
@@ -22,7 +22,7 @@ from .runner import runner_for
 class Preparation:
     """One capture under way, and what it leaves: `runner`, `outputs`, `guard`."""
 
-    def __init__(self, name: str, fn: Callable, layout: Layout, state: Any, pool: Any, warmup: int) -> None:
+    def __init__(self, name: str, fn: Callable, layout: StaticInputs, state: Any, pool: Any, warmup: int) -> None:
         self.name, self.fn, self.layout, self.state = name, fn, layout, state
         self.before = Reach(fn, state)
         self.device = choose_device(layout, self.before)
@@ -60,7 +60,7 @@ class Preparation:
             raise
         self._bound = {name: (leaf, leaf.grad) for name, leaf in self.leaves.items()}
         self.reset()
-        self.guard = Guard(self._held(), self.reach, self._steady(), self._watched_gradients())
+        self.guard = Held(self._held(), self.reach, self._steady(), self._watched_gradients())
 
     @property
     def new_gradients(self) -> list[str]:
@@ -298,7 +298,7 @@ class Preparation:
         ]
 
 
-def choose_device(layout: Layout, reach: Reach) -> torch.device:
+def choose_device(layout: StaticInputs, reach: Reach) -> torch.device:
     """Where fn works: the GPU that anything it reaches lies on, else the CPU. Inputs must lie there too."""
     named = [(slot.name, slot.buffer) for slot in layout.slots if slot.buffer is not None]
     devices = list(dict.fromkeys([tensor.device for _, tensor in named] + reach.devices()))

@@ -3,6 +3,6 @@
 Reads numbers, never models.
 """
 
-from .live import Live as Live
+from .live import LiveLine as LiveLine
 from .report import write_report as write_report
 from .tape import Tape as Tape

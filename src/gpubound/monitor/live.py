@@ -48,8 +48,8 @@ class _Bar(Progress):
         yield from (Text(task.fields["line"]) for task in self.tasks)
 
 
-class Live:
-    """`with Live(steps) as live: live.show(record)`. A bar on a terminal, plain lines elsewhere."""
+class LiveLine:
+    """`with LiveLine(steps) as live: live.show(record)`. A bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, steps: int, title: str = "train", console: Console | None = None):
         self.steps, self.title = steps, printable(title)
@@ -60,7 +60,7 @@ class Live:
         self._seldom: dict[str, Any] = {}
         self._phase: str | None = None
 
-    def __enter__(self) -> "Live":
+    def __enter__(self) -> "LiveLine":
         if self.console.is_terminal:
             named = TextColumn("{task.description}", markup=False)  # [b] in a name is part of the name
             columns = (named, BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())

@@ -15,12 +15,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .guard import no_stall
-    from .ledger import Ledger, Row, watch
+    from .forbid import no_stall
+    from .ledger import Ledger, watch
+    from .rows import Row
 
 __all__ = ["Ledger", "Row", "no_stall", "watch"]
 
-_HOMES = {"Ledger": "ledger", "Row": "ledger", "watch": "ledger", "no_stall": "guard"}
+_HOMES = {"Ledger": "ledger", "Row": "rows", "watch": "ledger", "no_stall": "forbid"}
 
 
 def __getattr__(name: str):

@@ -18,62 +18,8 @@ from ..device import accelerator
 from ..errors import BudgetError
 from . import pretend
 from .names import nearest
+from .rows import TOTALS, Row, offenders, render
 from .site import Origins, Place, here
-
-# Totals by name: which rows they add up, and what of each.
-TOTALS: dict[str, tuple[str, str]] = {
-    "syncs": ("sync", "count"),
-    "h2d_copies": ("h2d", "count"),
-    "h2d_bytes": ("h2d", "bytes"),
-    "d2h_copies": ("d2h", "count"),
-    "d2h_bytes": ("d2h", "bytes"),
-    "pageable_copies": ("h2d d2h", "pageable"),
-    "repeated_uploads": ("repeat", "count"),
-    "dead_clones": ("clone", "count"),
-    "launches": ("launch", "count"),
-    "cpu_ops": ("cpu_op", "count"),
-    "allocations": ("alloc", "count"),
-    "frees": ("free", "count"),
-    "alloc_retries": ("retry", "count"),
-    "pinned_allocations": ("pin", "count"),
-    "recompiles": ("compile", "count"),
-    "gc_pauses": ("gc", "count"),
-    "gc_ms": ("gc", "ms"),
-    "fallbacks": ("fallback", "count"),
-}
-
-
-@dataclass
-class Row:
-    """All occurrences of one thing at one place. `kind` is a key of TOTALS' rows: sync, h2d, d2h, launch, ..."""
-
-    kind: str
-    what: str
-    place: Place
-    detail: str = ""
-    count: int = 0
-    bytes: int = 0
-    ms: float = 0.0
-
-    @property
-    def pageable(self) -> int:
-        return self.count if self.detail.startswith("pageable") else 0
-
-    def as_dict(self) -> dict:
-        place = self.place
-        return {
-            "kind": self.kind,
-            "what": self.what,
-            "detail": self.detail,
-            "count": self.count,
-            "bytes": self.bytes,
-            "ms": round(self.ms, 3),
-            "site": place.site.as_dict() if place.site else None,
-            "via": place.via,
-            "node": place.node,
-            "built": place.built.as_dict() if place.built else None,
-            "thread": place.thread,
-        }
 
 
 @dataclass
@@ -169,8 +115,6 @@ class Ledger:
         if unknown:
             raise BudgetError(self._uncounted(unknown))
         if over:
-            from .table import offenders
-
             said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
             raise BudgetError(f"over budget: {said}.\n{offenders(self, over)}")
 
@@ -194,8 +138,6 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        from .table import render
-
         return render(self)
 
     # What the sensors call.

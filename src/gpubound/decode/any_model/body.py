@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...errors import StallError
-from ...watch.guard import no_stall
+from ...watch.forbid import no_stall
 from ..contract import Body, Watched, check_room
 from .cache import Places, Prompt, RowCache
 from .fit import CHUNKED, bytes_read, cache_bytes, examine, first_not_finite, in_training, places, routing, windows

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from ...errors import DeviceError
-from ..calls import announce
+from ..unseen import announce
 from .tensor import KERNELS, NAME, is_pinned, pin_memory
 
 

@@ -13,11 +13,10 @@ gputrace    torch's hooks    every sync that torch makes, in every thread       
 """
 
 from .base import Sensor
-from .calls import Calls
-from .dispatch import Dispatch, SimGpu
 from .gputrace import GpuTrace
 from .kernels import Kernels, Triton
 from .memory import Allocator
+from .ops import Calls, Dispatch, SimGpu
 from .runtime import Collector, Compiles, Fallbacks
 
 # Started in this order and stopped in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.

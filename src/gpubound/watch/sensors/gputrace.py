@@ -1,9 +1,124 @@
-"""torch's own hook at every synchronization it makes: exact, in every thread, with the stack alive. See watch/gpuhook.py."""
+"""torch's own hook at every synchronization it makes: exact, in every thread, with the stack alive. Switched on without its
+faults, and off again.
+
+torch calls Python at each synchronization, allocation, free and event once its "GPU trace" is on. It has no way to turn the
+trace off (`torch._C._activate_gpu_trace` turns it on), an allocation costs 4 µs more, and exceptions get lost: a free often
+happens while an exception is on its way up, as Python drops a call's arguments and C++ an operation's temporaries. torch then
+calls Python with that exception pending, and the caller is left with "SystemError: returned NULL without setting an exception".
+
+The trace is one flag and one pointer in libc10, to an object with a table of functions. So we make the table ourselves: torch's
+functions for the synchronizations, one that does nothing for the rest. The flag is set while somebody listens. torch's header
+says where in the table each function stands.
+"""
+
+import atexit
+import ctypes
+import re
+import threading
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from .. import gpuhook
 from .base import Sensor
+
+HEARD = ("trace_gpu_device_synchronization", "trace_gpu_stream_synchronization", "trace_gpu_event_synchronization")
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_BEFORE = 2  # words in front of a C++ table: its offset and its type
+
+_lock = threading.Lock()
+_listening = 0
+
+
+def functions(header: str) -> list[str]:
+    """The names in the table, in their order. A virtual destructor stands there twice."""
+    body = re.search(r"struct C10_API PyInterpreterVTable \{(.*?)\n\};", header, re.DOTALL)
+    text = re.sub(r"//[^\n]*", "", body[1] if body else "")
+    names = re.findall(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(", text)
+    return [name for found in names for name in ([found, found] if found.startswith("~") else [found])]
+
+
+class Hook:
+    """The flag, the pointer, and the table that we let it point to. Never freed: another thread may be reading it."""
+
+    def __init__(self) -> None:
+        home = Path(torch.__file__).parent
+        names = functions((home / "include/c10/core/impl/PyInterpreter.h").read_text())
+        if not set(HEARD) <= set(names):
+            raise ValueError("its header names no synchronizations")
+        c10, python = (ctypes.CDLL(str(home / "lib" / name)) for name in ("libc10.so", "libtorch_python.so"))
+        self.flag = ctypes.c_bool.in_dll(c10, "_ZN3c104impl8GPUTrace9haveStateE")
+        self.pointer = ctypes.c_void_p.in_dll(c10, "_ZN3c104impl8GPUTrace13gpuTraceStateE")
+        interpreter = python["_Z16getPyInterpreterv"]
+        interpreter.restype = ctypes.c_void_p
+        theirs = _at(_at(interpreter()))  # the interpreter holds its table's owner, and that one its table
+        entries = (ctypes.c_void_p * (_BEFORE + len(names))).from_address(theirs - _BEFORE * _WORD)
+        self.table = type(entries)(*entries)
+        nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+        for slot, name in enumerate(names, _BEFORE):
+            if name.startswith("trace_gpu_") and name not in HEARD:
+                self.table[slot] = nothing
+        self.names = names
+        self._owner = ctypes.c_void_p(ctypes.addressof(self.table) + _BEFORE * _WORD)
+        self._interpreter = ctypes.c_void_p(ctypes.addressof(self._owner))
+        atexit.register(self.off)
+
+    @property
+    def of_another(self) -> bool:
+        """True when somebody else, such as CUDA Sanitizer, has turned torch's trace on: then it is theirs."""
+        return self.flag.value and self.pointer.value != ctypes.addressof(self._interpreter)
+
+    def on(self) -> None:
+        if not self.of_another:
+            self.pointer.value = ctypes.addressof(self._interpreter)
+            self.flag.value = True
+
+    def off(self) -> None:
+        if not self.of_another:
+            self.flag.value = False
+
+
+def _at(address: int) -> int:
+    return ctypes.c_void_p.from_address(address).value or 0
+
+
+@cache
+def _make() -> Hook | str:
+    try:
+        return Hook()
+    except (OSError, AttributeError, ValueError) as error:
+        return f"torch {torch.__version__} has no GPU trace that can be hooked here: {error}"
+
+
+def why_not() -> str | None:
+    """Why the hook cannot be used with this torch, or None."""
+    made = _make()
+    return made if isinstance(made, str) else None
+
+
+def listening() -> bool:
+    return _listening > 0
+
+
+def listen() -> None:
+    """Let torch call the callbacks of torch.cuda._gpu_trace that concern synchronizations, until `leave`."""
+    global _listening
+    made = _make()
+    if isinstance(made, str):
+        raise ValueError(made)
+    with _lock:
+        _listening += 1
+        made.on()
+
+
+def leave() -> None:
+    global _listening
+    made = _make()
+    with _lock:
+        _listening -= 1
+        if not _listening and isinstance(made, Hook):
+            made.off()
 
 
 class GpuTrace(Sensor):
@@ -19,17 +134,17 @@ class GpuTrace(Sensor):
         asked = self.ledger.asked_gputrace
         if asked is False:
             return "left out with gputrace=False"
-        if asked is None and not gpuhook.listening():
+        if asked is None and not listening():
             return "not asked for: watch(gputrace=True)"
-        return gpuhook.why_not()
+        return why_not()
 
     def start(self) -> None:
         for registry, callback in self._registries():
             registry.add_callback(callback)
-        gpuhook.listen()
+        listen()
 
     def stop(self) -> None:
-        gpuhook.leave()
+        leave()
         for registry, callback in self._registries():
             registry.callback_list.remove(callback)
 

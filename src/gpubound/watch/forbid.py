@@ -27,7 +27,7 @@ from functools import lru_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..errors import StallError
-from . import calls, ops
+from . import ops, unseen
 from .names import nearest
 from .site import Origins, Place, Site, here
 
@@ -48,7 +48,7 @@ REMEDIES = {
 _COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
 
 
-class Guard(ContextDecorator):
+class NoStall(ContextDecorator):
     """What `no_stall` makes. `allowed` counts, by line, the stalls that a comment permitted."""
 
     def __init__(self, allow: frozenset[str], message: str | None):
@@ -56,23 +56,23 @@ class Guard(ContextDecorator):
         self.allowed: Counter[str] = Counter()
         self._entered = threading.local()
 
-    def __enter__(self) -> Guard:
-        calls.listen(_called)
-        mode = _GuardMode(self)
+    def __enter__(self) -> NoStall:
+        unseen.listen(_called)
+        mode = _Forbidding(self)
         mode.__enter__()
         self._modes().append(mode)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._modes().pop().__exit__(kind, error, traceback)
-        calls.leave(_called)
+        unseen.leave(_called)
 
-    def _modes(self) -> list[_GuardMode]:
+    def _modes(self) -> list[_Forbidding]:
         if not hasattr(self._entered, "modes"):
             self._entered.modes = []
         return self._entered.modes
 
-    def meet(self, mode: _GuardMode, kind: str, what: str, device: str) -> None:
+    def meet(self, mode: _Forbidding, kind: str, what: str, device: str) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""
         if kind in self.allow:
             return
@@ -101,8 +101,8 @@ class Guard(ContextDecorator):
         )
 
 
-class _GuardMode(TorchDispatchMode):
-    def __init__(self, guard: Guard):
+class _Forbidding(TorchDispatchMode):
+    def __init__(self, guard: NoStall):
         super().__init__()
         self.guard = guard
         self.origins = Origins()
@@ -139,7 +139,7 @@ _settled = _Settled()
 
 def _called(what: str, device_type: str) -> None:
     """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _GuardMode)]
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Forbidding)]
     if modes and not _settled.inside:
         modes[-1].guard.meet(modes[-1], "sync", what, device_type)
 
@@ -172,7 +172,7 @@ def _comments(lines: tuple[str, ...]) -> dict[int, str]:
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
 
-def no_stall(allow: Iterable[str] = (), message: str | None = None) -> Guard:
+def no_stall(allow: Iterable[str] = (), message: str | None = None) -> NoStall:
     """A guard, as `with no_stall():` or `@no_stall()`: StallError at the line where this thread would wait for a device.
 
     allow    kinds of stall to let through: "sync", "h2d", "d2h".
@@ -183,4 +183,4 @@ def no_stall(allow: Iterable[str] = (), message: str | None = None) -> Guard:
     kinds = frozenset(allow)
     for name in sorted(kinds - set(KINDS), key=str):
         raise ValueError(f"no_stall: allow: got {name!r}, wanted kinds among {', '.join(KINDS)}{nearest(name, KINDS)}")
-    return Guard(kinds, message)
+    return NoStall(kinds, message)

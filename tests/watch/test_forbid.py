@@ -30,7 +30,7 @@ def test_the_sentence(sim, monkeypatch, request):
         x.sum().item()
     line = error.traceback[0].lineno + 1
     assert str(error.value) == (
-        f"test_guard.py:{line} in test_the_sentence: `x.sum().item()` makes the host wait for simgpu:0 (sync: "
+        f"test_forbid.py:{line} in test_the_sentence: `x.sum().item()` makes the host wait for simgpu:0 (sync: "
         f"item). What to do: {KEEP}; "
         "or say on that line `# gpubound: allow(sync) <why>`."
     )
@@ -43,7 +43,7 @@ def test_the_sentence_of_a_copy(sim, monkeypatch, request):
         x.to(sim)
     line = error.traceback[0].lineno + 1
     assert str(error.value) == (
-        f"the step must not stall: test_guard.py:{line} in test_the_sentence_of_a_copy: `x.to(sim)` makes the "
+        f"the step must not stall: test_forbid.py:{line} in test_the_sentence_of_a_copy: `x.to(sim)` makes the "
         "host wait for simgpu:0 "
         "(h2d: copy to device, pageable, blocking). What to do: put the batch into pinned memory and copy it "
         "with non_blocking=True "

@@ -41,7 +41,7 @@ def _hook() -> None:
         _hooked = True
 
 
-class Guard:
+class Held:
     """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them.
 
     `plain` are the Python values that fn names directly and does not change itself, `gradients` those that the graph writes.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..errors import GraphError
-from .layout import Layout
+from .inputs import StaticInputs
 from .memory import Generators, Snapshot
 from .reach import storage_key
 
@@ -19,7 +19,7 @@ class Subject(Protocol):
 
     name: str
     device: torch.device
-    layout: Layout
+    layout: StaticInputs
     snapshot: Snapshot
     generators: Generators
     outputs: Any

@@ -1,14 +1,71 @@
-"""The ledger as plain text."""
+"""The rows of a ledger, what they add up to, and how they print."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .site import Place
 
 if TYPE_CHECKING:
-    from .ledger import Ledger, Row
+    from .ledger import Ledger
+
+# Totals by name: which rows they add up, and what of each.
+TOTALS: dict[str, tuple[str, str]] = {
+    "syncs": ("sync", "count"),
+    "h2d_copies": ("h2d", "count"),
+    "h2d_bytes": ("h2d", "bytes"),
+    "d2h_copies": ("d2h", "count"),
+    "d2h_bytes": ("d2h", "bytes"),
+    "pageable_copies": ("h2d d2h", "pageable"),
+    "repeated_uploads": ("repeat", "count"),
+    "dead_clones": ("clone", "count"),
+    "launches": ("launch", "count"),
+    "cpu_ops": ("cpu_op", "count"),
+    "allocations": ("alloc", "count"),
+    "frees": ("free", "count"),
+    "alloc_retries": ("retry", "count"),
+    "pinned_allocations": ("pin", "count"),
+    "recompiles": ("compile", "count"),
+    "gc_pauses": ("gc", "count"),
+    "gc_ms": ("gc", "ms"),
+    "fallbacks": ("fallback", "count"),
+}
+
+
+@dataclass
+class Row:
+    """All occurrences of one thing at one place. `kind` is a key of TOTALS' rows: sync, h2d, d2h, launch, ..."""
+
+    kind: str
+    what: str
+    place: Place
+    detail: str = ""
+    count: int = 0
+    bytes: int = 0
+    ms: float = 0.0
+
+    @property
+    def pageable(self) -> int:
+        return self.count if self.detail.startswith("pageable") else 0
+
+    def as_dict(self) -> dict:
+        place = self.place
+        return {
+            "kind": self.kind,
+            "what": self.what,
+            "detail": self.detail,
+            "count": self.count,
+            "bytes": self.bytes,
+            "ms": round(self.ms, 3),
+            "site": place.site.as_dict() if place.site else None,
+            "via": place.via,
+            "node": place.node,
+            "built": place.built.as_dict() if place.built else None,
+            "thread": place.thread,
+        }
+
 
 HEADS = ("kind", "what", "times", "amount", "where", "code")
 LAUNCH_LINES = 12  # a step launches from hundreds of lines; the busiest tell the story
@@ -16,8 +73,6 @@ CODE = 72  # columns of source shown
 
 
 def render(ledger: Ledger) -> str:
-    from .ledger import TOTALS
-
     steps = f"{ledger.steps} steps" if ledger.steps != 1 else "1 step"
     totals = ledger.totals
     some = [f"{name} {_total(value, ledger.steps)}" for name, value in totals.items() if value]
@@ -42,16 +97,12 @@ def render(ledger: Ledger) -> str:
 
 def offenders(ledger: Ledger, names: Iterable[str]) -> str:
     """The rows behind these totals."""
-    from .ledger import TOTALS
-
     picked = [row for row in ledger.rows if any(row.kind in TOTALS[n][0].split() and getattr(row, TOTALS[n][1]) for n in names)]
     return "\n".join(_table(picked))
 
 
 def _by_line(rows: Iterable[Row]) -> list[Row]:
     """One row a place, whatever was launched there."""
-    from .ledger import Row
-
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault((row.place.site or row.place.built, bool(row.place.node)), []).append(row)

@@ -12,7 +12,7 @@ from ..errors import GraphError
 
 
 @dataclass(frozen=True)
-class Slot:
+class Input:
     """One leaf of the inputs: a tensor with a static buffer, or a constant that the graph has baked in."""
 
     name: str
@@ -55,12 +55,12 @@ class Slot:
             )
 
 
-class Layout:
+class StaticInputs:
     """The static inputs of one captured function, in the nesting in which they were given."""
 
     def __init__(self, inputs: tuple) -> None:
         leaves, self.spec = tree_flatten_with_path(inputs)
-        self.slots = [_slot(_name(path), leaf) for path, leaf in leaves]
+        self.slots = [_input(_name(path), leaf) for path, leaf in leaves]
         self.flat = all(isinstance(value, Tensor) for value in inputs)
         self.buffers = [slot.buffer for slot in self.slots if slot.buffer is not None]
         # Copies go into detached aliases, so that a buffer that requires grad stays a leaf.
@@ -108,12 +108,12 @@ class Layout:
                 torch._foreach_copy_([target for target, _ in todo], [given for _, given in todo])
 
 
-def _slot(name: str, leaf: Any) -> Slot:
+def _input(name: str, leaf: Any) -> Input:
     if isinstance(leaf, Tensor):
-        return Slot(name, static_copy(name, leaf))
+        return Input(name, static_copy(name, leaf))
     if not isinstance(leaf == leaf, bool):  # a NumPy array compares elementwise: it is data, not a constant
         raise ValueError(f"{name}: got {type(leaf).__name__}, wanted a tensor or a constant; convert it with torch.as_tensor.")
-    return Slot(name, None, leaf)
+    return Input(name, None, leaf)
 
 
 def static_copy(name: str, given: Tensor) -> Tensor:

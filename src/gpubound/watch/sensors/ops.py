@@ -1,0 +1,186 @@
+"""Ops as they are dispatched: to a mode above CUDA, and to the pretend device from below; and waits that no op shows."""
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...device import accelerator
+from .. import ops, pretend, unseen
+from ..copies import Clones, Uploads, repeats_layout
+from .base import Sensor
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+
+_COPIES = {"h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies", "pageable_copies", "repeated_uploads", "dead_clones"}
+
+
+class OpRows:
+    """Turns the ops that a sensor sees into rows of the ledger.
+
+    `beneath`: ops come from the pretend device, below composite kernels. `syncs`: nothing else counts syncs here.
+    """
+
+    def __init__(self, ledger: "Ledger", beneath: bool, syncs: bool):
+        self.ledger, self.beneath, self.syncs = ledger, beneath, syncs
+        self._uploads, self._clones = Uploads(), Clones()
+
+    def see(self, func, args, kwargs) -> str:
+        """Called before an op runs. Returns what to call it."""
+        ledger = self.ledger
+        ledger.origins.note(func._opname)
+        device = ops.device_of(args, kwargs)
+        self._clones.used(args, kwargs)
+        self._report_dead()
+        found = [move for move in ops.moves(func, args, kwargs, self.beneath) if ledger.wants(move.device)]
+        for move in found:
+            self._moved(move)
+        if device is None:
+            pass
+        elif ops.on_host(device):
+            self._on_host(func, args, found)
+        elif ledger.wants(device):
+            if repeats_layout(func, args, kwargs):
+                self._clones.cloned(args[0], ledger.here())
+            if func.namespace == "aten" and ledger.launches == "ops" and not found and ops.launches(func):
+                ledger.record("launch", func._opname)
+        return found[0].what if found else func._opname
+
+    @contextmanager
+    def seeing(self, func, args, kwargs):
+        """Around an op as it runs. A custom op is a launch of its own unless Triton launches were heard inside."""
+        before = self.ledger.enter_op(self.see(func, args, kwargs))
+        try:
+            yield
+        finally:
+            after = self.ledger.leave_op()
+        if func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == after:
+            device = ops.device_of(args, kwargs)
+            if device is not None and not ops.on_host(device) and self.ledger.wants(device):
+                self.ledger.record("launch", f"{func.namespace}::{func._opname}")
+
+    def close(self) -> None:
+        self._report_dead()
+
+    def _moved(self, move: ops.Move) -> None:
+        if move.kind == "sync":
+            if self.syncs:
+                self.ledger.record("sync", move.what)
+            return
+        self.ledger.record(move.kind, move.what, bytes=move.bytes, detail=move.manner)
+        if self.syncs and move.blocking:
+            self.ledger.record("sync", move.what)
+        if move.kind == "h2d" and move.source is not None and self._uploads.again(move.source, move.device):
+            self.ledger.record("repeat", move.what, bytes=move.bytes)
+
+    def _on_host(self, func, args, found) -> None:
+        """Work done on the CPU. Scalars are bookkeeping, such as an optimizer's step count."""
+        if not found and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
+            self.ledger.record("cpu_op", func._opname)
+
+    def _report_dead(self) -> None:
+        for candidate in self._clones.dead():
+            self.ledger.record("clone", "clone", bytes=candidate.bytes, place=candidate.place)
+
+
+class SimGpu(Sensor):
+    name = "simgpu"
+    sees = "every op, copy and sync on the pretend device, in any thread"
+    blind = ""
+
+    @property
+    def counts(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(_COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set()))
+
+    def absent(self) -> str | None:
+        if not self.ledger.wants_type(pretend.NAME):
+            return f"device={str(self.ledger.device)!r} was asked for"
+        return None if pretend.ready() else "simgpu() was not called"
+
+    def start(self) -> None:
+        self._rows = OpRows(self.ledger, beneath=True, syncs=True)
+        pretend.observers.append(self._rows.see)
+
+    def stop(self) -> None:
+        pretend.observers.remove(self._rows.see)
+        self._rows.close()
+
+
+class Dispatch(Sensor):
+    name = "dispatch"
+    sees = "ops, copies and clones, and syncs where gputrace does not run, in the ledger's thread and its backward"
+    blind = "other threads, compiled code and graph replays; a sync inside an op that its table does not list"
+
+    @property
+    def counts(self) -> frozenset[str]:  # type: ignore[override]
+        found = {"cpu_ops"}
+        if self.ledger.device_is_here:
+            found |= _COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set())
+        return frozenset(found)
+
+    def absent(self) -> str | None:
+        if self.ledger.device_is_here or pretend.ready():
+            return None
+        return "no GPU and no pretend device" if accelerator() is None else f"device={str(self.ledger.device)!r} is not here"
+
+    def start(self) -> None:
+        heard = torch.cuda.is_available() and self.ledger.runs("gputrace")
+        self._rows = OpRows(self.ledger, beneath=False, syncs=not heard)
+        self._mode = _Mode(self._rows)
+        self._mode.__enter__()
+
+    def stop(self) -> None:
+        self._mode.__exit__(None, None, None)
+        self._rows.close()
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, rows: OpRows):
+        super().__init__()
+        self.rows = rows
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch.compile would run eagerly wherever a ledger is open
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if ops.composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if pretend.ready() and _pretended(args, kwargs):
+            return func(*args, **kwargs)  # the device itself reports it
+        with self.rows.seeing(func, args, kwargs):
+            return func(*args, **kwargs)
+
+
+def _pretended(args, kwargs) -> bool:
+    device = ops.device_of(args, kwargs)
+    if device is not None and device.type == pretend.NAME:
+        return True
+    target = kwargs.get("device")
+    return target is not None and torch.device(target).type == pretend.NAME
+
+
+class Calls(Sensor):
+    name = "calls"
+    counts = frozenset()  # it adds to what dispatch and simgpu count, and vouches for nothing alone
+    sees = "synchronize() of torch.cuda, streams and events, print(tensor)"
+    blind = "a synchronize() that was imported by name before the ledger opened"
+
+    def absent(self) -> str | None:
+        return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
+
+    def start(self) -> None:
+        unseen.listen(self._heard)
+
+    def stop(self) -> None:
+        unseen.leave(self._heard)
+
+    def _heard(self, what: str, device_type: str) -> None:
+        if what is unseen.SCALARS and device_type == pretend.NAME:
+            return  # the device sees each scalar being read
+        if self.ledger.wants_type(device_type) and not (device_type == "cuda" and self.ledger.runs("gputrace")):
+            self.ledger.record("sync", what)
