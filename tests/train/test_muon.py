@@ -10,7 +10,7 @@ from gpubound.train import AdamW, Muon, Schedule, TrainStep
 from gpubound.train.muon import orthogonal
 
 from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
-from .test_loss import llama
+from .objectives.test_causal_lm import llama
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

@@ -13,7 +13,7 @@ from gpubound.feed.budget import readable
 from gpubound.train import TrainStep, recompute
 from gpubound.train.recompute import count_blocks, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
 
-from .test_loss import batch, llama
+from .objectives.test_causal_lm import batch, llama
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

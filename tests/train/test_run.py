@@ -201,7 +201,7 @@ def test_the_rates_are_the_recipes(corpus, tmp_path, shape):
 def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch):
     run = prepare(recipe(corpus, tmp_path, steps=40, evaluate_every=3, patience=2), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12: the best is step 6's
-    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
     assert run.done == 12 and run.finished
     store = run.checkpoints
@@ -384,7 +384,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
 
     run = prepare(recipe(corpus, tmp_path / "run", steps=12, evaluate_every=3, keep=1, ema=0.5), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12
-    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
     live = {name: t.clone() for name, t in run.model.state_dict().items()}
     assert run.best == 6 and [p.name for p in run.checkpoints._paths()] == ["step-00000006", "step-00000012"]
@@ -397,7 +397,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
 def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkeypatch):
     run = prepare(recipe(corpus, tmp_path, steps=6, evaluate_every=3), progress=False)
     coming = iter([1.0, float("nan")])
-    monkeypatch.setattr(run, "evaluate", lambda: next(coming))
+    monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
     last, best = (run.checkpoints.at(step).tensors()["model.model.norm.weight"] for step in (6, 3))
     name = "model.norm.weight"

@@ -41,6 +41,7 @@ class Train(Recipe):
     """
 
     phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
+    objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     resume: bool = False
     """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
     auto_batch: bool = False
@@ -145,6 +146,8 @@ def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
             if not isinstance(value, list) or not all(isinstance(phase, dict) for phase in value):
                 raise ValueError("phases must be a list, each with keys and values such as 'steps: 2000'.")
             values[key] = tuple(_phase(phase, number) for number, phase in enumerate(value, 1))
+        elif key == "objective_options":
+            values[key] = value  # the objective's to check
         elif key not in known:
             raise ValueError(f"{where}: {shown(key)} {unknown(key, tuple(known))}")
         else:

@@ -17,7 +17,7 @@ from ..kernels.aside import Side
 from ..layers import recompute
 from .accumulate import Accumulators
 from .fp8 import Sites
-from .loss import CausalLM
+from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Precision, products
 
@@ -35,7 +35,7 @@ class DeviceStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss | CausalLM,
+        loss: Loss | Objective,
         accumulators: Accumulators,
         optimizer: FlatAdamW,
         precision: Precision,
@@ -120,7 +120,7 @@ class DeviceStep:
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale
-        if isinstance(self.loss, CausalLM):  # it makes the head's gradient in forward, and must know the scale by then
+        if isinstance(self.loss, Objective):  # it may make gradients in forward, and must know the scale by then
             return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
         total, items = _checked(self.loss(self.model, batch), self.device)
         return total if scale is None else total.float() * scale.float(), items

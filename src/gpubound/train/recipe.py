@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import reprlib
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -13,6 +13,7 @@ from typing import Any, get_args
 from ..corpus.tokenizer import SPECIALS
 from ..models import PRESETS, DecoderConfig
 from .muon import Muon
+from .objectives import Objective, objective_named
 from .optimizer import AdamW, AdamW8bit
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
@@ -70,6 +71,10 @@ class Recipe:
     """A tokenizer.json or HF folder; without one the model folder's own, or a byte-level BPE trained on the data."""
     vocabulary: int = 8192
     """Number of tokens of the BPE that is trained on the data."""
+    objective: str = "next_token"
+    """What is minimised: next_token."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """The objective's own options, where it has any. Only in a config file."""
     seq: int = 512
     """Tokens in a row."""
     micro_batch: int = 8
@@ -125,8 +130,8 @@ class Recipe:
     """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
-        for field in fields(Recipe):
-            check_kind(field, getattr(self, field.name))
+        for key in fields(Recipe):
+            check_kind(key, getattr(self, key.name))
         for name, least, most in LIMITS:
             value = getattr(self, name)
             if not least <= (least if value is None else value) <= most:
@@ -155,7 +160,7 @@ class Recipe:
                 "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
             )
         parse_recompute(self.recompute)
-        self.rates, self.numbers  # noqa: B018 (they check what they are given)
+        self.rates, self.numbers, self.minimised()
         self.stages()
 
     @property
@@ -171,6 +176,10 @@ class Recipe:
         if self.optimizer == "adamw8bit":
             return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
+
+    def minimised(self) -> Objective:
+        """A new objective, as the recipe wants it."""
+        return objective_named(self.objective, self.objective_options)
 
     def stages(self) -> list[tuple[str, "Recipe"]]:
         """(name, its own recipe) of each phase; a recipe without phases is its only one."""
@@ -210,6 +219,10 @@ def check_kind(field: Field, value: Any) -> None:
     if name == "phases":
         if not isinstance(value, tuple):
             raise ValueError(f"recipe: phases must be a tuple of dicts, got {shown(value)}.")
+        return
+    if name == "objective_options":
+        if not isinstance(value, dict):
+            raise ValueError(f"recipe: {name} must have keys and values, got {shown(value)}.")
         return
     if name == "data" and not (isinstance(value, tuple) and all(isinstance(part, str) for part in value)):
         raise ValueError(f"recipe: data must be a path or a list of them, got {shown(value)}.")

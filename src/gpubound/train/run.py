@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .ema import Average
 from .loop import Loop, Record, Stop
-from .loss import CausalLM
+from .objectives import Objective
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
 from .recompute import parse as parse_recompute
@@ -50,8 +51,11 @@ class Run:
     diverged: bool = False  # ended because step after step was skipped
     step: TrainStep = field(init=False)
     average: Average | None = field(init=False, default=None)
-    _loss: CausalLM = field(init=False, default_factory=lambda: CausalLM(shifted=True))
+    objective: Objective = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.objective = self.recipe.minimised()
 
     @property
     def stage(self) -> Stage:
@@ -77,7 +81,7 @@ class Run:
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
-        self.step = make_step(self.model, self.stage.recipe, self.device)
+        self.step = make_step(self.model, self.objective, self.stage.recipe, self.device)
         way, budget = parse_recompute(self.recipe.recompute)
         if way == "budget":
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
@@ -86,7 +90,7 @@ class Run:
     def _rehearse(self) -> None:
         """Forward and backward of one micro-batch, as a step does them. The next step begins its sums anew."""
         at = self.feed.state_dict()
-        total, _ = self._loss(self.model, self.feed.take(), scale=torch.ones((), device=self.device))
+        total, _ = self.objective(self.model, self.feed.take(), scale=torch.ones((), device=self.device))
         total.backward()
         self.feed.load_state_dict(at)
 
@@ -142,8 +146,9 @@ class Run:
 
     def _evaluate(self, loop: Loop) -> bool:
         """Note the held-out loss; True when it is this phase's best. Out of patience, go back to the best and end the phase."""
-        loss = self.evaluations[self.done] = self.evaluate()
-        loop.note(held_out=loss)
+        measured = self.validate()
+        self.evaluations[self.done] = measured["held_out"]
+        loop.note(**measured)
         loop.resume()
         if self.best == self.done:
             return True
@@ -166,16 +171,14 @@ class Run:
         self.over = True
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over the first held-out batches, always the same ones."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def validate(self) -> dict[str, float]:
+        """What the objective says of the first held-out batches, always the same ones."""
         self.held_out.seek(0)
         self.model.eval()
         with self.average.applied() if self.average else nullcontext():
-            for _, batch in zip(range(EVALUATION_BATCHES), self.held_out):
-                totals += torch.stack([part.double() for part in self._loss(self.model, batch)])
+            measured = self.objective.validate(self.model, islice(self.held_out, EVALUATION_BATCHES))
         self.model.train()
-        return (totals[0] / totals[1]).item()
+        return measured
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:

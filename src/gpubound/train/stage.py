@@ -8,6 +8,7 @@ import torch
 from ..corpus import Corpus
 from ..errors import DataError
 from ..models import Decoder
+from .objectives import Objective
 from .recipe import Recipe
 from .recompute import parse as parse_recompute
 from .step import TrainStep
@@ -52,12 +53,12 @@ class Stage:
                 raise DataError(f"{where}data: the {what} documents hold no token to learn; give chats with assistants' turns.")
 
 
-def make_step(model: Decoder, recipe: Recipe, device: torch.device) -> TrainStep:
+def make_step(model: Decoder, objective: Objective, recipe: Recipe, device: torch.device) -> TrainStep:
     """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
     budget = parse_recompute(recipe.recompute)[0] == "budget"
     return TrainStep(
         model,
-        "next_token",
+        objective,
         recipe.numbers,
         accumulate=recipe.accumulate,
         clip=recipe.clip,

@@ -12,7 +12,6 @@ frozen parameters and buffers stay as they are. `close()` takes everything off a
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from .device_step import DeviceStep, Loss, Reduce
 from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
 from .foreign import FlatForeign, Foreign
 from .fp8 import Sites
-from .loss import CausalLM
 from .muon import FlatMuon, Muon
+from .objectives import OBJECTIVES, Objective
 from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
 from .precision import Precision
 from .precision import precision as precision_named
@@ -41,7 +40,6 @@ from .schedule import Schedule
 from .step_graphs import MODES as GRAPH_MODES
 from .step_graphs import StepGraphs
 
-LOSSES: dict[str, Callable[[], CausalLM]] = {"causal_lm": CausalLM, "next_token": partial(CausalLM, shifted=True)}
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
@@ -67,7 +65,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: str | Loss,
+        loss: str | Loss | Objective,
         optimizer: str | AdamW | Muon | MakesOptimizer = "adamw",
         *,
         accumulate: int = 1,
@@ -286,12 +284,13 @@ def _flat_optimizer(config: AdamW | Muon | Foreign, *rest: Any) -> FlatAdamW:
     return FlatAdamW8bit(config, *rest) if isinstance(config, AdamW8bit) else FlatAdamW(config, *rest)
 
 
-def _loss(loss: str | Loss) -> Loss | CausalLM:
-    if isinstance(loss, str) and loss in LOSSES:
-        return LOSSES[loss]()
+def _loss(loss: str | Loss | Objective) -> Loss | Objective:
+    if isinstance(loss, str) and loss in OBJECTIVES:
+        return OBJECTIVES[loss]()
     if callable(loss):
         return loss
-    raise ValueError(f"TrainStep: loss must be {' or '.join(map(repr, LOSSES))} or a function of (model, batch), got {loss!r}.")
+    names = " or ".join(map(repr, OBJECTIVES))
+    raise ValueError(f"TrainStep: loss must be {names} or a function of (model, batch), got {loss!r}.")
 
 
 def _cast_inputs(model: nn.Module, dtype: torch.dtype):

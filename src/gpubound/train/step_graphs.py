@@ -16,6 +16,7 @@ from ..graph import Captured, capture
 from ..trace import fallback
 from .batches import MicroBatch
 from .device_step import DeviceStep
+from .objectives import Objective
 
 MODES = ("auto", "require", "off")
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
@@ -104,7 +105,7 @@ class StepGraphs:
         step = self.step
         if not step.single:
             self._check_adding()
-        if hasattr(step.loss, "prepare"):
+        if isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole)
 
         def train_step(*leaves: Tensor) -> Tensor:

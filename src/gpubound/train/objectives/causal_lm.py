@@ -6,30 +6,33 @@ skipping the model's own forward gives the same logits is not believed but tried
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..kernels import cross_entropy, linear_cross_entropy
-from ..layers.head import shift, why_whole
-from ..trace import fallback
+from ...kernels import cross_entropy, linear_cross_entropy
+from ...layers.head import shift, why_whole
+from ...trace import fallback
+from .objective import Objective
 
 IGNORE = -100
 CHUNK = 4096  # tokens of logits at a time. H200, 16384 tokens, 32768 words: 5.7 ms against 6.6 with 1024, for 0.2 GB more
 
 
-class CausalLM:
-    """(model, batch) -> (sum of the losses of all labels that count, their number).
+@dataclass(eq=False)
+class CausalLM(Objective):
+    """The cross-entropy of all labels that count.
 
     A batch is a dict as Hugging Face models take it: input_ids, labels (-100 does not count), and what else the model wants.
-    Labels are moved by one here, as Hugging Face does: the token at t is predicted from those before it. With `shifted` they
-    are the next tokens already, as a gpubound Corpus cuts them.
+    Labels are moved by one here, as Hugging Face does: the token at t is predicted from those before it.
     """
 
-    def __init__(self, shifted: bool = False) -> None:
-        self.shifted = shifted
-        self._tried: nn.Module | None = None
-        self._whole: str | None = None  # why this model's logits are needed whole
+    name: ClassVar[str] = "causal_lm"
+    of_corpus: ClassVar[bool] = False
+    shifted: ClassVar[bool] = False  # whether the labels have been moved already
+    _tried: nn.Module | None = field(init=False, default=None)
+    _whole: str | None = field(init=False, default=None)  # why this model's logits are needed whole
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         """Find out how this model is best asked. Reads the device once; the step itself never does."""
@@ -55,6 +58,15 @@ class CausalLM:
         _check_positions(model, logits, targets)
         total = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return total if scale is None else total * scale, count
+
+
+@dataclass(eq=False)
+class NextToken(CausalLM):
+    """The same for labels that are the next tokens already, as a Corpus cuts them."""
+
+    name: ClassVar[str] = "next_token"
+    of_corpus: ClassVar[bool] = True
+    shifted: ClassVar[bool] = True
 
 
 def _split(batch: Any) -> tuple[dict[str, Any], Tensor]:
