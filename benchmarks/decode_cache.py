@@ -10,7 +10,7 @@ import torch
 
 import gpubound
 from gpubound import measure
-from gpubound.kernels.cached import KINDS
+from gpubound.kernels.decode_attention import KINDS
 
 from .decode_peers import NEW
 from .harness import Bench, release

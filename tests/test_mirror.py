@@ -1,6 +1,7 @@
-"""kernels/reference and kernels/triton are one list of ops, written twice: same files, functions, signatures.
+"""An op is written twice: its definition in kernels/<file>.py and its kernel in kernels/triton/<file>.py, of one signature.
 
-Each op has a door that takes the same arguments, a self-test and a test file. Helpers are in _private files or start with _.
+Its public function, above the definition, takes the same arguments. It has a test file. Helpers in triton/ start with _, or
+their files do.
 """
 
 import inspect
@@ -12,29 +13,18 @@ from pathlib import Path
 import pytest
 
 from gpubound import kernels
-from gpubound.kernels import reference, selftest, triton
+from gpubound.kernels import triton
+from gpubound.kernels.ops import OPS, load
 
 TESTS = Path(__file__).parent / "kernels"
+FILES = sorted({op.file for op in OPS.values()})
 
 
-def files(package) -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
-
-
-def functions(source: str, file: str) -> dict[str, Callable]:
-    """The public functions written in that file."""
-    module = import_module(f"gpubound.kernels.{source}.{file}")
+def functions(file: str) -> dict[str, Callable]:
+    """The public functions written in that file of triton/."""
+    module = import_module(f"gpubound.kernels.triton.{file}")
     here = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
     return {name: f for name, f in here.items() if not name.startswith("_")}
-
-
-def ops() -> dict[str, Callable]:
-    """'file.function' -> its reference."""
-    return {f"{file}.{name}": f for file in files(reference) for name, f in functions("reference", file).items()}
-
-
-def doors() -> dict[str, Callable]:
-    return {name: f for name, f in vars(kernels).items() if inspect.isfunction(f) and not name.startswith("_")}
 
 
 def parameters(f: Callable) -> list[str]:
@@ -42,43 +32,45 @@ def parameters(f: Callable) -> list[str]:
 
 
 def test_same_files():
-    assert files(reference) == files(triton)
+    assert sorted(m.name for m in pkgutil.iter_modules(triton.__path__) if not m.name.startswith("_")) == FILES
 
 
-@pytest.mark.parametrize("file", files(reference))
+@pytest.mark.parametrize("file", FILES)
 def test_same_functions_and_signatures(file):
-    want = {name: str(inspect.signature(f)) for name, f in functions("reference", file).items()}
-    got = {name: str(inspect.signature(f)) for name, f in functions("triton", file).items()}
+    want = {name: str(inspect.signature(op.reference)) for name, op in OPS.items() if op.file == file}
+    got = {name: str(inspect.signature(f)) for name, f in functions(file).items()}
     assert got == want
 
 
-def test_every_op_has_a_self_test():
-    """An example is named as doors name the op: 'file', or 'file.function' where they differ."""
-    assert sorted(op if "." in op else f"{op}.{op}" for op in selftest.EXAMPLES) == sorted(ops())
+@pytest.mark.parametrize("op", OPS)
+def test_the_public_function_stands_beside_the_definition(op):
+    module = import_module(f"gpubound.kernels.{OPS[op].file}")
+    assert getattr(kernels, op) is getattr(module, op)
+    assert load("reference", op) is getattr(module, f"{op}_reference")
 
 
-def test_every_op_has_a_door_and_every_door_an_op():
-    assert sorted(doors()) == sorted(f.__name__ for f in ops().values())
+def test_what_is_public_is_an_op():
+    public = {name for name, f in vars(kernels).items() if inspect.isfunction(f)}
+    assert public - {"reference"} == set(OPS)
 
 
-@pytest.mark.parametrize("name", doors())
-def test_the_door_takes_what_the_op_takes(name):
-    """The same names mean the same. The optimizer's doors order them for their callers and take both betas as one."""
-    op, door = next(f for f in ops().values() if f.__name__ == name), doors()[name]
-    if "betas" in parameters(door):
-        assert {*parameters(door), "beta1", "beta2"} - {"betas"} == set(parameters(op))
+@pytest.mark.parametrize("op", OPS)
+def test_the_public_function_takes_what_the_op_takes(op):
+    """The same names mean the same. The optimizer's functions order them for their callers and take both betas as one."""
+    takes, public = parameters(OPS[op].reference), parameters(getattr(kernels, op))
+    if "betas" in public:
+        assert {*public, "beta1", "beta2"} - {"betas"} == set(takes)
     else:
-        assert parameters(door) == parameters(op)
+        assert public == takes
 
 
-@pytest.mark.parametrize("name", doors())
-def test_defaults_agree(name):
-    """A default that an op states is its door's too: the op called directly means what the door means."""
-    op, door = next(f for f in ops().values() if f.__name__ == name), doors()[name]
-    stated = {p.name: p.default for p in inspect.signature(op).parameters.values() if p.default is not p.empty}
-    assert stated.items() <= {p.name: p.default for p in inspect.signature(door).parameters.values()}.items()
+@pytest.mark.parametrize("op", OPS)
+def test_defaults_agree(op):
+    """A default that an op states is its public function's too: the op called directly means the same."""
+    stated = {p.name: p.default for p in inspect.signature(OPS[op].reference).parameters.values() if p.default is not p.empty}
+    assert stated.items() <= {p.name: p.default for p in inspect.signature(getattr(kernels, op)).parameters.values()}.items()
 
 
-@pytest.mark.parametrize("file", files(reference))
+@pytest.mark.parametrize("file", FILES)
 def test_every_file_has_a_test_file(file):
     assert (TESTS / f"test_{file}.py").exists()

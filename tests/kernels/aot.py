@@ -39,7 +39,7 @@ MORE = {
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
     ),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
-    "rms_norm of wide rows": ("rms_norm.add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
+    "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 
 compiled: list[str] = []
@@ -93,10 +93,10 @@ def compile_instead(kernel, *arguments, grid, warmup, **named):
 
 
 def arguments_of(case: str) -> tuple[str, tuple]:
-    from gpubound.kernels import selftest
+    from gpubound.kernels.ops import OPS
 
     if case not in MORE:
-        return case, selftest.EXAMPLES[case](torch.Generator().manual_seed(0))
+        return case, OPS[case].example(torch.Generator().manual_seed(0))
     op, draw = MORE[case]
     return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in draw())
 
@@ -104,14 +104,15 @@ def arguments_of(case: str) -> tuple[str, tuple]:
 def main(cases: list[str]) -> None:
     import triton
 
-    from gpubound.kernels import choose, selftest
+    from gpubound.kernels import selftest
+    from gpubound.kernels.ops import load
 
     triton.runtime.jit.JITFunction.run = compile_instead
     for case in cases:
         compiled.clear()
         try:
             op, arguments = arguments_of(case)
-            selftest._run(choose.load("triton", op), arguments, torch.device("cpu"), torch.bfloat16)
+            selftest._run(load("triton", op), arguments, torch.device("cpu"), torch.bfloat16)
             outcome = ", ".join(dict.fromkeys(compiled))
         except Exception as error:  # the line says it, and the test fails on it
             outcome = f"{type(error).__name__}: {error}".replace("\n", " | ")

@@ -1,9 +1,13 @@
 """What the kernel tests share: shapes at the edges, argued tolerances, guard bands, and the comparison of both mirrors."""
 
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from gpubound.kernels.ops import OPS
 
 # Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing.
 ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
@@ -11,6 +15,18 @@ ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
 # Relative error in the norm, per dtype of the inputs. Both mirrors compute in fp32 and round once on the way out, so half and
 # bfloat16 may differ by one unit in the last place (2^-11, 2^-8; the interpreter truncates bf16 instead of rounding it).
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def module(file: str) -> ModuleType:
+    """gpubound/kernels/<file>.py itself. `from gpubound.kernels import rms_norm` is the op."""
+    return import_module(f"gpubound.kernels.{file}")
+
+
+def definitions(file: str) -> ModuleType:
+    """The definitions in that file, each by its op's name as the kernels' own file has them; and what else the file holds."""
+    found = ModuleType(file)
+    vars(found).update(vars(module(file)) | {name: op.reference for name, op in OPS.items() if op.file == file})
+    return found
 
 
 def same(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubound.kernels import optim
-from gpubound.kernels.optim import decoded
-from gpubound.kernels.reference import _code8 as code
-from gpubound.kernels.reference import adamw as wide
-from gpubound.kernels.reference import adamw8 as reference
+from gpubound import kernels
+from gpubound.kernels.adamw8 import decode, encode
 from gpubound.kernels.triton import adamw8 as fast
 
-from .cases import assert_inside, banded, draw, same
+from .cases import assert_inside, banded, definitions, draw, module, same
+
+reference, wide = definitions("adamw8"), definitions("adamw")
 
 SIZES = [1, 255, 256, 2049]  # a block is 256, a program of the kernel 2048
 BETAS = (0.9, 0.95)
@@ -25,8 +24,8 @@ def every_code(dtype: torch.dtype) -> Tensor:
 
 def moments(n: int, device: torch.device) -> list[Tensor]:
     """m, v and their scales, as some updates have left them."""
-    m, m_scale = code.quantize(draw("cpu", torch.float32, n, seed=2) ** 3, torch.int8)
-    v, v_scale = code.quantize(draw("cpu", torch.float32, n, seed=3) ** 6, torch.uint8)
+    m, m_scale = encode(draw("cpu", torch.float32, n, seed=2) ** 3, torch.int8)
+    v, v_scale = encode(draw("cpu", torch.float32, n, seed=3) ** 6, torch.uint8)
     return [t.to(device) for t in (m, v, m_scale, v_scale)]
 
 
@@ -38,17 +37,17 @@ class TestCode:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_code_is_its_own_numbers_nearest(self, dtype):
         codes = every_code(dtype)
-        x = code.decode(codes)
+        x = reference._number(codes)
         assert x.diff().gt(0).all() and x[-1] == 1 and x[codes == 0] == 0
-        assert code.encode(x.abs(), dtype).equal(codes.to(torch.int32).abs())
+        assert reference._code(x.abs(), dtype).equal(codes.to(torch.int32).abs())
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_nearest_is_taken(self, dtype):
         x = torch.cat([torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 5, torch.tensor([0.0, 1.0])])
-        table = code.decode(every_code(dtype)).clamp(min=0).unique()
+        table = reference._number(every_code(dtype)).clamp(min=0).unique()
         want = (x[:, None] - table).abs().amin(1)
-        got = (x - code.decode(code.encode(x, dtype).to(dtype))).abs()
-        smallest = 8.0 ** -code.zeros_most(dtype)
+        got = (x - reference._number(reference._code(x, dtype).to(dtype))).abs()
+        smallest = 8.0 ** -reference.zeros_most(dtype)
         assert (got - want)[x > smallest].abs().max() <= 1e-7
         assert (got - want).max() <= smallest / 8, "zero is taken below 9/16 of the smallest, not below a half"
 
@@ -56,21 +55,21 @@ class TestCode:
         """Beside a block a million times larger, numbers keep 7 bits; the last block is not whole."""
         x = draw("cpu", torch.float32, 600)
         x[:256] *= 1e6
-        codes, scales = code.quantize(x, torch.int8)
+        codes, scales = encode(x, torch.int8)
         assert codes.dtype == torch.int8 and scales.equal(torch.stack([p.abs().max() for p in x.split(256)]))
-        for part, back in zip(x.split(256), decoded(codes, scales).split(256)):
+        for part, back in zip(x.split(256), decode(codes, scales).split(256)):
             assert (part - back).abs().max() <= part.abs().max() * 7 / 8 / 64 / 2 * 1.0001
-        assert code.quantize(decoded(codes, scales), torch.int8)[0].equal(codes)
+        assert encode(decode(codes, scales), torch.int8)[0].equal(codes)
 
     def test_a_second_moment_does_not_vanish_unless_it_is_zero(self):
         x = torch.tensor([1.0, 1e-30, 0.0])
-        codes, scales = code.quantize(x, torch.uint8)
+        codes, scales = encode(x, torch.uint8)
         assert codes.tolist() == [255, 1, 0]
-        assert decoded(codes, scales).tolist() == [1.0, 8.0**-7, 0.0]
+        assert decode(codes, scales).tolist() == [1.0, 8.0**-7, 0.0]
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_what_is_too_small_to_scale_is_zero(self, dtype):
-        codes, scales = code.quantize(torch.tensor([1e-40, 0.0, 2e-39]), dtype)
+        codes, scales = encode(torch.tensor([1e-40, 0.0, 2e-39]), dtype)
         assert not codes.any() and not scales.any()
 
 
@@ -98,14 +97,14 @@ def test_one_update_is_adamws_with_the_moments_coded_behind_it(by, device):
     """From moments that 8 bits hold exactly: the weights are fp32 AdamW's, the moments theirs to the nearest code."""
     n = 700
     m, v, m_scale, v_scale = moments(n, device)
-    m_wide, v_wide = decoded(m, m_scale), decoded(v, v_scale)
+    m_wide, v_wide = decode(m, m_scale), decode(v, v_scale)
     weight, gradient = draw(device, torch.float32, n, seed=1), draw(device, torch.float32, n)
     want = weight.clone()
     wide.adamw(want, gradient, m_wide, v_wide, None, plan_of(device), *BETAS, 1e-8, 300, None)
     by.adamw8(weight, gradient, m, v, m_scale, v_scale, None, plan_of(device), *BETAS, 1e-8, 300, None)
     same("weight", weight, want, 1e-6)
     for coded, scale, moment, step in ((m, m_scale, m_wide, 7 / 8 / 64), (v, v_scale, v_wide, 7 / 8 / 128)):
-        for part, back in zip(moment.split(256), decoded(coded, scale).split(256)):
+        for part, back in zip(moment.split(256), decode(coded, scale).split(256)):
             assert (part - back).abs().max() <= part.abs().max() * step / 2 * 1.001
 
 
@@ -169,7 +168,7 @@ def test_random_rounding_is_the_same_in_both_mirrors(device):
 def test_reference_part_by_part_is_the_whole(monkeypatch):
     results = []
     for part in (256, 10240):
-        monkeypatch.setattr(reference, "PART", part)
+        monkeypatch.setattr(module("adamw8"), "PART", part)
         weight, state = draw("cpu", torch.bfloat16, 700), moments(700, "cpu")
         reference.adamw8(weight, draw("cpu", torch.float32, 700, seed=1), *state, None, plan_of("cpu"), *BETAS, 1e-8, 300, 5)
         results.append((weight, *state))
@@ -194,7 +193,7 @@ def test_stores_stay_inside(device):
 
 def test_nothing_at_all(device):
     empty = torch.empty(0, device=device)
-    optim.adamw8(empty, empty, empty.to(torch.int8), empty.to(torch.uint8), empty, empty, plan_of(device))
+    kernels.adamw8(empty, empty, empty.to(torch.int8), empty.to(torch.uint8), empty, empty, plan_of(device))
 
 
 def message(call) -> str:
@@ -205,22 +204,22 @@ def message(call) -> str:
 
 def test_errors():
     flat, (m, v, scale, _) = torch.ones(300), moments(300, "cpu")
-    assert message(lambda: optim.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu"))) == (
+    assert message(lambda: kernels.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu"))) == (
         "adamw8: m must be a contiguous torch.int8 vector of 300, for 300 weights, got (300,) torch.float32; "
         "begin with torch.zeros(300, dtype=torch.int8)."
     )
-    assert message(lambda: optim.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu"))) == (
+    assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu"))) == (
         "adamw8: v_scale must be a contiguous torch.float32 vector of 2, for 300 weights, got (1,) torch.float32; "
         "begin with torch.zeros(2, dtype=torch.float32)."
     )
-    assert message(lambda: optim.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu"))) == (
+    assert message(lambda: kernels.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu"))) == (
         "adamw8: gradient must be a contiguous torch.float32 vector of 300, for 300 weights, got (300,) torch.float64; "
         "begin with torch.zeros(300, dtype=torch.float32)."
     )
-    assert message(lambda: optim.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu"))) == (
+    assert message(lambda: kernels.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu"))) == (
         "adamw8: v is on meta, wanted cpu like the first argument; move it there."
     )
-    assert message(lambda: optim.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1)) == (
+    assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1)) == (
         "adamw8: seed rounds bfloat16 weights at random where there is no master, got torch.float32 without a master; "
         "leave seed out."
     )
@@ -237,7 +236,7 @@ def test_many_elements_on_the_gpu(seed):
         master = draw(device, torch.float32, n, seed=4) if seed is None else None
         state = moments(n, device)
         by.adamw8(weight, draw(device, torch.float32, n), *state, master, plan_of(device), *BETAS, 1e-8, n // 3, seed)
-        results.append((weight, decoded(state[0], state[2]), decoded(state[1], state[3]), state[2], state[3], master))
+        results.append((weight, decode(state[0], state[2]), decode(state[1], state[3]), state[2], state[3], master))
     for name, a, b in zip(("weight", "m", "v", "m_scale", "v_scale", "master"), *results):
         if a is not None:
             same(name, a, b, 8e-3 if a.dtype == torch.bfloat16 else 1e-4 if name in "mv" else 1e-6)

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
-from gpubound.kernels.reference import add_rows as reference
 from gpubound.kernels.triton import add_rows as fast
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, definitions, draw, same
+
+reference = definitions("add_rows")
 
 IDS = {
     "all apart": [4, 0, 2, 1],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubound import kernels, trace
 from gpubound.kernels import selftest
-from gpubound.kernels.choose import load
+from gpubound.kernels.ops import OPS, load
 
 # What may hold any integer. Scratch, codes and packed words may not.
 INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chunk", "chosen", "going")
@@ -112,7 +112,7 @@ def by_name(function):
 
 def of(op: str) -> tuple[dict, list[str]]:
     """The self-test's arguments by name, and which of them have gradients."""
-    values = selftest.EXAMPLES[op](torch.Generator().manual_seed(0))
+    values = OPS[op].example(torch.Generator().manual_seed(0))
     arguments = dict(zip(inspect.signature(load("reference", op)).parameters, values))
     if "beta1" in arguments:
         arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
@@ -120,7 +120,6 @@ def of(op: str) -> tuple[dict, list[str]]:
 
 
 def check(op: str, data) -> None:
-    name = op.rpartition(".")[2]
     arguments, wired = of(op)
     own = {key: t.detach().clone() for key, t in tensors(arguments).items()}
     loose = [key for key, t in own.items() if key.split(".")[0] in INTEGERS and not t.is_floating_point()]
@@ -141,9 +140,9 @@ def check(op: str, data) -> None:
     upstream = data.draw(st.sampled_from(("expanded", "apart")), "upstream")
     try:
         with trace.strict():
-            got = outcome(getattr(kernels, name), replaced(arguments, given), upstream)
+            got = outcome(getattr(kernels, op), replaced(arguments, given), upstream)
     except ValueError as refusal:
-        assert str(refusal).startswith(f"{name}: ") and str(refusal).endswith("."), refusal
+        assert str(refusal).startswith(f"{op}: ") and str(refusal).endswith("."), refusal
         got = None
     assert all(each.untouched() for each in laid.values()), "a store landed outside its tensor"
     if got is None:
@@ -158,7 +157,7 @@ def check(op: str, data) -> None:
         assert off <= selftest.LIMITS[torch.float32], f"{key} is off by {off:.1e}: {a}, {b}"
 
 
-@pytest.mark.parametrize("op", selftest.EXAMPLES)
+@pytest.mark.parametrize("op", OPS)
 def test_refused_or_equal(op):
     @settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(st.data())

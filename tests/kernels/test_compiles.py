@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from gpubound.kernels import selftest
+from gpubound.kernels.ops import OPS
 
 from .aot import MORE, apart
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 
-CASES = [*selftest.EXAMPLES, *MORE]
+CASES = [*OPS, *MORE]
 
 
 def compile_apart(*cases: str, before: str = "") -> dict[str, str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.choose import load
+from gpubound.kernels.ops import load
 
 from .cases import TOLERANCE, draw, same
 

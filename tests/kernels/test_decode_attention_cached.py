@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.cached import KINDS, decode, encode
-from gpubound.kernels.choose import load
+from gpubound.kernels.decode_attention import KINDS, decode, encode
+from gpubound.kernels.ops import load
 
 from .aot import apart
 from .cases import draw, same
@@ -58,7 +58,7 @@ class Case:
         partial = torch.full((len(qkv), self.kv, splits, self.group, self.width + 2), float("nan"), device=self.device)
         count = torch.zeros(len(qkv) * self.kv, device=self.device, dtype=torch.int32)
         out = torch.full((len(qkv), self.kv * self.group * self.width), float("nan"), device=self.device).to(self.dtype)
-        op = "decode_attention" if self.kind is None else "decode_attention.quantized_decode_attention"
+        op = "decode_attention" if self.kind is None else "quantized_decode_attention"
         result = load(source, op)(
             qkv, position, *caches, self.cos, self.sin, *self.norms, 1e-6, self.width**-0.5, window, partial, count, out, 0,
             self.pages,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.choose import load
+from gpubound.kernels.ops import load
 from gpubound.kernels.triton import _decode_plan as plans
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def run(source: str, op: str, *arguments):
-    return load(source, f"decode_product.{op}")(*arguments)
+    return load(source, op)(*arguments)
 
 
 def stream(device, rows, width, seed=0):

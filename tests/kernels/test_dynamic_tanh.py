@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from gpubound import kernels
-from gpubound.kernels.reference import dynamic_tanh as reference
 from gpubound.kernels.triton import _launch
 from gpubound.kernels.triton import dynamic_tanh as fast
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity, same
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("dynamic_tanh")
 
 FP32 = torch.float32
 

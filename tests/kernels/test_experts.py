@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.choose import load
 from gpubound.kernels.experts import likeliest
+from gpubound.kernels.ops import load
 from gpubound.kernels.triton import _decode_plan as plans
 
 from .aot import apart
@@ -22,7 +22,7 @@ PARITY = pytest.mark.parametrize("shape, dtype", EACH)
 
 
 def run(source: str, op: str, *arguments):
-    return load(source, f"experts.{op}")(*arguments)
+    return load(source, op)(*arguments)
 
 
 def routed(source, x, norm, router, slots, normalise=True):

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.reference import geglu as reference
 from gpubound.kernels.triton import _gated
 from gpubound.kernels.triton import geglu as fast
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity, same
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("geglu")
 
 FP32, CPU = torch.float32, torch.device("cpu")
 FORMS = pytest.mark.parametrize("approximate", ["tanh", "none"])

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.reference import group_norm as reference
 from gpubound.kernels.triton import group_norm as fast
 
-from .cases import TOLERANCE, assert_inside, banded, draw, parity, same
+from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("group_norm")
 
 FP32 = torch.float32
 # (x's shape, groups): one element a group; no places; two and one group; a prime number of places; three dimensions of places;

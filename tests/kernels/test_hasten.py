@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 import pytest
 import torch
 
-from gpubound.kernels import choose, reference, selftest
+from gpubound.kernels import choose, ops, selftest, triton
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_nothing_begins_where_no_kernel_could_run(tested):
 
 
 def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
-    name, begun, go = "gpubound.kernels.reference.swiglu", threading.Event(), threading.Event()
-    choose.load("reference", "swiglu")  # so that there is something to put back afterwards
+    name, begun, go = "gpubound.kernels.triton.swiglu", threading.Event(), threading.Event()
+    ops.load("triton", "swiglu")  # so that there is something to put back afterwards
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(reference, "swiglu")
+    monkeypatch.delattr(triton, "swiglu")
 
     class Slow:
         """A finder whose module is in sys.modules for a while before it holds anything."""
@@ -71,8 +71,8 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(choose.load, "reference", "swiglu")
+        first = threads.submit(ops.load, "triton", "swiglu")
         assert begun.wait(10)
-        second = threads.submit(choose.load, "reference", "swiglu")
+        second = threads.submit(ops.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()

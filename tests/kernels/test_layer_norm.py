@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.reference import layer_norm as reference
 from gpubound.kernels.triton import _launch
 from gpubound.kernels.triton import layer_norm as fast
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, draw, parity, same
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("layer_norm")
 
 FP32 = torch.float32
 

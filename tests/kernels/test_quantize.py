@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.reference import quantize as reference
 from gpubound.kernels.triton import quantize as fast
 
-from .cases import assert_inside, banded, draw, same
+from .cases import assert_inside, banded, definitions, draw, same
+
+reference = definitions("quantize")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 2), (16, 48), (130, 70), (33, 258)]  # beyond a tile's edge in rows, in columns

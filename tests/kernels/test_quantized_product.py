@@ -5,9 +5,8 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import packed as packing
-from gpubound.kernels.choose import load
-from gpubound.kernels.packed import KINDS, Packed, pack, unpack
-from gpubound.kernels.quantized import pack_gate_up, pack_stacked
+from gpubound.kernels.ops import load
+from gpubound.kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.triton import _quantized_plan as plans
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
@@ -19,7 +18,7 @@ PARITY = {"int8": 5e-6, "int4": 3e-5, "fp8": 2e-6}
 
 
 def run(source: str, op: str, *arguments):
-    return load(source, f"quantized_product.{op}")(*arguments)
+    return load(source, op)(*arguments)
 
 
 def weight(device, kind: str, rows: int, columns: int, seed: int = 1) -> Packed:
@@ -201,25 +200,31 @@ def test_weights_that_share_an_x_are_one(device):
 
 
 OTHERS = """
-from gpubound.kernels import selftest as s
+import torch
+from gpubound.kernels.decode_product import draw_stream
+from gpubound.kernels.ops import OPS
+from gpubound.kernels.quantized_product import draw_packed
+from gpubound.kernels.selftest import draw
+
+def give(op, example):
+    OPS[op] = OPS[op]._replace(example=example)
+
 kind = {kind!r}
-s.EXAMPLES["quantized_product.quantized_norm_product"] = lambda g: (
-    *s._stream(g, 256), s._packed(g, 40, 256, kind), None, s.torch.zeros(2, 40), None, None)
-s.EXAMPLES["quantized_product.quantized_norm_gate_up"] = lambda g: (
-    s._draw(g, 3, 256).detach(), s._draw(g, 256), 1e-6, s._packed(g, 40, 256, kind), None, s.torch.zeros(3, 20))
-s.EXAMPLES["quantized_product.quantized_add_product"] = lambda g: (
-    s._draw(g, 1, 9000), s._packed(g, 40, 9000, kind), None, s.torch.zeros(1, 40))
-s.EXAMPLES["quantized_product.dequantize"] = lambda g: (s._packed(g, 40, 256, kind), s.torch.zeros(40, 256), 1)
+give("quantized_norm_product", lambda g: (
+    *draw_stream(g, 256), draw_packed(g, 40, 256, kind), None, torch.zeros(2, 40), None, None))
+give("quantized_norm_gate_up", lambda g: (
+    draw(g, 3, 256).detach(), draw(g, 256), 1e-6, draw_packed(g, 40, 256, kind), None, torch.zeros(3, 20)))
+give("quantized_add_product", lambda g: (
+    draw(g, 1, 9000), draw_packed(g, 40, 9000, kind), None, torch.zeros(1, 40)))
+give("dequantize", lambda g: (draw_packed(g, 40, 256, kind), torch.zeros(40, 256), 1))
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_compiles(kind):
-    ops = [
-        f"quantized_product.{name}" for name in ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product")
-    ]
-    outcomes = compile_apart(*ops, "quantized_product.dequantize", before=OTHERS.format(kind=kind))
+    ops = ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product", "dequantize")
+    outcomes = compile_apart(*ops, before=OTHERS.format(kind=kind))
     assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
 
 

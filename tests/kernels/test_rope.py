@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.reference import rope as reference
 from gpubound.kernels.triton import rope as fast
 
-from .cases import TOLERANCE, assert_inside, banded, draw, parity, same
+from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("rope")
 
 FP32 = torch.float32
 # batch, tokens, heads, kv_heads, head size, pairs: the smallest, grouped heads, no power of two, a usual one, two partial.
@@ -173,7 +174,7 @@ def test_second_derivatives_are_refused(device):
             torch.autograd.grad(got.square().sum(), qkv, create_graph=True)
         assert str(error.value) == (
             f"{op}: its kernel has no second derivative (create_graph=True); "
-            f"call gpubound.kernels.reference's {op} where one is needed."
+            f"call gpubound.kernels.reference('{op}') where one is needed."
         )
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.reference import sampling as reference
 from gpubound.kernels.sampling import Rows, Settings
 from gpubound.kernels.triton import sampling as fast
 
 from .aot import apart
-from .cases import draw, same
+from .cases import definitions, draw, same
+
+reference = definitions("sampling")
 
 BY = pytest.mark.parametrize("by", [fast, reference], ids=["triton", "reference"])
 INT, INF, NAN = torch.int32, float("inf"), float("nan")

@@ -7,13 +7,14 @@ import triton.language as tl
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from gpubound.kernels.reference import sampling as reference
 from gpubound.kernels.sampling import Settings
 from gpubound.kernels.triton import sampling as fast
 from gpubound.kernels.triton._draw import _finish, _keep, _noise
 
-from .cases import draw
+from .cases import definitions, draw
 from .test_sampling import BY, INF, marks, outputs, rows_of, settings_of
+
+reference = definitions("sampling")
 
 # Random123's known answers for Philox 4x32-10: counter, key, result.
 KNOWN = [

@@ -5,14 +5,15 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.reference import speculation as reference
 from gpubound.kernels.sampling import Rows
 from gpubound.kernels.triton import speculation as fast
 
 from .aot import apart
-from .cases import draw
+from .cases import definitions, draw
 from .test_sampling import both as _both
 from .test_sampling import message, rows_of
+
+reference = definitions("speculation")
 
 BY = pytest.mark.parametrize("by", [fast, reference], ids=["triton", "reference"])
 INT = torch.int32

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
-from gpubound.kernels.reference import swiglu_backward as reference
 from gpubound.kernels.triton import swiglu_backward as fast
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, definitions, draw, same
+
+reference = definitions("swiglu_backward")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound import trace
-from gpubound.kernels import scaled
+from gpubound.kernels.quantize import has_cores
 from gpubound.layers import fp8
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
@@ -195,7 +195,7 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_captured_and_near_the_reference(device):
     """The 8-bit tensor cores against the same 8-bit values multiplied in fp32 on the CPU, over 20 steps."""
-    assert scaled.has_cores(device)
+    assert has_cores(device)
     curves = []
     for where in (torch.device("cpu"), device):
         model = decoder().to(where)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention
-from ..kernels.cached import KINDS, decode, encode
+from ..kernels.decode_attention import KINDS, decode, encode
 
 PAGE = 64  # places: a tile of the attention's
 
@@ -37,7 +37,7 @@ class CacheLayout:
     @property
     def op(self) -> str:
         """The kernel that attends to it."""
-        return "decode_attention" if self.kind is None else "decode_attention.quantized_decode_attention"
+        return "decode_attention" if self.kind is None else "quantized_decode_attention"
 
     def check(self, max_batch: int, max_length: int) -> None:
         """That there are pages for a token of every row, and for one row of all the length."""

@@ -31,8 +31,8 @@ from .speculate import Draft, speculator, tokens_a_step
 from .steps import StepGraphs
 
 # What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
-OPS = ("decode_product.norm_product", "decode_product.add_product", "decode_product.norm_gate_up")
-EXPERT_OPS = ("experts.route", "experts.routed_gate_up", "experts.add_routed")
+OPS = ("norm_product", "add_product", "norm_gate_up")
+EXPERT_OPS = ("route", "routed_gate_up", "add_routed")
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 

@@ -1,6 +1,6 @@
 """The body for Llama-shaped models: a decoding step as five launches a layer over the live weights.
 
-Up to NARROW rows, every product is a kernel of our own that reads the weights once (kernels/decoding.py), in a chain where each
+Up to NARROW rows, every product is a kernel that reads the weights once (kernels/decode_product.py), in a chain where each
 may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them.
 
 Legend: B rows, T tokens of a prompt.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, norm_rows, rms_norm, rope, swiglu
-from ..kernels.decoding import EARLY, LATE
+from ..kernels.decode_product import EARLY, LATE
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from . import host, judge

@@ -1,7 +1,7 @@
 """The body for packed weights: int8, int4 or fp8 copies of a Llama-shaped model's matrices, made when the decoder is.
 
-A step reads the packed weights alone (kernels/quantized.py). Prompts, and more than NARROW rows at once, have products for
-tensor cores: a layer's weights are unpacked to a scratch and multiplied there. The embedding, norms and biases are not packed.
+A step reads the packed weights alone (kernels/quantized_product.py). Prompts, and more than NARROW rows at once, have products
+for tensor cores: a layer's weights are unpacked to a scratch and multiplied there. Embedding, norms and biases are not packed.
 
 The copies are of the weights as they were. A weight that is changed in place raises its version counter, and `moved` names it
 at the next request; `rebind` packs all of them again, a layer at a time. Two ways to change a weight count as no version:
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels import dequantize, quantized_add_product, quantized_norm_gate_up, quantized_norm_product
-from ..kernels.packed import KINDS, Packed, pack
-from ..kernels.quantized import pack_gate_up, pack_stacked
+from ..kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked
 from ..trace import notice
 from .cache import PLAIN, CacheLayout
 from .fused import EARLY, LATE, NARROW, FusedBody

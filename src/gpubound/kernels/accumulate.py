@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import GraphError
+from .add_rows import add_rows
 from .aside import aside
-from .lookup import add_rows
 from .record import made_record, record_of
 
 

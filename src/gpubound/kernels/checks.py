@@ -7,6 +7,8 @@ op's docstring: no access outside a tensor, and a NaN where silence would hide t
 import torch
 from torch import Tensor
 
+from .triton._launch import WIDEST
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """What ids and labels may be. torch hardly computes with the wider unsigned types."""
 
@@ -24,3 +26,36 @@ def require(
     if t.device != device:
         wanted, got = f"{wanted} on {device}", f"{got} on {t.device}"
     raise ValueError(f"{op}: {name} must be a contiguous {wanted}, got {got}; {why}.")
+
+
+def too_wide(x: Tensor) -> str | None:
+    return f"its kernel holds rows of up to {WIDEST} elements" if x.shape[-1] > WIDEST else None
+
+
+def require_floating(op: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x must be a floating-point tensor, got {x.dtype}; cast it before the call.")
+
+
+def require_rows(op: str, x: Tensor, **per_column: Tensor | None) -> None:
+    """x holds rows of floats, and each of `per_column` that is given one value for each of its columns."""
+    require_floating(op, x)
+    if x.dim() < 1:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar; reshape it to (1,).")
+    for name, t in per_column.items():
+        if t is not None:
+            require_columns(op, name, t, x, x.shape[-1:], "last dimension")
+
+
+def require_columns(op: str, name: str, t: Tensor, x: Tensor, wanted: tuple[int, ...], what: str) -> None:
+    if t.shape != wanted:
+        raise ValueError(
+            f"{op}: {name} must have shape {tuple(wanted)} to match x, got {tuple(t.shape)}; "
+            f"it needs one value for each of x's {what}."
+        )
+    require_device(op, name, t, x)
+
+
+def require_device(op: str, name: str, t: Tensor, x: Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")

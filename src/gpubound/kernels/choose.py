@@ -10,7 +10,6 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import import_module
 
 import torch
 from torch.autograd import forward_ad
@@ -18,13 +17,14 @@ from torch.autograd import forward_ad
 from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
-from . import reference, triton  # the packages: their files are imported when called for
+from . import selftest
+from .ops import load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def implementation(op: str, x: torch.Tensor, unable: str | None = None) -> Callable:
-    """The function that computes `op` ('file' or 'file.function') where `x` lies; `unable` says why no kernel can."""
+    """The function that computes `op` where `x` lies; `unable` says why no kernel can."""
     if not torch.compiler.is_compiling() and transformed():
         unable = "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
     function = load(_source(op, x.device, x.dtype, unable) if x.numel() else "reference", op)
@@ -48,24 +48,6 @@ def _on(device: torch.device, function: Callable) -> Callable:
     return run
 
 
-def load(source: str, op: str) -> Callable:
-    """`load('triton', 'rms_norm.add_rms_norm')` is that function of kernels/triton/rms_norm.py."""
-    file, _, function = op.partition(".")
-    _import(source, file)
-    return getattr(getattr(_PACKAGES[source], file), function or file)
-
-
-_PACKAGES = {"triton": triton, "reference": reference}
-
-
-@constant
-def _import(source: str, file: str) -> None:
-    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
-    # package has it at the end.
-    if not hasattr(_PACKAGES[source], file):
-        import_module(f"gpubound.kernels.{source}.{file}")
-
-
 @constant
 def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None) -> str:
     if can_launch(device):
@@ -83,13 +65,11 @@ def hasten(ops: Iterable[str], device: torch.device, dtype: torch.dtype) -> None
     """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine."""
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
-    from .selftest import check
-
     pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
     for op in dict.fromkeys(ops):
         key = (op, device, dtype)
         if key not in _verdicts and key not in _early:
-            _early[key] = pool.submit(check, op, device, dtype)
+            _early[key] = pool.submit(selftest.check, op, device, dtype)
     pool.shutdown(wait=False)  # whoever needs a verdict waits for that one
 
 
@@ -115,10 +95,8 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
             f"call it once before."
         )
-    from .selftest import check  # selftest knows every op; importing it here keeps the ops' import light
-
     # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
     # hooks (a self-test inside torch.utils.checkpoint would otherwise be counted among the block's tensors, and missed in the
     # recomputation).
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
-        return thread.submit(check, op, device, dtype).result()
+        return thread.submit(selftest.check, op, device, dtype).result()

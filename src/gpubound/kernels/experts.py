@@ -1,4 +1,4 @@
-"""The ops of a sparse MLP in one decoding step. As in decoding.py: in place, one token for each row.
+"""The ops of a sparse MLP in one decoding step. As in decode_product.py: in place, one token for each row.
 
 Which experts a row is given is decided and read on the device: nothing is sorted, padded or gathered, and of the stacked
 weights only the chosen experts' are read, once for each row that chose them. Three launches: `route`, `routed_gate_up`,
@@ -8,11 +8,14 @@ Legend: B rows, S experts a row (its slots), E experts in all, I width of an exp
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decoding import WRITTEN, _check
+from .decode_product import WRITTEN, check_stream, draw_stream, rms_normed
+from .ops import definition
+from .selftest import doubles, draw, ints
 
 
 def likeliest(logits: Tensor, slots: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -47,7 +50,7 @@ def route(
     ids       (B, S) int32
     weights   (B, S) fp32
     """
-    _check("route", x, norm, router)
+    check_stream("route", x, norm, router)
     rows, slots = x.shape[0], ids.shape[-1]
     if not 0 < slots <= router.shape[0]:
         raise ValueError(f"route: ids has {slots} slots a row, wanted 1 to {router.shape[0]}, the number of experts.")
@@ -55,7 +58,18 @@ def route(
     require("route", "count", count, torch.int32, (rows,), x.device, WRITTEN)
     require("route", "ids", ids, torch.int32, (rows, slots), x.device, WRITTEN)
     require("route", "weights", weights, torch.float32, (rows, slots), x.device, WRITTEN)
-    return implementation("experts.route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
+    return implementation("route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
+
+
+@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing(2, 5, 3)))
+@torch.no_grad()
+def route_reference(
+    x: Tensor, norm: Tensor, eps: float, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor,
+    weights: Tensor, dependent: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits.copy_(F.linear(rms_normed(x, norm, eps), router.to(x.dtype)))
+    found, shares = likeliest(logits, ids.shape[1], normalise)
+    return ids.copy_(found), weights.copy_(shares)
 
 
 def routed_gate_up(
@@ -66,11 +80,23 @@ def routed_gate_up(
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
     ids       (B, S) int32. One that is no expert's makes its slot NaN, as does add_routed: the host does not know it
     """
-    _check("routed_gate_up", x, norm)
+    check_stream("routed_gate_up", x, norm)
     _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1], x.device)
     _check_ids("routed_gate_up", ids, x.shape[0], x.device)
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, gate_up.shape[1] // 2), x.device, WRITTEN)
-    return implementation("experts.routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
+    return implementation("routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
+
+
+@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), _routes()[0], torch.zeros(2, 3, 40)))
+@torch.no_grad()
+def routed_gate_up_reference(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
+    normed = rms_normed(x, norm, eps)
+    for slot in range(ids.shape[1]):
+        gate, up = _times(gate_up, ids[:, slot], normed).chunk(2, -1)
+        out[:, slot] = F.silu(gate) * up
+    return out
 
 
 def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
@@ -86,7 +112,21 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     )
     require("add_routed", "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")
     require("add_routed", "x", x, torch.float32, (h.shape[0], down.shape[1]), x.device, WRITTEN)
-    return implementation("experts.add_routed", down)(h, down, ids, weights, x, dependent)
+    return implementation("add_routed", down)(h, down, ids, weights, x, dependent)
+
+
+@definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *_routes(), draw(g, 2, 48).detach()))
+@torch.no_grad()
+def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+    products = [_times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
+    return x.add_(torch.stack(products, 1).mul_(weights[..., None]).sum(1))
+
+
+def _times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+    """Each row of x times the expert that `ids` (B,) names for it; NaN where there is no such expert."""
+    known = (ids >= 0) & (ids < len(stack))
+    y = torch.bmm(stack.index_select(0, torch.where(known, ids, 0)).to(x.dtype), x[..., None])[..., 0]
+    return torch.where(known[:, None], y, torch.nan)
 
 
 def _check_stack(op: str, name: str, stack: Tensor, columns: int, device: torch.device) -> None:
@@ -107,3 +147,14 @@ def _check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
             f"{op}: ids must be a contiguous torch.int32 ({rows}, slots), got {ids.dtype} {tuple(ids.shape)}; route writes it."
         )
     require(op, "ids", ids, torch.int32, tuple(ids.shape), device, "route writes it")
+
+
+def _routes() -> tuple[Tensor, Tensor]:
+    """Ids and weights: three of five experts for each of two rows."""
+    return ints(4, 0, 2, 2, 3, 1).view(2, 3), doubles(0.5, 0.3, 0.2, 0.4, 0.3, 0.1).float().view(2, 3)
+
+
+def _routing(rows: int, experts: int, slots: int) -> tuple[Tensor, ...]:
+    """Logits, count, and where ids and weights go."""
+    ids = torch.zeros(rows, slots, dtype=torch.int32)
+    return torch.zeros(rows, experts), torch.zeros(rows, dtype=torch.int32), ids, torch.zeros(rows, slots)

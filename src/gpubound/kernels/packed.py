@@ -74,6 +74,21 @@ def pack(weight: Tensor, kind: str) -> Packed:
     return Packed(words, scale, columns, kind)
 
 
+def pack_stacked(weights: list[Tensor], kind: str) -> Packed:
+    """One packed weight of several below each other."""
+    parts = [pack(weight, kind) for weight in weights]
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0]._replace(words=torch.cat([p.words for p in parts]), scale=torch.cat([p.scale for p in parts]))
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
+    """Row 2i is gate's row i, row 2i + 1 up's."""
+    parts = [pack(weight, kind) for weight in (gate, up)]
+    words, scale = (torch.stack([p[i] for p in parts], 1).flatten(0, 1) for i in range(2))  # type: ignore[misc]
+    return parts[0]._replace(words=words, scale=scale)
+
+
 @torch.no_grad()
 def unpack(packed: Packed) -> Tensor:
     """The fp32 matrix that a packed weight stands for: the definition of every product with it."""

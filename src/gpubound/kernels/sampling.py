@@ -2,6 +2,13 @@
 
 Everything happens on the device and in place, so that a decoding step, or many of them, can lie in one CUDA graph: the choice,
 the stop tokens, the length limit, the position, and the embedding of what was chosen.
+
+The draw is an exponential race: token v, with probability p_v before normalisation, finishes at E_v / p_v with E_v exponential,
+and the first to finish wins, v with probability p_v / Σ p. (Adding Gumbel noise to logits and taking the maximum is the same
+race: −log of these times.) E_v comes from a generator without state, Philox 4x32-10 of Salmon et al. 2011, by the counter
+(v // 4, position, row, 0), the seed as key, and word v % 4. So nothing that moves a row in memory or time changes its tokens.
+
+Top-k, top-p and min-p are thresholds on the value: tokens that are equal are kept or dropped together.
 """
 
 from typing import NamedTuple
@@ -10,6 +17,8 @@ import torch
 from torch import Tensor
 
 from .choose import implementation
+from .ops import definition
+from .selftest import doubles, draw, ints
 
 
 class Rows(NamedTuple):
@@ -36,6 +45,17 @@ class Settings(NamedTuple):
     seen: Tensor | None = None  # uint8 (B, V): 1 where the row holds the token; None: no row has a penalty
 
 
+SETTINGS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "penalty": torch.float32,
+    "seed": torch.int64,
+    "row": torch.int32,
+}
+
+
 def pick(
     best: Tensor,
     arg: Tensor,
@@ -57,13 +77,24 @@ def pick(
 
     Returns what it changed: emitted, token, position, alive, bad, then seen and x where given.
     """
-    _check("pick", "best", best, torch.float32, best.shape if best.dim() == 2 else ("B", "P"), best.device)
-    _check("pick", "arg", arg, torch.int32, tuple(best.shape), best.device)
+    check_tensor("pick", "best", best, torch.float32, best.shape if best.dim() == 2 else ("B", "P"), best.device)
+    check_tensor("pick", "arg", arg, torch.int32, tuple(best.shape), best.device)
     _check_rows("pick", rows, emitted, best)
     if seen is not None:
-        _check("pick", "seen", seen, torch.uint8, (len(best), "V"), best.device)
-    _check_embedding("pick", best, embed, x, None if seen is None else seen.shape[1])
-    return implementation("sampling.pick", best)(best, arg, rows, emitted, seen, embed, x, dependent)
+        check_tensor("pick", "seen", seen, torch.uint8, (len(best), "V"), best.device)
+    check_embedding("pick", best, embed, x, None if seen is None else seen.shape[1])
+    return implementation("pick", best)(best, arg, rows, emitted, seen, embed, x, dependent)
+
+
+@definition(lambda g: (draw(g, 4, 50).detach(), _counted(4, 50), example_rows(), *_outputs(g)))
+@torch.no_grad()
+def pick_reference(
+    best: Tensor, arg: Tensor, rows: Rows, emitted: Tensor, seen: Tensor | None = None,
+    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    top = best.amax(1)  # NaN if one of them is
+    token = torch.where(best == top[:, None], arg, torch.iinfo(torch.int32).max).amin(1)
+    return _advance(token, top.isfinite(), rows, emitted, seen, None, embed, x)
 
 
 def sample(
@@ -93,34 +124,122 @@ def sample(
     batch, words = logits.shape
     _check_rows("sample", rows, emitted, logits)
     for name, dtype in SETTINGS.items():
-        _check("sample", f"settings.{name}", getattr(settings, name), dtype, (batch,), logits.device)
+        check_tensor("sample", f"settings.{name}", getattr(settings, name), dtype, (batch,), logits.device)
     if settings.seen is not None:
-        _check("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
+        check_tensor("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
     if logprob is not None:
-        _check("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
-    _check_embedding("sample", logits, embed, x, words)
-    return implementation("sampling.sample", logits)(logits, rows, settings, emitted, logprob, embed, x, dependent)
+        check_tensor("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
+    check_embedding("sample", logits, embed, x, words)
+    return implementation("sample", logits)(logits, rows, settings, emitted, logprob, embed, x, dependent)
 
 
-SETTINGS = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "penalty": torch.float32,
-    "seed": torch.int64,
-    "row": torch.int32,
-}
+@definition(lambda g: (draw(g, 4, 300).detach(), example_rows(), _settings(), *_outputs(g)))
+@torch.no_grad()
+def sample_reference(
+    logits: Tensor, rows: Rows, settings: Settings, emitted: Tensor, logprob: Tensor | None = None,
+    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    scaled, top = _scaled(logits, settings)
+    drawn = torch.where(settings.temperature > 0, _race(scaled, rows.position, settings), scaled.argmax(1))
+    good = top.isfinite()
+    if logprob is not None:
+        chosen = torch.log_softmax(logits.double(), 1).gather(1, drawn[:, None])[:, 0]
+        logprob.copy_(torch.where((rows.alive != 0) & good, chosen, torch.nan))
+    return _advance(drawn.to(torch.int32), good, rows, emitted, settings.seen, logprob, embed, x)
+
+
+def _scaled(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Log-probabilities up to a constant, the largest 0: penalised, then divided by the temperature (1 where that is 0).
+    And the largest penalised logit."""
+    if settings.seen is not None:
+        penalty = settings.penalty[:, None]
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(settings.seen != 0, penalised, logits)
+    top = logits.amax(1)
+    temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0).clamp(min=1e-30)
+    return (logits - top[:, None]) * temperature.reciprocal()[:, None], top
+
+
+def _floor(scaled: Tensor, settings: Settings) -> Tensor:
+    """The smallest value that top-k, top-p and min-p leave in each row, or something below it."""
+    ordered, words = scaled.sort(1, descending=True).values, scaled.shape[1]
+    count = torch.where(settings.top_k > 0, settings.top_k.clamp(max=words), words).long()
+    floor = ordered.gather(1, count[:, None] - 1)
+    mass = torch.where(ordered >= floor, ordered.double().exp(), 0.0).cumsum(1)
+    short = (mass < settings.top_p[:, None].double() * mass[:, -1:]).sum(1, keepdim=True)
+    top_p = torch.where(settings.top_p[:, None] < 1, ordered.gather(1, short.clamp(max=words - 1)), -torch.inf)
+    return torch.maximum(torch.maximum(floor, top_p), settings.min_p[:, None].log()).clamp(max=0.0)[:, 0]
+
+
+def _race(scaled: Tensor, position: Tensor, settings: Settings) -> Tensor:
+    """The token that finishes first among those that are kept."""
+    bits = _noise(settings.seed, position, settings.row, scaled.shape[1])
+    exponential = -torch.log1p(-(bits.double() + 0.5) / 2**32)
+    kept = scaled >= _floor(scaled, settings)[:, None]
+    return torch.where(kept, exponential / scaled.double().exp(), torch.inf).argmin(1)
+
+
+def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int) -> Tensor:
+    """32 random bits for each token of each row, as int64 (B, words)."""
+    counter = torch.arange(-(-words // 4), device=seed.device)[None]
+    key = seed[:, None] & 0xFFFFFFFF, (seed[:, None] >> 32) & 0xFFFFFFFF
+    drawn = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.zeros_like(counter), *key)
+    return torch.stack(drawn, 2).flatten(1)[:, :words]
+
+
+def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
+    """Ten rounds on words of 32 bits held in int64."""
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high2, low2 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a · b; by halves of b, as the whole product would not fit int64."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    middle = (low >> 16) + high  # at most 2^48
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _advance(
+    chosen: Tensor, good: Tensor, rows: Rows, emitted: Tensor, seen: Tensor | None, logprob: Tensor | None,
+    embed: Tensor | None, x: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Give each living row its token, or mark it bad, and decide whether it goes on."""
+    token, position, alive, limit, bad, stops = rows
+    live = alive != 0
+    emits = live & good
+    emitted.copy_(torch.where(emits, chosen, -1))
+    bad.copy_(torch.where(live & ~good & (bad == 0), position + 1, bad))
+    token.copy_(torch.where(emits, chosen, token))
+    if seen is not None:
+        here = torch.arange(seen.shape[1], device=seen.device) == token[:, None]
+        seen.copy_(torch.where(here & emits[:, None], 1, seen))
+    goes_on = emits & ~(token[:, None] == stops).any(1) & (position + 2 < limit)
+    alive.copy_(goes_on)
+    position.add_(goes_on)
+    if embed is not None and x is not None:
+        x.copy_(embedding(embed, token))
+    return tuple(t for t in (emitted, token, position, alive, bad, seen, logprob, x) if t is not None)
+
+
+def embedding(embed: Tensor, token: Tensor) -> Tensor:
+    """The rows of the tokens; NaN for a token that has none."""
+    known = (token >= 0) & (token < len(embed))
+    return embed.index_select(0, torch.where(known, token, 0)).masked_fill(~known[:, None], torch.nan)
 
 
 def _check_rows(op: str, rows: Rows, emitted: Tensor, first: Tensor) -> None:
     state = {f"rows.{name}": t for name, t in zip(Rows._fields, rows) if name != "stops"} | {"emitted": emitted}
     for name, t in state.items():
-        _check(op, name, t, torch.int32, (len(first),), first.device)
-    _check(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
+        check_tensor(op, name, t, torch.int32, (len(first),), first.device)
+    check_tensor(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
 
 
-def _check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | None, words: int | None) -> None:
+def check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | None, words: int | None) -> None:
     if (embed is None) != (x is None):
         raise ValueError(
             f"{op}: embed and x go together, got only {'x' if embed is None else 'embed'}; "
@@ -137,10 +256,10 @@ def _check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | N
         raise ValueError(
             f"{op}: embed has {embed.shape[0]} rows for a vocabulary of {words}; a token beyond them would have no embedding."
         )
-    _check(op, "x", x, torch.float32, (len(first), embed.shape[1]), first.device)
+    check_tensor(op, "x", x, torch.float32, (len(first), embed.shape[1]), first.device)
 
 
-def _check(op: str, name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+def check_tensor(op: str, name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
     """`shape` holds sizes, or a letter where any from 1 up will do: of S, the stops, there may be none."""
     fits = t.dim() == len(shape) and all(
         want == "S" or got > 0 if isinstance(want, str) else got == want for got, want in zip(t.shape, shape)
@@ -151,3 +270,25 @@ def _check(op: str, name: str, t: Tensor, dtype: torch.dtype, shape: tuple, devi
             f"{op}: {name} must be a contiguous {dtype} tensor {wanted} on {device}, got {t.dtype} {tuple(t.shape)} on "
             f"{t.device}{'' if t.is_contiguous() else ', not contiguous'}; make it once, and change it in place."
         )
+
+
+def example_rows() -> Rows:
+    """Four rows: two go on, one is dead, one reaches its limit."""
+    return Rows(ints(1, 1, 1, 1), ints(3, 4, 5, 6), ints(1, 1, 0, 1), ints(9, 9, 9, 8), ints(0, 0, 0, 0), ints(7, -1))
+
+
+def _settings() -> Settings:
+    """Greedy; top-k and min-p; anything; top-p."""
+    cool, top_p = doubles(0, 0.8, 1, 1.2).float(), doubles(1, 1, 1, 0.9).float()
+    min_p, penalty = doubles(0, 0.05, 0, 0).float(), doubles(1, 1.3, 1, 1).float()
+    seen = (_counted(4, 300) % 3 == 0).to(torch.uint8)
+    return Settings(cool, ints(0, 20, 0, 0), top_p, min_p, penalty, ints(1, 2, 3, 4).long(), ints(0, 1, 0, 1), seen)
+
+
+def _counted(rows: int, columns: int) -> Tensor:
+    return ints(*range(columns)).repeat(rows, 1)
+
+
+def _outputs(generator: torch.Generator) -> tuple:
+    """emitted, then neither logprob nor marks, then an embedding and where it goes."""
+    return ints(0, 0, 0, 0), None, draw(generator, 300, 40).detach(), draw(generator, 4, 40).detach()

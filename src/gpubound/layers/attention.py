@@ -99,7 +99,7 @@ class Attention(nn.Module):
     def fused_kernels(self) -> Kernels:
         layers, stacked = self.projections(), self.__dict__.get("stacked")
         packed = (len(layers) == 1 or as_one(layers, stacked)) and "q_norm" not in self._modules
-        return f"{product_words('q, k, v', layers, stacked)}; {{}}; SDPA", ("rope.rope_qkv" if packed else "rope",)
+        return f"{product_words('q, k, v', layers, stacked)}; {{}}; SDPA", ("rope_qkv" if packed else "rope",)
 
     def output(self, y: Tensor) -> Tensor:
         layer: Any = self._modules["o_proj"]

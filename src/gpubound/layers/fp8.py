@@ -3,7 +3,7 @@
 A Hopper GPU multiplies 8-bit floats twice as fast as 16-bit ones. They have 2 or 3 bits behind the leading one and a narrow
 range, so every tensor has a scale of its own, by which it is divided before it is rounded. The scale follows the largest
 magnitude that was seen in the steps before: known in advance, it lets one pass read the tensor, round it and write both layouts
-that the products need (kernels/quantization.py). Within a gated MLP the activation's kernels give 8 bits themselves, and its
+that the products need (kernels/quantize.py). Within a gated MLP the activation's kernels give 8 bits themselves, and its
 hidden state is never stored in 16.
 
 A weight that takes part carries `weight.fp8`, a Site. train/fp8.py makes the sites, renews their scales once a step and takes
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..kernels import quantize, quantize_swiglu, quantize_swiglu_backward
 from ..kernels.accumulate import bias_gradients, deliver_product, weight_gradients
-from ..kernels.reference.quantize import LARGEST
-from ..kernels.scaled import MULTIPLE, scaled_product
+from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -69,7 +68,7 @@ class Site:
         self._kept: tuple[tuple, Tensor, Tensor] | None = None
 
     def rounded(self, op: Callable, state: Tensor, dtype: torch.dtype, *tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
-        """`op` of kernels/quantization.py on `tensors`. While calibrating, the scale is first made from these very tensors."""
+        """`op` of kernels/quantize.py on `tensors`. While calibrating, the scale is first made from these very tensors."""
         if self._calibrating():
             state[0] = 1.0
             op(*tensors, state, dtype, **options)

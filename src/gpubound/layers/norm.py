@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
     the sum, in one pass over memory.
     """
 
-    OPS = ("rms_norm", "rms_norm.add_rms_norm")
+    OPS = ("rms_norm", "add_rms_norm")
 
     eps: float
 

@@ -137,7 +137,7 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention) ->
         "delegated": Counter(),
     }
     cases = tuple(attention_case(module, stack, masked) for masked in (False, True))
-    return Swap(part, ("rope", "rope.rope_qkv"), attributes, cases, refusal)
+    return Swap(part, ("rope", "rope_qkv"), attributes, cases, refusal)
 
 
 def attention_case(module: Any, stack: Any, masked: bool) -> Case:

@@ -28,7 +28,7 @@ HARMLESS = {
     "is_causal": True,
 }
 TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch"}
-OPS = ("rms_norm.add_rms_norm",)
+OPS = ("add_rms_norm",)
 
 
 class HFStack:

@@ -2,7 +2,7 @@
 
 It comes in parts, `begin`, `add` and `update`, so that graphs of the last two serve windows of any length and shapes.
 Each micro-batch's loss is a sum over its items and goes backward undivided. The number of items of all micro-batches is known
-when the last forward is done, and the one division by it is folded into the update's own factor (kernels/optim.py). So an
+when the last forward is done, and the one division by it is folded into the update's own factor (kernels/adamw.py). So an
 uneven window is exact, nothing need be counted in advance, and the division costs nothing.
 """
 

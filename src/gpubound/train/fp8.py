@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label
-from ..kernels.scaled import CAPABILITY, MULTIPLE
+from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..layers.fp8 import SMALLEST, Site, new_states, renew
 from ..layers.linear_site import linear
 from ..trace import fallback

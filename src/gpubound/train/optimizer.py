@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/optim.py), not seen by the host."""
+"""AdamW over flat buffers: decided by one tiny kernel, carried out in one pass (kernels/adamw.py), not seen by the host."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
-from ..kernels.optim import BLOCK, adamw8, decoded
+from ..kernels.adamw8 import BLOCK, adamw8, decode
 from .flat_buffers import ADAMW, FlatLayout, Group, Weights, matrices
 from .precision import Precision
 from .schedule import Schedule
@@ -149,7 +149,7 @@ def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """What these bytes stand for, part by part."""
     codes, scales = _codes_and_scales(raw, size, dtype)
     for part, scale in zip(codes.split(BLOCK * PART_BLOCKS), scales.split(PART_BLOCKS)):
-        yield decoded(part, scale)
+        yield decode(part, scale)
 
 
 class FlatAdamW8bit(FlatAdamW):

@@ -90,8 +90,8 @@ class TrainStep:
         self._members = Members(model, layout)
         self._closed = False
         self._undo: list[Callable[[], Any]] = []
-        hasten(("adamw.plan_update",), layout.device, torch.float32)
-        hasten(("adamw.adamw",), layout.device, numbers.dtype)
+        hasten(("plan_update",), layout.device, torch.float32)
+        hasten(("adamw",), layout.device, numbers.dtype)
         try:
             if way in ("blocks", "count"):
                 self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))

@@ -1,1 +1,1 @@
-"""Every op as Triton kernels: the same files, function names and signatures as reference/ (tests/test_mirror.py)."""
+"""Every op as Triton kernels, in files and functions named as in kernels/, with the definitions' signatures."""

@@ -6,7 +6,7 @@ Heads are handled as halves, dimensions i and i + D/2, because that is how the r
 import triton
 import triton.language as tl
 
-from ..cached import TINY
+from ..decode_attention import TINY
 
 _LEAST_SCALE = tl.constexpr(TINY)
 _HALFWAY = tl.constexpr(1.5 * 2**23)  # added to a number and taken off again: what is left is whole

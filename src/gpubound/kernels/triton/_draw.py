@@ -1,4 +1,4 @@
-"""The draw of one token from a row of logits: thresholds, and the race of reference/sampling.py.
+"""The draw of one token from a row of logits: thresholds, and the race of kernels/sampling.py.
 
 A row is read in tiles, and what a tile is asked is kept for each lane of it until the end: reductions over a program are rare.
 Values are scaled so that the largest is 0. With 32 bits of noise an E_v lies between 1.2e-10 and 22.9, so a token below

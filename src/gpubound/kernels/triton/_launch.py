@@ -121,5 +121,5 @@ def first_order_only(op: str) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{op}: its kernel has no second derivative (create_graph=True); "
-            f"call gpubound.kernels.reference's {op} where one is needed."
+            f"call gpubound.kernels.reference({op!r}) where one is needed."
         )

@@ -1,6 +1,6 @@
 """What the two cross-entropies share: a row of logits to its loss and gradient, one program a row, any vocabulary, fp32 inside.
 
-The maths is in reference/cross_entropy.py. A first pass over a row keeps its running maximum and the sum of exp(z − maximum),
+The maths is in kernels/cross_entropy.py. A first pass over a row keeps its running maximum and the sum of exp(z − maximum),
 from which lse follows. The gradient is
 
     dz = (p · (1 + 2 ζ lse) − ε / V − (1 − ε) · [is the label]) · (1 − (z / c)²)    p = exp(z − lse); last factor: softcap only

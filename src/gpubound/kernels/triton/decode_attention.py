@@ -7,7 +7,7 @@ cache. The program whose part ends with the new token takes its k and v from the
 Of several tokens a row, each has programs of its own, which do what they would do if it came alone, to the bit. They cannot
 wait for one another to write to the cache, so they compute the keys of the new tokens before their own once more.
 
-A cache may hold 8-bit codes (cached.py): tiles are multiplied as codes, which bf16 holds exactly, and the scales of the keys
+A cache may hold 8-bit codes: tiles are multiplied as codes, which bf16 holds exactly, and the scales of the keys
 are put on the scores, those of the values on the weights. It may lie in pages, of which a table names those of each row: a
 place is then looked up, and all else is as it was, to the bit.
 """
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..cached import LARGEST
-from ..decoding import EARLY
+from ..decode_attention import LARGEST
+from ..decode_product import EARLY
 from ._cached_tiles import _angle, _cached, _head, _new, _place, _with_new
 from ._launch import power_of_two
 from .decode_product import _begin, _options, _wait

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decoding import EARLY, LATE
+from ..decode_product import EARLY, LATE
 from ._decode_plan import plan_product
 from ._launch import power_of_two
 

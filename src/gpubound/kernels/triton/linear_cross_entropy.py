@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from ..accumulate import add_product, main_gradient, opens, product
-from ..reference._last import last
+from ..linear_cross_entropy import last
 from ._launch import first_order_only
 from ._logits import Options, chunk_rows, flat_labels, row_losses, valid_share
 

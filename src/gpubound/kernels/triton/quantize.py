@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..reference.quantize import LARGEST
+from ..quantize import LARGEST
 from ._gated import _activated, _halves, _matrix
 
 # (rows, columns, warps) of a tile: 128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64

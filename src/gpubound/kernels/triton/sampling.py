@@ -1,6 +1,6 @@
 """The choice of the next token and the step of a row: one program a row, in one launch.
 
-`sample` reads the logits once for the largest, and once more for the race of reference/sampling.py. Under top-k, top-p or min-p
+`sample` reads the logits once for the largest, and once more for the race of kernels/sampling.py. Under top-k, top-p or min-p
 it reads them instead to set aside what may be kept; thresholds are searched and the race is run among that (_draw.py). What is
 off is skipped at run time, by the settings on the device.
 """

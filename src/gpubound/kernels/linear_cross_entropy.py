@@ -1,37 +1,13 @@
-"""The losses."""
+"""Cross-entropy of x weightᵀ + bias: the head of a language model and its loss in one op."""
 
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS
+from .accumulate import widened
 from .choose import implementation
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    """Cross-entropy of logits (..., V) and integer labels (...), as torch's, with tanh soft-cap and z-loss beside.
-
-    The loss is float32. The mean is over the labels that are not `ignore_index`, counted on the device; when there are none
-    it is NaN, as torch's, so training on batches that may be masked whole wants reduction="sum". A label out of range makes
-    its loss and gradient NaN; asking the device for it would cost a wait.
-    """
-    if logits.dim() == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"cross_entropy: logits must be a floating-point tensor (..., V), got {logits.dtype} {tuple(logits.shape)}; "
-            f"cast it before the call."
-        )
-    _check_words("cross_entropy", "logits", logits.shape[-1])
-    _check_labels("cross_entropy", "logits", logits, labels)
-    _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
-    fast = implementation("cross_entropy", logits)
-    return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
+from .cross_entropy import OPTIONS, check_labels, check_options, check_words, cross_entropy_reference, draw_labels
+from .ops import definition
+from .selftest import draw
 
 
 def linear_cross_entropy(
@@ -65,14 +41,64 @@ def linear_cross_entropy(
     number of backwards are right.
     """
     _check_linear(x, weight, bias, chunk, grad_scale)
-    _check_labels("linear_cross_entropy", "x", x, labels)
-    _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
+    check_labels("linear_cross_entropy", "x", x, labels)
+    check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
     arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
     if not torch.is_autocast_enabled(x.device.type):
         return implementation("linear_cross_entropy", x)(x, *arguments)
     x = x.to(torch.get_autocast_dtype(x.device.type))
     with torch.autocast(x.device.type, enabled=False):  # it would round the fp32 parts as well
         return implementation("linear_cross_entropy", x)(x, *arguments)
+
+
+@definition(lambda g: (draw(g, 5, 40), draw(g, 300, 40), draw_labels(g, 5, 300), draw(g, 300), *OPTIONS, 3))
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ widened(weight, wide).t()
+    if bias is not None:
+        logits = logits + widened(bias, wide)
+    loss = cross_entropy_reference(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return loss if grad_scale is None else last(loss * grad_scale.detach())
+
+
+def last(loss: Tensor) -> Tensor:
+    """`loss`, whose backward checks what `grad_scale` promises: one backward, from an upstream gradient of 1. No sync."""
+    return _Last.apply(loss)
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        ctx.spent = False
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        if ctx.spent:
+            raise RuntimeError(
+                "linear_cross_entropy: with grad_scale the gradients are made for one backward, and this is the second; "
+                "leave grad_scale out to run backward again."
+            )
+        ctx.spent = True
+        torch._assert_async(
+            upstream == 1,
+            "linear_cross_entropy: with grad_scale backward must start at the loss itself, with a gradient of 1; "
+            "put any factor into grad_scale.",
+        )
+        return upstream
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None, grad_scale: Tensor | None) -> None:
@@ -86,7 +112,7 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{op}: weight must be a floating-point matrix (V, {x.shape[-1]}) to match x, got {weight.dtype} "
             f"{tuple(weight.shape)}; give the head as a linear layer holds it."
         )
-    _check_words(op, "weight", weight.shape[0])
+    check_words(op, "weight", weight.shape[0])
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ValueError(
             f"{op}: bias must be a floating-point tensor ({weight.shape[0]},) to match weight, got {bias.dtype} "
@@ -104,35 +130,3 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{op}: grad_scale must be a floating-point scalar tensor, got {grad_scale.dtype} {tuple(grad_scale.shape)}; "
             f"make it on the device, as in 1 / tokens."
         )
-
-
-def _check_words(op: str, name: str, words: int) -> None:
-    if words == 0:
-        raise ValueError(f"{op}: {name} has a vocabulary of 0 words; there is no label to be right or wrong about.")
-
-
-def _check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
-    if labels.dtype not in INTEGERS or labels.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"{op}: labels must be integers of shape {tuple(rows.shape[:-1])}, one for each row of {name}, "
-            f"got {labels.dtype} {tuple(labels.shape)}; class probabilities are not supported."
-        )
-    if labels.device != rows.device:
-        raise ValueError(
-            f"{op}: labels are on {labels.device}, {name} on {rows.device}; move one of them to the other's device."
-        )
-
-
-def _check_options(
-    op: str, smoothing: float, softcap: float | None, z_loss: float, reduction: str, reductions: tuple[str, ...]
-) -> None:
-    if not 0 <= smoothing < 1:
-        raise ValueError(
-            f"{op}: label_smoothing must be at least 0 and below 1, got {smoothing}; 0 leaves the labels as they are."
-        )
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"{op}: softcap must be a finite number above 0, got {softcap}; None leaves the logits as they are.")
-    if not 0 <= z_loss < float("inf"):
-        raise ValueError(f"{op}: z_loss must be a finite number of at least 0, got {z_loss}; 0 switches it off.")
-    if reduction not in reductions:
-        raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")

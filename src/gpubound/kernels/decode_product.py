@@ -6,10 +6,13 @@ what the one before wrote. EARLY kernels let their successor in at once, LATE on
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require
 from .choose import implementation
+from .ops import definition
+from .selftest import draw
 
 WRITTEN = "it is written in place"
 EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
@@ -17,9 +20,15 @@ EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
 
 def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
     """out (B, hidden, in the model's dtype) = rms_norm(x): what a product on tensor cores reads."""
-    _check("norm_rows", x, norm)
+    check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("decode_product.norm_rows", norm)(x, norm, eps, out)
+    return implementation("norm_rows", norm)(x, norm, eps, out)
+
+
+@definition(lambda g: (*draw_stream(g, 48), torch.zeros(2, 48)))
+@torch.no_grad()
+def norm_rows_reference(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+    return out.copy_(rms_normed(x, norm, eps))
 
 
 def norm_product(
@@ -48,14 +57,32 @@ def norm_product(
     rows = sum(w.shape[0] for w in weights)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
-    _check("norm_product", x, norm, *weights)
+    check_stream("norm_product", x, norm, *weights)
     _check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
-    _check_best("norm_product", best, arg, rows, x)
-    implementation("decode_product.norm_product", weight)(
+    check_best("norm_product", best, arg, rows, x)
+    implementation("norm_product", weight)(
         x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent
     )
     return out
+
+
+@definition(lambda g: (*draw_stream(g, 48), *_draw_qkv(g)))
+@torch.no_grad()
+def norm_product_reference(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    normed = rms_normed(x, norm, eps)
+    parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
+    out.copy_(torch.cat([F.linear(normed, w.to(x.dtype), _wide(b, x)) for w, b in parts if w is not None], -1))
+    if best is not None and arg is not None:
+        size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows a partial maximum stands for
+        padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
+        found = padded.view(*best.shape, size).max(-1)
+        best.copy_(found.values)  # NaN if any is
+        arg.copy_(found.indices + torch.arange(best.shape[1], device=x.device) * size)
+    return out, best, arg
 
 
 def norm_gate_up(
@@ -72,11 +99,22 @@ def norm_gate_up(
     """out (B, rows, in gate's dtype) = silu(n gateᵀ) · (n upᵀ), n the RMSNorm of x."""
     if out is None:
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
-    _check("norm_gate_up", x, norm, gate, up)
+    check_stream("norm_gate_up", x, norm, gate, up)
     require("norm_gate_up", "up", up, gate.dtype, tuple(gate.shape), x.device, "it is multiplied with gate, row by row")
     _check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
-    return implementation("decode_product.norm_gate_up", gate)(x, norm, eps, gate, up, gate_bias, up_bias, out, dependent)
+    return implementation("norm_gate_up", gate)(x, norm, eps, gate, up, gate_bias, up_bias, out, dependent)
+
+
+@definition(lambda g: (*draw_stream(g, 48), *_draw_gate_up(g)))
+@torch.no_grad()
+def norm_gate_up_reference(
+    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    out: Tensor, dependent: int = 0,
+) -> Tensor:  # fmt: skip
+    normed = rms_normed(x, norm, eps)
+    g = F.linear(normed, gate.to(x.dtype), _wide(gate_bias, x))
+    return out.copy_(F.silu(g) * F.linear(normed, up.to(x.dtype), _wide(up_bias, x)))
 
 
 def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
@@ -87,10 +125,24 @@ def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, depen
     require("add_product", "weight", weight, None, tuple(weight.shape), x.device, "the kernel reads row after row")
     _check_biases("add_product", (bias,), [weight])
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
-    return implementation("decode_product.add_product", weight)(h, weight, bias, x, dependent)
+    return implementation("add_product", weight)(h, weight, bias, x, dependent)
 
 
-def _check(op: str, x: Tensor, norm: Tensor, *weights: Tensor) -> None:
+@definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach()))
+@torch.no_grad()
+def add_product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+    return x.add_(F.linear(h.to(x.dtype), weight.to(x.dtype), _wide(bias, x)))
+
+
+def rms_normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.to(x.dtype)
+
+
+def _wide(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(x.dtype)
+
+
+def check_stream(op: str, x: Tensor, norm: Tensor, *weights: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm.shape != x.shape[1:]:
@@ -117,7 +169,7 @@ def _check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tens
         )
 
 
-def _check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: Tensor) -> None:
+def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: Tensor) -> None:
     """What the search for the greatest of `rows` outputs is written to."""
     if (best is None) != (arg is None) or (best is not None and arg is not None and best.shape != arg.shape):
         raise ValueError(f"{op}: best and arg must be given together and have one shape; pass both or neither.")
@@ -131,3 +183,18 @@ def _check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: 
         )
     require(op, "best", best, torch.float32, (len(x), columns), x.device, WRITTEN)
     require(op, "arg", arg, torch.int32, (len(x), columns), x.device, WRITTEN)
+
+
+def draw_stream(generator: torch.Generator, columns: int) -> tuple[Tensor, Tensor, float]:
+    """x, norm, eps."""
+    return draw(generator, 2, columns).detach(), draw(generator, columns), 1e-6
+
+
+def _draw_qkv(generator: torch.Generator) -> tuple[Tensor, ...]:
+    weights = [draw(generator, rows, 48) for rows in (32, 16, 16)]
+    biases = [draw(generator, rows) for rows in (32, 16, 16)]
+    return *weights, *biases, torch.zeros(2, 64), torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)
+
+
+def _draw_gate_up(generator: torch.Generator) -> tuple[Tensor, ...]:
+    return *(draw(generator, 40, 48) for _ in range(2)), *(draw(generator, 40) for _ in range(2)), torch.zeros(2, 40)

@@ -1,10 +1,12 @@
-"""The gradient of a lookup."""
+"""Rows added into a table, where ids may repeat: the gradient of a lookup."""
 
 import torch
 from torch import Tensor
 
 from .checks import INTEGERS
 from .choose import implementation
+from .ops import definition
+from .selftest import draw, ints
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Tensor:
@@ -32,3 +34,18 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
         raise ValueError(f"add_rows: table has no rows for {ids.numel()} ids; pass the table that they were looked up in.")
     unable = "its kernel sorts ids of 32 bits" if len(table) >= 2**31 - 1 else None
     return implementation("add_rows", rows, unable)(table, ids, rows, without)
+
+
+@definition(lambda g: (draw(g, 9, 40).detach(), ints(3, 8, 3, 0, 3), draw(g, 5, 40), 0))
+@torch.no_grad()
+def add_rows_reference(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
+    """table[ids[i]] += rows[i] for every i, in the table's own dtype and in place, but where ids[i] is `without`.
+
+    An id that is neither `without` nor in the table makes the table's first row NaN.
+    """
+    ids, rows = ids.flatten().long(), rows.reshape(-1, rows.shape[-1]).to(table.dtype)
+    left_out, inside = ids == without, (ids >= 0) & (ids < len(table))
+    rows = rows.masked_fill(left_out[:, None], 0).masked_fill(~(left_out | inside)[:, None], torch.nan)
+    ids = torch.where(inside, ids, 0)
+    # On a GPU index_add_ adds by atomics, in another order at every run.
+    return table.index_put_((ids,), rows, accumulate=True) if table.is_cuda else table.index_add_(0, ids, rows)

@@ -1,9 +1,15 @@
-"""The rotary position embedding."""
+"""Rotary position embedding: each pair (x_i, x_{i+P}) of a head is turned by the token's angle θ_i.
+
+Legend: B batch, T tokens, H heads, D head size, P pairs turned. P = D/2 turns the whole head; with fewer, 2P..D pass.
+cos and sin are constants here: no gradient reaches them.
+"""
 
 import torch
 from torch import Tensor
 
 from .choose import implementation
+from .ops import definition
+from .selftest import draw
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,6 +33,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     return implementation("rope", q)(q, k, cos, sin)
 
 
+@definition(lambda g: (draw(g, 2, 3, 4, 16), draw(g, 2, 3, 2, 16), *draw_angles(g, 3, 8)))
+def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
 def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of the packed product qkv (B, T, (heads + 2 kv_heads) D), q and k turned as in `rope`, each contiguous.
 
@@ -41,7 +52,23 @@ def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
             f"{tuple(qkv.shape)}; its rows hold {heads} q heads, then {kv_heads} k heads, then {kv_heads} v heads."
         )
     _check_angles("rope_qkv", cos, sin, qkv.shape, qkv.shape[2] // total, qkv.device)
-    return implementation("rope.rope_qkv", qkv)(qkv, cos, sin, heads, kv_heads)
+    return implementation("rope_qkv", qkv)(qkv, cos, sin, heads, kv_heads)
+
+
+@definition(lambda g: (draw(g, 2, 3, 8 * 16), *draw_angles(g, 3, 8), 4, 2))
+def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of a packed product (B, T, (heads + 2 kv_heads) D): q and k turned, v as it is."""
+    total = heads + 2 * kv_heads
+    q, k, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads, kv_heads, kv_heads], 2)
+    return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+
+
+def _turned(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = torch.promote_types(x_BTHD.dtype, torch.float32)
+    cos, sin = (t.detach().to(wide).unsqueeze(-2) for t in (cos, sin))  # one angle for all heads
+    pairs = cos.shape[-1]
+    first, second, rest = x_BTHD.to(wide).split([pairs, pairs, x_BTHD.shape[-1] - 2 * pairs], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x_BTHD.dtype)
 
 
 def _check_angles(op: str, cos: Tensor, sin: Tensor, shape: torch.Size, size: int, device: torch.device) -> None:
@@ -58,3 +85,8 @@ def _check_angles(op: str, cos: Tensor, sin: Tensor, shape: torch.Size, size: in
                 f"{op}: {name} must be torch.float32 on {device}, got {table.dtype} on {table.device}; "
                 f"16 bits cannot hold the angles of late positions."
             )
+
+
+def draw_angles(generator: torch.Generator, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
+    angles = 6 * draw(generator, tokens, pairs).detach()
+    return angles.cos(), angles.sin()

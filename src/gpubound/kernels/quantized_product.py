@@ -1,31 +1,21 @@
-"""A decoding step's products with packed weights (packed.py). As in decoding.py, everything is written in place.
-
-Weights that read the same x are packed as one: q, k and v below each other; of gate and up a row each by turns, so that a
-program holds both halves of an output. `pack_stacked` and `pack_gate_up` make them.
-"""
+"""A decoding step's products with packed weights (packed.py). As in decode_product.py, everything is written in place."""
 
 import torch
 from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decoding import WRITTEN, _check_best
-from .packed import BITS, GROUP, Packed, pack
-
-
-def pack_stacked(weights: list[Tensor], kind: str) -> Packed:
-    """One packed weight of several below each other."""
-    parts = [pack(weight, kind) for weight in weights]
-    if len(parts) == 1:
-        return parts[0]
-    return parts[0]._replace(words=torch.cat([p.words for p in parts]), scale=torch.cat([p.scale for p in parts]))
-
-
-def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
-    """Row 2i is gate's row i, row 2i + 1 up's."""
-    parts = [pack(weight, kind) for weight in (gate, up)]
-    words, scale = (torch.stack([p[i] for p in parts], 1).flatten(0, 1) for i in range(2))  # type: ignore[misc]
-    return parts[0]._replace(words=words, scale=scale)
+from .decode_product import (
+    WRITTEN,
+    add_product_reference,
+    check_best,
+    draw_stream,
+    norm_gate_up_reference,
+    norm_product_reference,
+)
+from .ops import definition
+from .packed import BITS, GROUP, Packed, pack, unpack
+from .selftest import draw, ints
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
@@ -37,7 +27,13 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
-    return implementation("quantized_product.dequantize", out)(weight, out, turns)
+    return implementation("dequantize", out)(weight, out, turns)
+
+
+@definition(lambda g: (draw_packed(g, 40, 150, "int8"), draw(g, 40, 150).detach(), 2))
+@torch.no_grad()
+def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
+    return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
 
 
 def quantized_norm_product(
@@ -57,9 +53,18 @@ def quantized_norm_product(
     _check("quantized_norm_product", x, norm, weight)
     _check_bias("quantized_norm_product", bias, weight)
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
-    _check_best("quantized_norm_product", best, arg, weight.rows, x)
-    implementation("quantized_product.quantized_norm_product", norm)(x, norm, eps, weight, bias, out, best, arg, dependent)
+    check_best("quantized_norm_product", best, arg, weight.rows, x)
+    implementation("quantized_norm_product", norm)(x, norm, eps, weight, bias, out, best, arg, dependent)
     return out
+
+
+@definition(lambda g: (*draw_stream(g, 256), draw_packed(g, 40, 256, "int4"), draw(g, 40), *_outputs()))
+@torch.no_grad()
+def quantized_norm_product_reference(
+    x: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
+    arg: Tensor | None, dependent: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    return norm_product_reference(x, norm, eps, unpack(weight), None, None, bias, None, None, out, best, arg)
 
 
 def quantized_norm_gate_up(
@@ -81,7 +86,17 @@ def quantized_norm_gate_up(
         )
     _check_bias("quantized_norm_gate_up", bias, gate_up)
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
-    return implementation("quantized_product.quantized_norm_gate_up", norm)(x, norm, eps, gate_up, bias, out, dependent)
+    return implementation("quantized_norm_gate_up", norm)(x, norm, eps, gate_up, bias, out, dependent)
+
+
+@definition(lambda g: (*draw_stream(g, 150), draw_packed(g, 40, 150, "int8"), draw(g, 40), torch.zeros(2, 20)))
+@torch.no_grad()
+def quantized_norm_gate_up_reference(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0
+) -> Tensor:
+    gate, up = unpack(gate_up).unflatten(0, (-1, 2)).unbind(1)
+    gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
+    return norm_gate_up_reference(x, norm, eps, gate, up, gate_bias, up_bias, out)
 
 
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
@@ -94,7 +109,13 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
     _check_packed("quantized_add_product", weight)
     _check_bias("quantized_add_product", bias, weight)
     require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
-    return implementation("quantized_product.quantized_add_product", h)(h, weight, bias, x, dependent)
+    return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
+
+
+@definition(lambda g: (draw(g, 2, 150), draw_packed(g, 40, 150, "fp8"), draw(g, 40), torch.zeros(2, 40)))
+@torch.no_grad()
+def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+    return add_product_reference(h, unpack(weight), bias, x)
 
 
 def _check(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
@@ -123,3 +144,12 @@ def _check_packed(op: str, weight: Packed) -> None:
 def _check_bias(op: str, bias: Tensor | None, weight: Packed) -> None:
     if bias is not None:
         require(op, "bias", bias, None, (weight.rows,), weight.words.device, "it has one number for each row of the weight")
+
+
+def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
+    return pack(draw(generator, rows, columns).detach(), kind)
+
+
+def _outputs() -> tuple[Tensor, Tensor, Tensor]:
+    """out, best, arg."""
+    return torch.zeros(2, 40), torch.zeros(2, 3), ints(*[0] * 6).view(2, 3)

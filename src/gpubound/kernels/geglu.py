@@ -1,0 +1,27 @@
+"""GeGLU: gelu(gate) · up. "none" is gelu(g) = g · Φ(g) with the normal distribution Φ; "tanh" its usual approximation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .choose import implementation
+from .ops import definition
+from .selftest import draw
+from .swiglu import check_gated
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """gelu(gate) · up, packed or apart as in `swiglu`. `approximate` as torch's gelu: "tanh", or "none" for the exact one."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(
+            f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."
+        )
+    check_gated("geglu", gate, up)
+    return implementation("geglu", gate)(gate, up, approximate)
+
+
+@definition(lambda g: (draw(g, 3, 40), draw(g, 3, 40), "tanh"))
+def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
+    return (F.gelu(gate_half.to(wide), approximate=approximate) * up_half.to(wide)).to(gate.dtype)

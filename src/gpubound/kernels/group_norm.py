@@ -1,0 +1,46 @@
+"""GroupNorm: x (N, C, *) is normalised over each of `groups` runs of channels with all that follows; weight and bias per
+channel.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .checks import require_columns, require_floating
+from .choose import implementation
+from .ops import definition
+from .selftest import draw
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm of each of `groups` runs of channels of x (N, C, *), with a weight and a bias for each channel."""
+    require_floating("group_norm", x)
+    if x.dim() < 2:
+        raise ValueError(f"group_norm: x must have shape (samples, channels, ...), got {tuple(x.shape)}; add what is missing.")
+    channels = x.shape[1]
+    if groups < 1 or channels % groups:
+        raise ValueError(
+            f"group_norm: groups must divide x's {channels} channels, got {groups}; choose a divisor of {channels}."
+        )
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            require_columns("group_norm", name, t, x, (channels,), "channels")
+    return implementation("group_norm", x)(x, groups, weight, bias, eps)
+
+
+@definition(lambda g: (draw(g, 2, 6, 5, 7), 3, draw(g, 6), draw(g, 6), 1e-5))
+def group_norm_reference(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    samples, channels, *places = x.shape
+    centred = x.to(wide).reshape(samples, groups, channels // groups * prod(places))
+    centred = centred - centred.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    per_channel = (channels, *(1 for _ in places))
+    if weight is not None:
+        y = y * weight.to(wide).reshape(per_channel)
+    if bias is not None:
+        y = y + bias.to(wide).reshape(per_channel)
+    return y.to(x.dtype)

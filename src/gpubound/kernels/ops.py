@@ -1,0 +1,56 @@
+"""The ops by name: what defines each, an example to test its kernel with, and the file that its kernel is in.
+
+kernels/<file>.py says what an op is: a public function that checks its arguments and chooses an implementation, and its
+definition in plain torch. kernels/triton/<file>.py has a function of the op's name and the definition's signature: its kernel.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from ..device import constant
+from . import triton  # the package: its files, which import triton itself, are imported when called for
+
+
+class Op(NamedTuple):
+    file: str
+    reference: Callable
+    example: Callable[[torch.Generator], tuple]  # draws positional arguments for the self-test
+
+
+OPS: dict[str, Op] = {}
+
+
+def definition(example: Callable[[torch.Generator], tuple]) -> Callable[[Callable], Callable]:
+    """Mark `<op>_reference` as the definition of <op>: its CPU path, and what the kernel is tested against."""
+
+    def register(function: Callable) -> Callable:
+        file = function.__module__.rpartition(".")[2]
+        OPS[function.__name__.removesuffix("_reference")] = Op(file, function, example)
+        return function
+
+    return register
+
+
+def reference(op: str) -> Callable:
+    """The definition of an op, by its name: plain torch, at least fp32 inside, differentiable as often as one likes."""
+    return load("reference", op)
+
+
+def load(source: str, op: str) -> Callable:
+    """The function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
+    file, function, _ = OPS[op]
+    if source == "reference":
+        return function
+    _import(file)
+    return getattr(getattr(triton, file), op)
+
+
+@constant
+def _import(file: str) -> None:
+    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
+    # package has it at the end.
+    if not hasattr(triton, file):
+        import_module(f"{triton.__name__}.{file}")

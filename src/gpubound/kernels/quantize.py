@@ -1,0 +1,123 @@
+"""16-bit values rounded to 8: times a scale that is known beforehand, row-major and transposed at once.
+
+`state` is (scale, seen, …) in fp32: values are divided by `scale`, and the largest magnitude among them is added to `seen`, of
+which the next scale is made. What lies beyond the format's largest number becomes that number. Infinity becomes NaN, or a step
+that overflowed would look finite.
+"""
+
+import torch
+from torch import Tensor
+
+from ..device import constant
+from .choose import implementation
+from .ops import definition
+from .selftest import doubles, draw
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MULTIPLE = 16  # elements: every side of the matrices, or cuBLAS has no kernel
+CAPABILITY = (8, 9)  # the first with 8-bit floating-point tensor cores
+
+
+def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
+    """(q, its transpose) of a matrix x ≈ q · scale; None for the transpose unless `both`.
+
+    state   fp32 (scale, seen, …): values are divided by the scale, and `seen` is raised to the largest magnitude among them
+    dtype   torch.float8_e4m3fn (finer, to 448) or torch.float8_e5m2 (wider, to 57344); what lies beyond becomes the largest
+    """
+    _check("quantize", x, state, dtype)
+    return implementation("quantize", x)(x, state, dtype, both)
+
+
+@definition(lambda g: (draw(g, 32, 48), _state(), torch.float8_e4m3fn, True))
+@torch.no_grad()
+def quantize_reference(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
+    """(q, its transpose) of a matrix; None for the transpose unless `both`."""
+    q = _rounded(x.float(), state, dtype)
+    return q, q.t().contiguous() if both else None
+
+
+def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantize` of silu(gate) · up, from the packed [gate | up] (N, 2 I): the result is never stored in 16 bits."""
+    _check("quantize_swiglu", gate_up, state, dtype)
+    return implementation("quantize_swiglu", gate_up)(gate_up, state, dtype)
+
+
+@definition(lambda g: (draw(g, 32, 96), _state(), torch.float8_e4m3fn))
+@torch.no_grad()
+def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """silu(gate) · up of the packed [gate | up] (N, 2 I), as (q, its transpose), never stored in 16 bits."""
+    gate, up = gate_up.float().chunk(2, 1)
+    q = _rounded(torch.nn.functional.silu(gate) * up, state, dtype)
+    return q, q.t().contiguous()
+
+
+def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantize` of the gradient of [gate | up] (N, 2 I), from dh (N, I), that of silu(gate) · up."""
+    _check("quantize_swiglu_backward", gate_up, state, dtype)
+    if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
+        raise ValueError(
+            f"quantize_swiglu_backward: dh must be half of gate_up, {(gate_up.shape[0], gate_up.shape[1] // 2)} "
+            f"{gate_up.dtype} on {gate_up.device}, got {tuple(dh.shape)} {dh.dtype} on {dh.device}; "
+            f"pass the gradient of its SwiGLU."
+        )
+    return implementation("quantize_swiglu_backward", gate_up)(dh, gate_up, state, dtype)
+
+
+@definition(lambda g: (draw(g, 32, 48), draw(g, 32, 96), _state(), torch.float8_e5m2))
+@torch.no_grad()
+def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of the packed [gate | up], from that of silu(gate) · up, as (q, its transpose)."""
+    dh, (gate, up) = dh.float(), gate_up.float().chunk(2, 1)
+    s = torch.sigmoid(gate)
+    q = _rounded(torch.cat([dh * up * s * (1 + gate * (1 - s)), dh * gate * s], 1), state, dtype)
+    return q, q.t().contiguous()
+
+
+def _rounded(values: Tensor, state: Tensor, dtype: torch.dtype) -> Tensor:
+    state[1] = torch.maximum(state[1], values.abs().amax())
+    scaled = (values * (1 / state[0])).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return torch.where(values.isinf(), torch.nan, scaled).to(dtype)
+
+
+def _check(op: str, x: Tensor, state: Tensor, dtype: torch.dtype) -> None:
+    if x.dim() != 2 or not x.is_floating_point() or not x.numel():
+        raise ValueError(
+            f"{op}: wanted a floating-point matrix that is not empty, got {tuple(x.shape)} {x.dtype}; "
+            f"flatten the leading dimensions before the call."
+        )
+    if op != "quantize" and x.shape[1] % 2:
+        raise ValueError(f"{op}: a packed [gate | up] needs an even last dimension, got {tuple(x.shape)}; pack both halves.")
+    if dtype not in LARGEST:
+        raise ValueError(f"{op}: dtype must be one of {', '.join(map(str, LARGEST))}, got {dtype}; no product takes another.")
+    dense = state.dim() == 1 and state.is_contiguous()
+    if state.dtype != torch.float32 or not dense or len(state) < 2 or state.device != x.device:
+        raise ValueError(
+            f"{op}: state must be a torch.float32 vector (scale, seen) on {x.device}, "
+            f"got {state.dtype} {tuple(state.shape)}"
+            f"{'' if state.is_contiguous() else ', not contiguous,'} on {state.device}; begin with torch.tensor([1.0, 0.0])."
+        )
+
+
+def scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """(M, K) times the transpose of (N, K), in `dtype`, or written to `out` of that dtype.
+
+    `fast` sums in the tensor cores' own accumulators, of some 14 bits, instead of handing over to fp32 every 128 terms: good
+    enough for a forward product, not for a weight gradient's 16,384 terms.
+    """
+    if not has_cores(a.device):
+        y = (a.float() @ b.float().t()).mul_(scale_a * scale_b)
+        return y.to(dtype) if out is None else out.copy_(y)
+    if out is None:
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+@constant
+def has_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def _state() -> Tensor:
+    return doubles(0.02, 0).float()

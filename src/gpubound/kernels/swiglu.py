@@ -1,0 +1,39 @@
+"""SwiGLU: silu(gate) · up, with silu(g) = g · sigmoid(g). One packed tensor [gate | up], or two."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .choose import implementation
+from .ops import definition
+from .selftest import draw
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) · up. Give both, or one tensor (..., 2 I) that holds [gate | up]; the result is (..., I)."""
+    check_gated("swiglu", gate, up)
+    return implementation("swiglu", gate)(gate, up)
+
+
+@definition(lambda g: (draw(g, 3, 80), None))
+def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
+    return (F.silu(gate_half.to(wide)) * up_half.to(wide)).to(gate.dtype)
+
+
+def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:
+    if not gate.is_floating_point() or gate.dim() == 0:
+        raise ValueError(
+            f"{op}: gate must be a floating-point tensor with a last dimension, got {gate.dtype} {tuple(gate.shape)}; "
+            f"cast it before the call."
+        )
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: a packed [gate | up] needs an even last dimension, got {tuple(gate.shape)}; pass gate and up apart instead."
+        )
+    if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device):
+        raise ValueError(
+            f"{op}: up must match gate, {tuple(gate.shape)} {gate.dtype} on {gate.device}, "
+            f"got {tuple(up.shape)} {up.dtype} on {up.device}; cast, move or reshape it before the call."
+        )
