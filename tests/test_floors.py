@@ -25,12 +25,6 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(p for p in ROOT.rglob("*.py") if p.name not in ("__main__.py",) and p != ROOT / "__init__.py")
 
 
-# Circles that are known and not yet cut. One that is gone must be taken off the list.
-CIRCLES = [
-    {"kernels.choose", "kernels.sampling", "kernels.selftest"},
-]
-
-
 def imported(path: Path):
     """Absolute names of everything `path` imports, also inside functions."""
     here = ("gpubound", *path.relative_to(ROOT).with_suffix("").parts)[:-1]
@@ -109,12 +103,7 @@ def circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    graph = arrows()
-    for known in CIRCLES:
-        assert circle({name: graph.get(name, set()) & known for name in known}), f"{known} is no circle any more: unlist it"
-        for name in known:
-            graph[name] -= known
-    found = circle(graph)
+    found = circle(arrows())
     assert not found, f"a circle of imports: {' <- '.join(found)}; let one of them take what it needs as an argument"
 
 
