@@ -82,7 +82,7 @@ def test_adamw8_matches(n, dtype, master, device):
         m, v, m_scale, v_scale = moments(n, device)
         weight, whole = draw(device, dtype, n, seed=1), draw(device, torch.float32, n, seed=4) if master else None
         gradient = draw(device, torch.float32, n)
-        by.adamw8(weight, gradient, m, v, m_scale, v_scale, whole, plan_of(device), *BETAS, 1e-8, n // 2, None)
+        by.adamw8(weight, gradient, m, v, m_scale, v_scale, plan_of(device), whole, BETAS, 1e-8, n // 2, None)
         results.append((weight, m, v, m_scale, v_scale, whole))
     for name, a, b in zip(("weight", "m", "v", "m_scale", "v_scale", "master"), *results):
         if name in "mv":  # at a tie, or beside an fp32 rounding, the other of two neighbouring codes may be taken
@@ -100,8 +100,8 @@ def test_one_update_is_adamws_with_the_moments_coded_behind_it(by, device):
     m_wide, v_wide = decode(m, m_scale), decode(v, v_scale)
     weight, gradient = draw(device, torch.float32, n, seed=1), draw(device, torch.float32, n)
     want = weight.clone()
-    wide.adamw(want, gradient, m_wide, v_wide, None, plan_of(device), *BETAS, 1e-8, 300, None)
-    by.adamw8(weight, gradient, m, v, m_scale, v_scale, None, plan_of(device), *BETAS, 1e-8, 300, None)
+    wide.adamw(want, gradient, m_wide, v_wide, plan_of(device), None, BETAS, 1e-8, 300, None)
+    by.adamw8(weight, gradient, m, v, m_scale, v_scale, plan_of(device), None, BETAS, 1e-8, 300, None)
     same("weight", weight, want, 1e-6)
     for coded, scale, moment, step in ((m, m_scale, m_wide, 7 / 8 / 64), (v, v_scale, v_wide, 7 / 8 / 128)):
         for part, back in zip(moment.split(256), decode(coded, scale).split(256)):
@@ -118,7 +118,7 @@ def test_a_small_gradient_beside_a_giant_takes_a_small_step(by, device):
     weight, scales = torch.zeros(n, device=device), [torch.zeros(1, device=device) for _ in range(2)]
     plan = torch.tensor([1, 1, 1, 1e-2, 1, 1], device=device)
     for _ in range(3):
-        by.adamw8(weight, gradient, *codes, *scales, None, plan, *BETAS, 1e-12, 0, None)
+        by.adamw8(weight, gradient, *codes, *scales, plan, None, BETAS, 1e-12, 0, None)
     assert codes[1].min() == 1 and weight.abs().max() < 0.1
 
 
@@ -128,7 +128,7 @@ def test_a_skipped_step_changes_nothing(by, device):
     tensors = [draw(device, torch.bfloat16, n), torch.full((n,), float("nan"), device=device), *moments(n, device)]
     tensors.append(draw(device, torch.float32, n, seed=5))
     before = [t.clone() for t in tensors]
-    by.adamw8(*tensors, plan_of(device, apply=0.0), *BETAS, 1e-8, n, None)
+    by.adamw8(*tensors[:-1], plan_of(device, apply=0.0), tensors[-1], BETAS, 1e-8, n, None)
     assert all(a.equal(b) for a, b in zip(tensors[2:] + tensors[:1], before[2:] + before[:1]))
 
 
@@ -147,7 +147,7 @@ def test_it_follows_fp32_adamw_downhill(by, device):
         for t in range(1, steps + 1):
             plan = torch.tensor([1, 1, 1, 0.05 / (1 - 0.9**t), (1 - 0.95**t) ** -0.5, t], device=device)
             update = by.adamw8 if coded else wide.adamw
-            update(weight, steep * weight, *state, None, plan, *BETAS, 1e-8, 0, None)
+            update(weight, steep * weight, *state, plan, None, BETAS, 1e-8, 0, None)
         ends.append(weight)
     exact, coarse = ((steep * w.square()).sum().item() for w in ends)
     start = (steep * draw(device, torch.float32, n).square()).sum().item()
@@ -160,7 +160,7 @@ def test_random_rounding_is_the_same_in_both_mirrors(device):
     for by in (fast, reference):
         weight = torch.ones(n, device=device, dtype=torch.bfloat16)
         m, v, m_scale, v_scale = moments(n, device)
-        by.adamw8(weight, draw(device, torch.float32, n), m, v, m_scale, v_scale, None, plan_of(device), *BETAS, 1e-2, 0, 7)
+        by.adamw8(weight, draw(device, torch.float32, n), m, v, m_scale, v_scale, plan_of(device), None, BETAS, 1e-2, 0, 7)
         results.append(weight)
     assert (results[0] != results[1]).sum() <= 3, "an fp32 rounding may tip a weight over"
 
@@ -170,7 +170,7 @@ def test_reference_part_by_part_is_the_whole(monkeypatch):
     for part in (256, 10240):
         monkeypatch.setattr(module("adamw8"), "PART", part)
         weight, state = draw("cpu", torch.bfloat16, 700), moments(700, "cpu")
-        reference.adamw8(weight, draw("cpu", torch.float32, 700, seed=1), *state, None, plan_of("cpu"), *BETAS, 1e-8, 300, 5)
+        reference.adamw8(weight, draw("cpu", torch.float32, 700, seed=1), *state, plan_of("cpu"), None, BETAS, 1e-8, 300, 5)
         results.append((weight, *state))
     assert all(a.equal(b) for a, b in zip(*results))
 
@@ -184,7 +184,7 @@ def test_stores_stay_inside(device):
     codes = torch.full((2 * n + 128,), 77, device=device, dtype=torch.int8)
     m, v = codes[64 : 64 + n], codes[64 + n : 64 + 2 * n].view(torch.uint8)
     fast.adamw8(
-        weight, torch.ones(n, device=device), m, v, m_scale, v_scale, master, plan_of(device), *BETAS, 1e-8, 10, None
+        weight, torch.ones(n, device=device), m, v, m_scale, v_scale, plan_of(device), master, BETAS, 1e-8, 10, None
     )  # fmt: skip
     for whole, inside in buffers:
         assert_inside(whole, inside)
@@ -235,7 +235,7 @@ def test_many_elements_on_the_gpu(seed):
         weight = draw(device, torch.bfloat16, n, seed=1)
         master = draw(device, torch.float32, n, seed=4) if seed is None else None
         state = moments(n, device)
-        by.adamw8(weight, draw(device, torch.float32, n), *state, master, plan_of(device), *BETAS, 1e-8, n // 3, seed)
+        by.adamw8(weight, draw(device, torch.float32, n), *state, plan_of(device), master, BETAS, 1e-8, n // 3, seed)
         results.append((weight, decode(state[0], state[2]), decode(state[1], state[3]), state[2], state[3], master))
     for name, a, b in zip(("weight", "m", "v", "m_scale", "v_scale", "master"), *results):
         if a is not None:

@@ -98,24 +98,10 @@ def outcome(function, arguments: dict, upstream: str) -> dict[str, Tensor]:
     return found
 
 
-def by_name(function):
-    """The reference as its public function takes it: both betas as one."""
-    names = list(inspect.signature(function).parameters)
-
-    def call(betas=None, **arguments):
-        if betas is not None:
-            arguments |= dict(zip(("beta1", "beta2"), betas))
-        return function(*(arguments[name] for name in names if name in arguments))
-
-    return call
-
-
 def of(op: str) -> tuple[dict, list[str]]:
     """The self-test's arguments by name, and which of them have gradients."""
     values = OPS[op].example(torch.Generator().manual_seed(0))
     arguments = dict(zip(inspect.signature(load("reference", op)).parameters, values))
-    if "beta1" in arguments:
-        arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
     return arguments, [name for name, t in tensors(arguments).items() if t.requires_grad]
 
 
@@ -147,7 +133,7 @@ def check(op: str, data) -> None:
     assert all(each.untouched() for each in laid.values()), "a store landed outside its tensor"
     if got is None:
         return
-    want = outcome(by_name(load("reference", op)), replaced(arguments, plain), upstream)
+    want = outcome(load("reference", op), replaced(arguments, plain), upstream)
     assert got.keys() <= want.keys() and {k for k in want.keys() - got.keys() if not k.startswith("result")} == set()
     for key in got:
         wanted = want[key]

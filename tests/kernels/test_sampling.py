@@ -12,7 +12,7 @@ from gpubound.kernels.sampling import Rows, Settings
 from gpubound.kernels.triton import sampling as fast
 
 from .aot import apart
-from .cases import definitions, draw, same
+from .cases import definitions, draw, module, same
 
 reference = definitions("sampling")
 
@@ -198,6 +198,18 @@ def test_the_doors(device):
     kernels.sample(logits, rows[0], settings_of(2, device, temperature=0.0), **out)
     kernels.pick(logits, torch.arange(50, device=device, dtype=INT).repeat(2, 1), rows[1], **out)
     assert rows[0].token.tolist() == rows[1].token.tolist() == logits.argmax(1).tolist()
+
+
+def test_a_cpu_draws_no_noise_for_greedy_rows(monkeypatch):
+    def race(*_):
+        raise RuntimeError("a race")
+
+    monkeypatch.setattr(module("sampling"), "_race", race)
+    logits, rows, out = draw("cpu", torch.float32, 2, 50), rows_of(2, "cpu"), outputs(2, "cpu")
+    reference.sample(logits, rows, settings_of(2, "cpu", temperature=0.0), **out)
+    assert rows.token.tolist() == logits.argmax(1).tolist()
+    with pytest.raises(RuntimeError, match="a race"):
+        reference.sample(logits, rows, settings_of(2, "cpu", temperature=[0.0, 1.0]), **out)
 
 
 def compile_all() -> None:

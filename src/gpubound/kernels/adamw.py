@@ -48,16 +48,16 @@ def plan_update(
             )
     check_flat("plan_update", gradient=gradient)
     check_device("plan_update", gradient, totals=totals, state=state, rates=rates)
-    return implementation("plan_update", gradient)(gradient, totals, state, rates, *betas, weight_decay, clip, growth_interval)
+    return implementation("plan_update", gradient)(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval)
 
 
 @definition(
-    lambda g: (*_draw_squares(g, 70, 1), doubles(5, 7), doubles(3, 1, 2, 1), doubles(1, 2, 3, 4), 0.9, 0.99, 0.1, 1.0, 2)
+    lambda g: (*_draw_squares(g, 70, 1), doubles(5, 7), doubles(3, 1, 2, 1), doubles(1, 2, 3, 4), (0.9, 0.99), 0.1, 1.0, 2)
 )
 @torch.no_grad()
 def plan_update_reference(
     gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
-    beta1: float, beta2: float, weight_decay: float, clip: float | None, growth_interval: int,
+    betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(plan, report), and `state` moved one step on. `totals` is (sum of losses times the loss scale, number of items).
 
@@ -76,7 +76,7 @@ def plan_update_reference(
     lr = rates.take(updates.clamp(0, len(rates) - 1).long())
     factor = unit if clip is None else unit * (clip / (norm + 1e-6)).clamp(max=1.0)
     plan = torch.stack(
-        [apply.double(), factor, 1 - lr * weight_decay, lr / (1 - beta1**update), (1 - beta2**update).rsqrt(), update]
+        [apply.double(), factor, 1 - lr * weight_decay, lr / (1 - betas[0] ** update), (1 - betas[1] ** update).rsqrt(), update]
     ).to(torch.promote_types(gradient.dtype, torch.float32))
 
     good_steps = torch.where(apply, good_steps + 1, torch.where(nothing, good_steps, 0.0))
@@ -117,14 +117,14 @@ def adamw(
     check_plan("adamw", plan, gradient)
     check_seed("adamw", weight, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
-    implementation("adamw", weight)(weight, gradient, m, v, master, plan, *betas, eps, decay_until, seed)
+    implementation("adamw", weight)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
 
-@definition(lambda g: (draw(g, 70), *_draw_squares(g, 70, 4), example_plan(), 0.9, 0.99, 1e-8, 40, None))
+@definition(lambda g: (*_example(g), (0.9, 0.99), 1e-8, 40, None))
 @torch.no_grad()
 def adamw_reference(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, master: Tensor | None, plan: Tensor,
-    beta1: float, beta2: float, eps: float, decay_until: int, seed: int | None,
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
+    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """AdamW on flat tensors in place, with weight decay on the first `decay_until` elements; nothing if plan says skip.
 
@@ -135,7 +135,7 @@ def adamw_reference(
     for start in range(0, weight.numel(), part):
         here = slice(start, start + part)
         whole = weight[here] if master is None else master[here]
-        p = advance(whole, gradient[here], m[here], v[here], plan, beta1, beta2, eps, decay_until - start)
+        p = advance(whole, gradient[here], m[here], v[here], plan, betas, eps, decay_until - start)
         rounded = p.to(weight.dtype) if seed is None else round_at_random(p, start, plan[5], seed)
         for kept, new in ((weight[here], rounded), *(((whole, p),) if master is not None else ())):
             torch.where(plan[0] != 0, new, kept, out=kept)
@@ -143,13 +143,13 @@ def adamw_reference(
 
 
 def advance(
-    p: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, beta1: float, beta2: float, eps: float, decay_until: int
+    p: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, betas: tuple[float, float], eps: float, decay_until: int
 ) -> Tensor:
     """The new weights; the moments are updated in place, unless plan says skip."""
     apply, factor, decay, step_size, inverse_root, _ = plan.unbind()
     g = gradient * factor
-    m_new = m + (1 - beta1) * (g - m)
-    v_new = beta2 * v + (1 - beta2) * g * g
+    m_new = m + (1 - betas[0]) * (g - m)
+    v_new = betas[1] * v + (1 - betas[1]) * g * g
     wide = p.to(plan.dtype)
     cut = max(0, decay_until)
     decayed = torch.cat([wide[:cut] * decay, wide[cut:]])
@@ -206,6 +206,11 @@ def check_device(op: str, first: Tensor, **tensors: Tensor) -> None:
 
 def _draw_squares(generator: torch.Generator, size: int, count: int) -> list[Tensor]:
     return [draw(generator, size).detach().square() for _ in range(count)]
+
+
+def _example(generator: torch.Generator) -> tuple[Tensor, ...]:
+    weight, (gradient, m, v, master) = draw(generator, 70), _draw_squares(generator, 70, 4)
+    return weight, gradient, m, v, example_plan(), master
 
 
 def example_plan() -> Tensor:

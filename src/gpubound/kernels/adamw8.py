@@ -57,15 +57,15 @@ def adamw8(
     check_seed("adamw8", weight, master, seed)
     decay_until = n if decay_until is None else decay_until
     implementation("adamw8", weight)(
-        weight, gradient, m, v, m_scale, v_scale, master, plan, *betas, eps, decay_until, seed
+        weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed
     )  # fmt: skip
 
 
-@definition(lambda g: (*_example(g, 300), example_plan(), 0.9, 0.99, 1e-8, 40, None))
+@definition(lambda g: (*_example(g, 300), (0.9, 0.99), 1e-8, 40, None))
 @torch.no_grad()
 def adamw8_reference(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, master: Tensor | None,
-    plan: Tensor, beta1: float, beta2: float, eps: float, decay_until: int, seed: int | None,
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
+    master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """In place, as `adamw`: `m` is int8, `v` uint8, `m_scale` and `v_scale` hold the largest magnitude of each 256 elements."""
     part = PART if weight.device.type == "cpu" else max(1, weight.numel())
@@ -73,7 +73,7 @@ def adamw8_reference(
         here, rows = slice(start, start + part), slice(start // BLOCK, -(-(start + part) // BLOCK))
         whole = weight[here] if master is None else master[here]
         m_wide, v_wide = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])
-        p = advance(whole, gradient[here], m_wide, v_wide, plan, beta1, beta2, eps, decay_until - start)
+        p = advance(whole, gradient[here], m_wide, v_wide, plan, betas, eps, decay_until - start)
         rounded = p.to(weight.dtype) if seed is None else round_at_random(p, start, plan[5], seed)
         moments = zip((m[here], m_scale[rows], v[here], v_scale[rows]), encode(m_wide, m.dtype) + encode(v_wide, v.dtype))
         for kept, new in ((weight[here], rounded), *(((whole, p),) if master is not None else ()), *moments):
@@ -129,9 +129,9 @@ def zeros_most(dtype: torch.dtype) -> int:
 
 
 def _example(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
-    """Weights, a gradient, both moments in 8 bits, their scales, masters."""
+    """Weights, a gradient, both moments in 8 bits, their scales, a plan, masters."""
     weight, gradient, master = (draw(generator, size) for _ in range(3))
     codes = torch.randint(-127, 128, (size,), generator=generator, device="cpu")
     scales = torch.linspace(0.5, 2, -(-size // BLOCK), device="cpu")
     moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
-    return weight, gradient.detach(), *moments, master.detach()
+    return weight, gradient.detach(), *moments, example_plan(), master.detach()

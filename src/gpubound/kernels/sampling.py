@@ -140,7 +140,9 @@ def sample_reference(
     embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scaled, top = _scaled(logits, settings)
-    drawn = torch.where(settings.temperature > 0, _race(scaled, rows.position, settings), scaled.argmax(1))
+    warm, drawn = settings.temperature > 0, scaled.argmax(1)
+    if warm.device.type != "cpu" or warm.any():  # noise for a vocabulary takes a CPU longer than all else; a GPU is not asked
+        drawn = torch.where(warm, _race(scaled, rows.position, settings), drawn)
     good = top.isfinite()
     if logprob is not None:
         chosen = torch.log_softmax(logits.double(), 1).gather(1, drawn[:, None])[:, 0]

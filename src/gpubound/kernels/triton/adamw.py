@@ -152,7 +152,7 @@ def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, 
 @torch.no_grad()
 def plan_update(
     gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
-    beta1: float, beta2: float, weight_decay: float, clip: float | None, growth_interval: int,
+    betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     n = gradient.numel()
     programs = max(1, min(PROGRAMS, triton.cdiv(n, BLOCK)))
@@ -162,21 +162,21 @@ def plan_update(
     _adamw_squares_kernel[(programs,)](gradient, partial, n, BLOCK, num_warps=8)
     _adamw_plan_kernel[(1,)](
         partial, totals, state, rates, plan, report, programs, len(rates),
-        beta1, beta2, weight_decay, clip, growth_interval, triton.next_power_of_2(programs), num_warps=4,
+        *betas, weight_decay, clip, growth_interval, triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip
     return plan, report
 
 
 @torch.no_grad()
 def adamw(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, master: Tensor | None, plan: Tensor,
-    beta1: float, beta2: float, eps: float, decay_until: int, seed: int | None,
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
+    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = weight.numel()
     block = 2048 if weight.is_cuda else BLOCK
     if n:
         _adamw_kernel[(triton.cdiv(n, block),)](
             weight, gradient, m, v, master if master is not None else weight, plan, n, decay_until, seed or 0,
-            beta1, beta2, eps, master is not None, seed is not None, block, num_warps=8,
+            *betas, eps, master is not None, seed is not None, block, num_warps=8,
         )  # fmt: skip
     return weight, m, v

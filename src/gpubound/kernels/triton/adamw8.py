@@ -83,13 +83,13 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
 
 @torch.no_grad()
 def adamw8(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, master: Tensor | None,
-    plan: Tensor, beta1: float, beta2: float, eps: float, decay_until: int, seed: int | None,
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
+    master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, blocks = weight.numel(), m_scale.numel()
     if n:
         _adamw8_kernel[(triton.cdiv(blocks, ROWS),)](
             weight, gradient, m, v, m_scale, v_scale, master if master is not None else weight, plan, n, blocks,
-            decay_until, seed or 0, beta1, beta2, eps, master is not None, seed is not None, ROWS, num_warps=8,
+            decay_until, seed or 0, *betas, eps, master is not None, seed is not None, ROWS, num_warps=8,
         )  # fmt: skip
     return weight, m, v, m_scale, v_scale
