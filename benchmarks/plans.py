@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from gpubound.device import chip
+from gpubound.kernels import plans
+from gpubound.kernels.plans.kinds import RopePlan, RowPlan, TilePlan
+
 from .doors import DOORS, GROUPS, Door, Drawer
 from .shapes import SHAPES, Shape
 
@@ -69,53 +73,35 @@ def _knob(case: Case) -> Knob:
     if case.op in ROWS:
         return _row_knob(case)
     if case.op == "group_norm":
-        from gpubound.kernels.triton import group_norm as module
-
-        return _constant_knob(module, case.way.upper(), list(_group_plans(case, module.Plan)))
+        return _knob_of(case, "group_norm", (case.shape.hidden // GROUPS, 1), _group_plans(case))
     if case.op.startswith("rope"):
-        return _rope_knob(case)
-    from gpubound.kernels.triton import _gated
-
-    return _constant_knob(_gated, case.way.upper(), list(_gated_plans(case)))
-
-
-def _constant_knob(module: Any, name: str, candidates: list) -> Knob:
-    today = getattr(module, name)
-    file = module.__name__.rpartition(".")[2]
-    return Knob(
-        today,
-        lambda plan: setattr(module, name, today if plan is None else plan),
-        lambda plan: f"{file}.{name} = {plan}",
-        candidates,
-    )
+        return _knob_of(case, "rope", (case.shape.head_dim // 2, case.shape.heads), _rope_plans(case))
+    return _knob_of(case, "gated", (case.shape.hidden,), _gated_plans(case))
 
 
 def _row_knob(case: Case) -> Knob:
-    from gpubound.kernels.triton._launch import OVERRIDE, multiprocessors, schedule
-
-    cols, crowd = case.shape.hidden, multiprocessors(case.device)
     sums = 2 if case.op in ("layer_norm", "dynamic_tanh") else 1
-    key = (case.op, case.way, cols)
+    return _knob_of(case, case.op, (case.shape.hidden, sums), _row_plans(case))
+
+
+def _knob_of(case: Case, op: str, shape: tuple[int, ...], candidates: Iterator[plans.Plan]) -> Knob:
+    way = "" if op == "rope" else case.way
+    job = plans.Job(op, way, shape, 2, chip(case.device))
+    key = (op, way, plans.RULES[op].bucket(job))
 
     def put(plan: Any) -> None:
-        OVERRIDE.pop(key, None) if plan is None else OVERRIDE.__setitem__(key, plan)
+        plans.TRIED.pop(key, None) if plan is None else plans.TRIED.__setitem__(key, plan)
 
-    def line(plan: Any) -> str:
-        kept = (plan.rows, plan.programs // crowd, plan.warps, plan.stages, plan.hint)
-        return f"_launch.SEARCHED[{(case.op, case.way, plan.block)}] = {kept}".replace("'", '"')
-
-    return Knob(schedule(case.op, case.way, cols, case.device, sums), put, line, list(_row_plans(case, cols, crowd)))
+    return Knob(plans.plan_for(job), put, lambda plan: f"{(*key, 0)}: {tuple(plan)},".replace("'", '"'), list(candidates))
 
 
-def _row_plans(case: Case, cols: int, crowd: int) -> Iterator[Any]:
+def _row_plans(case: Case) -> Iterator[RowPlan]:
     """8 to 64 elements a thread and tensor: fewer leave threads without a whole 16-byte load, more spill. Tiles in flight in up
     to 200 KB of shared memory.
     """
-    from gpubound.kernels.triton._launch import Plan, power_of_two
-
-    block = power_of_two(cols)
+    block = plans.power_of_two(case.shape.hidden)
     if case.dry:
-        yield from (Plan(block, 2, 0 if case.way == "forward" else 2, 1), Plan(block, 1, 2, 1, 2))
+        yield from (RowPlan(2, 0 if case.way == "forward" else 1, 1), RowPlan(1, 1, 1, 2))
         return
     tensors = 3 if case.op == "add_rms_norm" else 2
     for rows, warps, (stages, hint) in product(
@@ -127,49 +113,35 @@ def _row_plans(case: Case, cols: int, crowd: int) -> Iterator[Any]:
         if stages > 1 and stages * tensors * rows * block * 2 > 200 << 10:
             continue
         if case.way == "backward":
-            yield from (
-                Plan(block, rows, each * crowd, warps, stages, hint) for each in (1, 2, 3, 4, 6, 8) if each * warps <= 32
-            )
+            yield from (RowPlan(rows, each, warps, stages, hint) for each in (1, 2, 3, 4, 6, 8) if each * warps <= 32)
         elif stages == 1:
-            yield Plan(block, rows, 0, warps, 1, hint)
+            yield RowPlan(rows, 0, warps, 1, hint)
         elif stages == 3 and not hint:
-            yield from (Plan(block, rows, each * crowd, warps, stages, hint) for each in (2, 4, 8) if each * warps <= 64)
+            yield from (RowPlan(rows, each, warps, stages, hint) for each in (2, 4, 8) if each * warps <= 64)
 
 
-def _group_plans(case: Case, plan: Callable[..., Any]) -> Iterator[Any]:
+def _group_plans(case: Case) -> Iterator[TilePlan]:
     if case.dry:
-        yield from (plan(64, 1), plan(256, 1))
+        yield from (TilePlan(64, 1), TilePlan(256, 1))
         return
     most = case.shape.hidden // GROUPS * BATCHES[case.width][1]  # a group
     for elements, warps in product((2048, 4096, 8192, 16384, 32768), (2, 4, 8, 16)):
         if elements <= most and 16 <= elements / (32 * warps) <= 64:
-            yield plan(elements, warps)
-            yield plan(elements, warps, hint="evict_first")
+            yield TilePlan(elements, warps)
+            yield TilePlan(elements, warps, "evict_first")
 
 
-def _rope_knob(case: Case) -> Knob:
-    from gpubound.kernels.triton.rope import SEARCHED, Plan, _plan
-
-    pairs = case.shape.head_dim // 2
-    before = dict(SEARCHED)
-
-    def put(chosen: Any) -> None:
-        SEARCHED.clear()
-        SEARCHED.update(before if chosen is None else before | {pairs: chosen})
-
-    block = 1 << (pairs - 1).bit_length()
-    tiles = product((2, 4, 8, 16, 32), (1, 2, 4), (1, 2, 4))
-    candidates = [
-        Plan(heads, tokens, warps)
-        for heads, tokens, warps in tiles
-        if heads <= case.shape.heads and 8 <= heads * tokens * block / (32 * warps) <= 32
-    ]
+def _rope_plans(case: Case) -> Iterator[RopePlan]:
     if case.dry:
-        candidates = [Plan(2, 1, 1), Plan(2, 2, 1)]
-    return Knob(_plan(pairs, case.shape.heads), put, lambda chosen: f"rope.SEARCHED[{pairs}] = {chosen}", candidates)
+        yield from (RopePlan(2, 1, 1), RopePlan(2, 2, 1))
+        return
+    block = plans.power_of_two(case.shape.head_dim // 2)
+    for heads, tokens, warps in product((2, 4, 8, 16, 32), (1, 2, 4), (1, 2, 4)):
+        if heads <= case.shape.heads and 8 <= heads * tokens * block / (32 * warps) <= 32:
+            yield RopePlan(heads, tokens, warps)
 
 
-def _gated_plans(case: Case) -> Iterator[tuple[int, int, str]]:
+def _gated_plans(case: Case) -> Iterator[TilePlan]:
     for elements, warps, hint in product((256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16), ("", "evict_first")):
         if (elements, warps) == (256, 1) if case.dry else 8 <= elements / (32 * warps) <= 32:
-            yield elements, warps, hint
+            yield TilePlan(elements, warps, hint)

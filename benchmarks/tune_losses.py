@@ -6,7 +6,8 @@ First the kernel that turns a chunk of logits into losses and gradients, in plac
 read and one write of the logits, the least there is (the second read finds a row in the L2 or not). Then the whole op, forward
 and backward of `--tokens` tokens, chunk by chunk, in its two forms: `grad` returns dweight, `main_grad` adds it to an fp32
 accumulator inside the products (grad_scale). TFLOP/s count the three products. Memory is the peak beside the arguments. Liger's
-fused form stands beside them when it is installed. The settings go into `plan` and `chunk_rows`, the figures into LOG.md.
+fused form stands beside them when it is installed. The settings go into `losses` (kernels/plans/rules.py) and `chunk_rows`, the
+figures into LOG.md.
 """
 
 import argparse
@@ -47,23 +48,26 @@ def kernel_lines(
     features: int, words: int, tokens: int, tiles, warps, runs: int, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """One line a tile, its warps side by side; today's plan first."""
+    from gpubound.kernels import plans
+    from gpubound.kernels.plans.kinds import TilePlan
     from gpubound.kernels.triton import _logits
 
     rows = min(tokens, _logits.chunk_rows(tokens, features))
     logits = torch.randn(rows, words, device=device, dtype=dtype)
     labels = torch.randint(words, (rows,), device=device)
-    options, today = _logits.Options(-100, 0.0, None, 0.0), _logits.plan
+    options, job = _logits.Options(-100, 0.0, None, 0.0), _logits.loss_job("forward", logits)
+    key = ("losses", "forward", plans.RULES["losses"].bucket(job))
     moved = 2 * logits.numel() * logits.element_size()
 
     def timed(tile: int, count: int) -> str:
-        _logits.plan = lambda _: (tile, count)
+        plans.TRIED[key] = TilePlan(tile, count)
         try:
             seconds = median(lambda: _logits.row_losses(logits, labels, options, write=True), runs, device, ahead=True)
         finally:
-            _logits.plan = today
+            del plans.TRIED[key]
         return f"{count} warps {seconds * 1e6:.0f} us {moved / seconds / 1e9:.0f} GB/s"
 
-    tile, count = today(words)
+    tile, count, _ = plans.plan_for(job)
     lines = [f"kernel {rows}x{words}: today tile {tile}, {timed(tile, count)}"]
     for tile in tiles:
         fitting = [n for n in warps if 4 <= tile / (32 * n) <= 128] or warps[:1]  # else idle threads, or spilled registers

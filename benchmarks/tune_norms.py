@@ -5,8 +5,7 @@
 First every candidate is compiled, in as many processes as there are cores. Then each case's candidates are timed side by side
 as the benchmark times them (bf16, cold L2, the host ahead, a backward with all that it launches), and the three best once more
 beside today's plan and Liger. A line a case: the best plan in microseconds and as a share of the copy rate, its ratio to
-today's and to Liger's, and what to put into the SEARCHED table (or the constant) of the kernel's file. The figures go into
-LOG.md.
+today's and to Liger's, and the line for kernels/plans/searched.py. The figures go into LOG.md.
 """
 
 import argparse
@@ -91,7 +90,7 @@ def _distinct(case: Case) -> Iterator[Any]:
 
 
 def _kernel_of(plan: Any) -> Any:
-    return plan._replace(programs=bool(plan.programs)) if hasattr(plan, "programs") else plan
+    return plan._replace(each=bool(plan.each)) if hasattr(plan, "each") else plan
 
 
 def compile_one(job: tuple[Case, Any]) -> str | None:

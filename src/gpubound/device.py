@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -57,9 +58,31 @@ def constant(function: Callable) -> Callable:
     return function
 
 
+class Chip(NamedTuple):
+    """What a launch plan has to know of a GPU."""
+
+    capability: int  # 90 stands for compute capability 9.0
+    shared_bytes: int  # shared memory that one program may ask for
+    sms: int  # multiprocessors
+    name: str
+
+
+# Triton's interpreter takes the plans of an H200, and runs programs one by one.
+INTERPRETED = Chip(90, 232_448, 2, "")
+
+
+@constant
+def chip(device: torch.device) -> Chip:
+    """The GPU behind `device`; on the CPU, what the interpreter stands for."""
+    return _chip(device.index) if device.type == "cuda" else INTERPRETED
+
+
 @cache
-def sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _chip(index: int) -> Chip:
+    found = torch.cuda.get_device_properties(index)
+    capability = 10 * found.major + found.minor
+    shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return Chip(capability, shared, found.multi_processor_count, found.name)
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels import plans
 from gpubound.kernels.ops import load
-from gpubound.kernels.triton import _decode_plan as plans
+from gpubound.kernels.plans.kinds import MatrixPlan
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 
@@ -105,7 +106,7 @@ def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     """The last tile of the last row: what lies behind it is NaN, and NaN times a masked zero would show."""
     hidden = 72
     for kind, shape in (("qkv", (16, hidden)), ("gate_up", (16, hidden)), ("add", (16, hidden))):
-        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, 32, 4))
+        monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, 32, 4))
     half = torch.float16
     x, norm = stream(device, 2, hidden), draw(device, half, hidden, seed=1)
     weights = [banded((16, hidden), device, half)[1].copy_(draw(device, half, 16, hidden, seed=2 + i)) for i in range(2)]
@@ -125,7 +126,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
     """One tile a row of the weight, and several."""
     hidden, width, outputs = 128, 16, 24
     for kind, shape in (("qkv", (outputs, hidden)), ("gate_up", (width, hidden)), ("add", (outputs, hidden))):
-        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, min(columns, shape[1]), 4))
+        monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, min(columns, shape[1]), 4))
     x, norm = stream(device, 8, hidden), draw(device, dtype, hidden, seed=1)
     q, down = draw(device, dtype, outputs, hidden, seed=2), draw(device, dtype, outputs, hidden, seed=3)
     gate, up = (draw(device, dtype, width, hidden, seed=4 + i) for i in range(2))

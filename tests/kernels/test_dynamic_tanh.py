@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from gpubound import kernels
-from gpubound.kernels.triton import _launch
+from gpubound.kernels import plans
+from gpubound.kernels.plans.kinds import RowPlan
 from gpubound.kernels.triton import dynamic_tanh as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
@@ -51,14 +52,14 @@ def test_non_contiguous_input(device):
 
 
 def test_programs_stride_over_the_rows(device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, ("dynamic_tanh", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("dynamic_tanh", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
     # alpha's gradient is one sum over all 440 elements, of both signs: its error grows with their number, not with the sum.
     parity(fast.dynamic_tanh, reference.dynamic_tanh, _arguments(device, FP32, 11, 40), 5 * TOLERANCE[FP32])
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0, 0), (0, 1, 0, 0), (1, 0, 0, 1)], ids=str)
 def test_only_what_is_needed(needs, device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, ("dynamic_tanh", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("dynamic_tanh", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
     tensors = [t.requires_grad_(bool(n)) for t, n in zip(_arguments(device, FP32, 5, 40), needs)]
     leaves = [t for t in tensors if t.requires_grad]
     got, want = (torch.autograd.grad(op(*tensors).square().sum(), leaves) for op in (fast.dynamic_tanh, reference.dynamic_tanh))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels import plans
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.ops import load
-from gpubound.kernels.triton import _decode_plan as plans
+from gpubound.kernels.plans.kinds import MatrixPlan
 
 from .aot import apart
 from .cases import TOLERANCE, assert_inside, banded, draw, same
@@ -157,7 +158,7 @@ def test_only_chosen_experts_are_read(source, device):
 def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     """Behind the last expert lies NaN, and NaN times a masked zero would show."""
     for kind, shape in (("router", (3, 40)), ("routed_gate_up", (18, 40)), ("add_routed", (40, 18))):
-        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (4, 16, 4))
+        monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, 16, 4))
     half = torch.float16
     x, norm = draw(device, torch.float32, 2, 40), draw(device, half, 40, seed=1)
     shapes = ((3, 40), (3, 36, 40), (3, 40, 18))
@@ -179,7 +180,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
     hidden, width, experts, slots = 128, 32, 4, 2
     shapes = (("router", (experts, hidden)), ("routed_gate_up", (width, hidden)), ("add_routed", (hidden, width)))
     for kind, shape in shapes:
-        monkeypatch.setitem(plans.SEARCHED, (kind, *shape), (8, min(columns, shape[1]), 4))
+        monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(8, min(columns, shape[1]), 4))
     x, norm = draw(device, torch.float32, 4, hidden), draw(device, dtype, hidden, seed=1)
     router, gate_up = draw(device, dtype, experts, hidden, seed=2), draw(device, dtype, experts, 2 * width, hidden, seed=3)
     down = draw(device, dtype, experts, hidden, width, seed=4)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.triton import _launch
+from gpubound.kernels import plans
+from gpubound.kernels.plans.kinds import RowPlan
 from gpubound.kernels.triton import layer_norm as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
@@ -38,7 +39,7 @@ def test_optional_arguments(weight, bias, device):
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
 def test_only_what_is_needed(needs, device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, ("layer_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("layer_norm", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
     tensors = [
         draw(device, FP32, *s, seed=i).requires_grad_(bool(n)) for i, (s, n) in enumerate(zip([(5, 40), (40,), (40,)], needs))
     ]
@@ -69,7 +70,7 @@ def test_a_mean_far_above_the_spread(device):
 
 
 def test_programs_stride_over_the_rows(device, monkeypatch):
-    monkeypatch.setitem(_launch.OVERRIDE, ("layer_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("layer_norm", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
     arguments = (draw(device, FP32, 11, 40), draw(device, FP32, 40, seed=1), draw(device, FP32, 40, seed=2), 1e-5)
     parity(fast.layer_norm, reference.layer_norm, arguments, TOLERANCE[FP32])
 

@@ -5,9 +5,10 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import packed as packing
+from gpubound.kernels import plans
 from gpubound.kernels.ops import load
 from gpubound.kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
-from gpubound.kernels.triton import _quantized_plan as plans
+from gpubound.kernels.plans.kinds import MatrixPlan
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .test_compiles import compile_apart
@@ -143,7 +144,7 @@ def test_unpacking_agrees_with_the_reference(device, kind, turns, dtype):
 def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypatch):
     columns = 520  # five groups: 80 words of int4, 160 of the others
     for use, rows in (("qkv", 20), ("gate_up", 20), ("add", 20)):
-        monkeypatch.setitem(plans.SEARCHED, (kind, use, rows, columns), (8, 32, 1))
+        monkeypatch.setitem(plans.TRIED, ("packed_product", f"{kind} {use}", (rows, columns)), MatrixPlan(8, 32, 1))
     x, norm = draw(device, torch.float32, 2, columns), draw(device, torch.float32, columns, seed=2)
     results = []
     for source in ("triton", "reference"):

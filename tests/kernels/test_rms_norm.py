@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import kernels, trace
-from gpubound.kernels.triton import _launch
+from gpubound.kernels import plans
+from gpubound.kernels.plans.kinds import RowPlan
 from gpubound.kernels.triton import rms_norm as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
@@ -84,29 +85,9 @@ def test_rows_without_elements_take_the_reference(device):
 
 def test_programs_stride_over_the_rows(device, monkeypatch):
     """Two programs share 11 rows, two at a time: each sums three tiles' weight gradients, the last tile half empty."""
-    monkeypatch.setitem(_launch.OVERRIDE, ("add_rms_norm", "backward", 40), _launch.Plan(block=64, rows=2, programs=2, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("add_rms_norm", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
     x, residual, weight = draw(device, FP32, 11, 40), draw(device, FP32, 11, 40, seed=1), draw(device, FP32, 40, seed=2)
     parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6), TOLERANCE[FP32])
-
-
-def test_the_plan_bounds_the_partial_sums(monkeypatch):
-    h200 = torch.device("cuda", 0)
-    monkeypatch.setattr(_launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(_launch, "SEARCHED", {})
-    plan = _launch.schedule("rms_norm", "backward", 1024, h200)
-    assert plan == _launch.Plan(block=1024, rows=4, programs=1056, warps=2)
-    for cols in (1, 64, 576, 4096, 16384):
-        plan = _launch.schedule("layer_norm", "backward", cols, h200, sums=2)
-        assert plan.programs * cols * 2 * 4 <= max(_launch.PARTIAL_BYTES, 132 * cols * 2 * 4)
-        assert plan.rows * plan.block <= 32 * 32 * plan.warps, "more than 32 elements a thread"
-
-
-def test_a_searched_plan_is_of_one_op_and_way(monkeypatch):
-    h200 = torch.device("cuda", 0)
-    monkeypatch.setattr(_launch, "sm_count", lambda index: 132)
-    monkeypatch.setattr(_launch, "SEARCHED", {("rms_norm", "backward", 1024): (2, 3, 4, 2, "evict_first")})
-    assert _launch.schedule("rms_norm", "backward", 1000, h200) == _launch.Plan(1024, 2, 396, 4, 2, "evict_first")
-    assert _launch.schedule("add_rms_norm", "backward", 1000, h200) != _launch.schedule("rms_norm", "backward", 1000, h200)
 
 
 def test_reference_gradients_in_fp64():

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
+from gpubound.kernels import plans
+from gpubound.kernels.plans.kinds import RopePlan
 from gpubound.kernels.triton import rope as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
@@ -53,7 +55,7 @@ def test_angles_of_each_sequence(batch, device):
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_tiles_of_heads_and_tokens(tokens, device, monkeypatch):
     """Three q heads and two of k and v, two heads a tile, of three tokens: a tile may hold a head and a token that are none."""
-    monkeypatch.setitem(fast.SEARCHED, 4, fast.Plan(heads=2, tokens=tokens, warps=1))
+    monkeypatch.setitem(plans.TRIED, ("rope", "", (4,)), RopePlan(heads=2, tokens=tokens, warps=1))
     arguments = (draw(device, FP32, 2, 3, 7 * 8), *angles(device, 2, 3, 4), 3, 2)
     parity(fast.rope_qkv, reference.rope_qkv, arguments, TOLERANCE[FP32])
     q, k = draw(device, FP32, 2, 3, 3, 10), draw(device, FP32, 2, 3, 2, 10, seed=1)
@@ -154,11 +156,11 @@ def test_stores_stay_inside(size, pairs, device):
     qkv, (cos, sin) = draw(device, FP32, 1, 2, 5 * size), angles(device, 2, pairs)
     sources = fast._heads_of(qkv, [3, 1, 1])
     bands = [banded(tuple(x.shape), device) for x in sources]
-    fast._launch(sources, [inside for _, inside in bands], cos, sin, back=False)
+    fast._rotate(sources, [inside for _, inside in bands], cos, sin, back=False)
     for whole, inside in bands:
         assert_inside(whole, inside)
     whole, packed = banded((1, 2, 5 * size), device)
-    fast._launch([inside for _, inside in bands], fast._heads_of(packed, [3, 1, 1]), cos, sin, back=True)
+    fast._rotate([inside for _, inside in bands], fast._heads_of(packed, [3, 1, 1]), cos, sin, back=True)
     assert_inside(whole, packed)
     same("there and back", packed, qkv, TOLERANCE[FP32])
 

@@ -7,7 +7,7 @@ op's docstring: no access outside a tensor, and a NaN where silence would hide t
 import torch
 from torch import Tensor
 
-from .triton._launch import WIDEST
+from .plans import WIDEST
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """What ids and labels may be. torch hardly computes with the wider unsigned types."""

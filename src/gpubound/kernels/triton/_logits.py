@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import power_of_two
+from ..plans import Job, job_of
+from ..plans.kinds import TilePlan
+from ._launch import launch
 
 
 @triton.jit
@@ -119,15 +121,6 @@ class Options(NamedTuple):
         return self.ignore_index, self.smoothing, self.z_loss, 1.0 if self.softcap is None else self.softcap
 
 
-def plan(words: int) -> tuple[int, int]:
-    """(logits a program holds at a time, its warps); benchmarks/tune_losses.py searches both.
-
-    H200, 1024 rows of 128256 bf16 logits, loss and gradient: 224 us with 8192 and 8 warps, 251 with 4096, 275 with 2048.
-    """
-    block = min(8192, power_of_two(words))
-    return block, 8 if block > 1024 else 4
-
-
 def flat_labels(labels: Tensor) -> Tensor:
     """One label after the other in memory, as the kernels read them: reshape alone would keep the stride of a column.
 
@@ -145,13 +138,21 @@ def row_losses(
     """
     words, rows, inner, outer_stride, inner_stride = layout(logits)
     loss, lse = torch.empty(2, rows, device=logits.device, dtype=torch.float32)
-    block, warps = plan(words)
-    _cross_entropy_loss_kernel[(rows,)](
-        logits, labels, loss, lse, loss if scale is None else scale, words, inner, outer_stride, inner_stride,
-        *options.scalars(), options.softcap is not None, options.smoothing != 0, scale is not None, write, block,
-        num_warps=warps,
-    )  # fmt: skip
+
+    def run(plan: TilePlan) -> None:
+        _cross_entropy_loss_kernel[(rows,)](
+            logits, labels, loss, lse, loss if scale is None else scale, words, inner, outer_stride, inner_stride,
+            *options.scalars(), options.softcap is not None, options.smoothing != 0, scale is not None, write, plan.elements,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(loss_job("forward", logits), run)
     return loss, lse
+
+
+def loss_job(way: str, logits: Tensor) -> Job:
+    """What `benchmarks/tune_losses.py` searches a plan for: a program's logits at a time, and its warps."""
+    return job_of("losses", way, (logits.shape[-1],), logits)
 
 
 def valid_share(labels: Tensor, ignore_index: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accumulate import deliver, main_gradient, opens
 from ..aside import aside
-from ._launch import power_of_two
+from ..plans import power_of_two
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
 COLUMNS = 32  # of a tile: 8 elements a thread

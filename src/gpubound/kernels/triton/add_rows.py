@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import power_of_two
+from ..plans import power_of_two
 
 ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed one by one
 COLUMNS, WARPS = 1024, 4  # of a program

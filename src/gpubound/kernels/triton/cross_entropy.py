@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ._launch import first_order_only
-from ._logits import Options, _cross_entropy_gradient_kernel, flat_labels, layout, plan, row_losses, valid_share
+from ..plans.kinds import TilePlan
+from ._launch import first_order_only, launch
+from ._logits import Options, _cross_entropy_gradient_kernel, flat_labels, layout, loss_job, row_losses, valid_share
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -37,11 +38,14 @@ class _CrossEntropy(torch.autograd.Function):
         upstream = (upstream if share is None else upstream * share).reshape(-1).contiguous()
         out, readable = torch.empty(logits.shape, device=logits.device, dtype=logits.dtype), _readable(logits)
         words, rows, inner, outer_stride, inner_stride = layout(readable)
-        block, warps = plan(words)
-        _cross_entropy_gradient_kernel[(rows, triton.cdiv(words, block))](
-            readable, labels, lse, upstream, out, words, inner, outer_stride, inner_stride, int(upstream.numel() > 1),
-            *ctx.options.scalars(), ctx.options.softcap is not None, block, num_warps=warps,
-        )  # fmt: skip
+
+        def run(plan: TilePlan) -> None:
+            _cross_entropy_gradient_kernel[(rows, triton.cdiv(words, plan.elements))](
+                readable, labels, lse, upstream, out, words, inner, outer_stride, inner_stride, int(upstream.numel() > 1),
+                *ctx.options.scalars(), ctx.options.softcap is not None, plan.elements, num_warps=plan.warps,
+            )  # fmt: skip
+
+        launch(loss_job("backward", logits), run)
         return out, None, None, None
 
 

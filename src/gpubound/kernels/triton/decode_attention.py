@@ -20,12 +20,11 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST
 from ..decode_product import EARLY
+from ..plans import job_of, power_of_two
+from ..plans.kinds import AttentionPlan
 from ._cached_tiles import _angle, _cached, _head, _new, _place, _with_new
-from ._launch import power_of_two
+from ._launch import launch
 from .decode_product import _begin, _options, _wait
-
-WARPS = 4
-KEYS = 64  # of a tile
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 
@@ -184,7 +183,7 @@ def decode_attention(
     k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor, out: Tensor,
     dependent: int = 0, pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _launch(
+    _attend(
         qkv, position, (k_cache, v_cache, None, None, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out,
         dependent,
     )  # fmt: skip
@@ -199,23 +198,27 @@ def quantized_decode_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # bf16 holds every code, and unlike fp16 the weights times any scale of the values
     kind = tl.float32 if interpreted() or out.dtype == torch.float32 else tl.bfloat16
-    _launch(
+    _attend(
         qkv, position, (k_cache, v_cache, k_scale, v_scale, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial,
         count, out, dependent, LARGEST[k_cache.dtype], kind,
     )  # fmt: skip
     return out, k_cache, v_cache, k_scale, v_scale
 
 
-def _launch(
+def _attend(
     qkv, position, cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent, most=None, kind=None
 ) -> None:
     _, KV, page, D = cache[0].shape
     tokens = position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
-    _decode_attention_kernel[(position.numel() * KV, partial.shape[2])](
-        qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
-        scale, partial, count, out, len(cos), len(cache[0]), KV, group, G, D // 2, HP, KEYS, partial.shape[2], window,
-        q_norm is not None, interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
-        **_options(WARPS, EARLY if dependent else 0),
-    )  # fmt: skip
+
+    def run(plan: AttentionPlan) -> None:
+        _decode_attention_kernel[(position.numel() * KV, partial.shape[2])](
+            qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
+            scale, partial, count, out, len(cos), len(cache[0]), KV, group, G, D // 2, HP, plan.keys, partial.shape[2], window,
+            q_norm is not None, interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
+            num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
+        )  # fmt: skip
+
+    launch(job_of("decode_attention", "", (group, D // 2), cache[0]), run)

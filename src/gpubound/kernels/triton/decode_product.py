@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..decode_product import EARLY, LATE
-from ._decode_plan import plan_product
-from ._launch import power_of_two
+from ..plans import job_of, power_of_two
+from ..plans.kinds import MatrixPlan
+from ._launch import launch
 
 AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
 
@@ -191,15 +192,18 @@ def norm_product(
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows = weight.shape[0], k.shape[0], out.shape[1]
     parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
-    plan = plan_product("head" if best is not None else "qkv", rows, x.shape[1], weight, parts)
-    if best is not None:
-        plan = plan._replace(rows=power_of_two(-(-rows // best.shape[1])))  # a partial maximum a program
     biases = [b if b is not None else x for b in (bias, k_bias, v_bias)]
-    _norm_product_kernel[plan.grid(rows)](
-        x, norm, weight, k, v, *biases, out, best if best is not None else x, arg if arg is not None else x, eps, q_rows,
-        k_rows, rows, *plan.shape(x), bias is not None, best is not None, plan.whole(rows, x.shape[1]),
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        if best is not None:
+            plan = plan._replace(rows=power_of_two(-(-rows // best.shape[1])))  # a partial maximum a program
+        _norm_product_kernel[(plan.along(rows),)](
+            x, norm, weight, k, v, *biases, out, best if best is not None else x, arg if arg is not None else x, eps, q_rows,
+            k_rows, rows, *x.shape, plan.rows, plan.columns, bias is not None, best is not None, plan.whole(rows, x.shape[1]),
+            **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "head" if best is not None else "qkv", (rows, x.shape[1], *parts), weight), run)
     return out, best, arg
 
 
@@ -209,23 +213,29 @@ def norm_gate_up(
     out: Tensor, dependent: int = 0,
 ) -> Tensor:  # fmt: skip
     rows = gate.shape[0]
-    plan = plan_product("gate_up", rows, x.shape[1], gate, (rows,))
     biases = [b if b is not None else x for b in (gate_bias, up_bias)]
-    _norm_gate_up_kernel[plan.grid(rows)](
-        x, norm, gate, up, *biases, out, eps, rows, *plan.shape(x), gate_bias is not None, plan.whole(rows, x.shape[1]),
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _norm_gate_up_kernel[(plan.along(rows),)](
+            x, norm, gate, up, *biases, out, eps, rows, *x.shape, plan.rows, plan.columns, gate_bias is not None,
+            plan.whole(rows, x.shape[1]), **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "gate_up", (rows, x.shape[1], rows), gate), run)
     return out
 
 
 @torch.no_grad()
 def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     rows = weight.shape[0]
-    plan = plan_product("add", rows, h.shape[1], weight, (rows,))
-    _add_product_kernel[plan.grid(rows)](
-        h, weight, bias if bias is not None else x, x, rows, *plan.shape(h), bias is not None, plan.whole(rows, h.shape[1]),
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _add_product_kernel[(plan.along(rows),)](
+            h, weight, bias if bias is not None else x, x, rows, *h.shape, plan.rows, plan.columns, bias is not None,
+            plan.whole(rows, h.shape[1]), **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "add", (rows, h.shape[1], rows), weight), run)
     return x
 
 

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import first_order_only, rows_of, schedule
+from ..plans import job_of, power_of_two
+from ..plans.kinds import RowPlan
+from ._launch import first_order_only, launch, rows_of
 from ._math import reciprocal
 from ._sums import deliver_parts
 
@@ -94,27 +96,36 @@ def _dynamic_tanh_backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, p
 def _forward(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, cols = rows_of(x)
     y = torch.empty_like(x)
-    plan = schedule("dynamic_tanh", "forward", cols, x.device)
-    _dynamic_tanh_forward_kernel[plan.grid(rows)](
-        x, alpha, weight.contiguous(), x if bias is None else bias.contiguous(), y, rows,
-        cols, plan.block, plan.rows, plan.stages, plan.hint, bias is not None, num_warps=plan.warps,
-    )  # fmt: skip
+    w, b = weight.contiguous(), x if bias is None else bias.contiguous()
+    job = job_of("dynamic_tanh", "forward", (cols, 0), x)
+
+    def run(plan: RowPlan) -> None:
+        _dynamic_tanh_forward_kernel[plan.grid(rows, job)](
+            x, alpha, w, b, y, rows, cols, power_of_two(cols), plan.rows, plan.stages, plan.hint, bias is not None,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job, run)
     return y
 
 
 def _backward(dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor, need_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, the programs' parts of dweight and dbias, and of dalpha); the parts are empty when none of them is needed."""
     rows, cols = rows_of(x)
-    plan = schedule("dynamic_tanh", "backward", cols, x.device, sums=2)
-    grid = plan.grid(rows)
-    dx = torch.empty_like(x)
-    da = torch.empty(*grid, device=x.device, dtype=torch.float32)
-    parts = torch.empty(*grid, 2 if need_sums else 0, cols, device=x.device, dtype=torch.float32)
-    _dynamic_tanh_backward_kernel[grid](
-        dy, x, alpha, weight.contiguous(), dx, da, parts, rows,
-        cols, plan.block, plan.rows, plan.stages, plan.hint, need_sums, num_warps=plan.warps,
-    )  # fmt: skip
-    return dx, parts, da
+    w, dx = weight.contiguous(), torch.empty_like(x)
+    job = job_of("dynamic_tanh", "backward", (cols, 2), x)
+
+    def run(plan: RowPlan) -> tuple[Tensor, Tensor]:
+        grid = plan.grid(rows, job)
+        da = torch.empty(*grid, device=x.device, dtype=torch.float32)
+        parts = torch.empty(*grid, 2 if need_sums else 0, cols, device=x.device, dtype=torch.float32)
+        _dynamic_tanh_backward_kernel[grid](
+            dy, x, alpha, w, dx, da, parts, rows, cols, power_of_two(cols), plan.rows, plan.stages, plan.hint, need_sums,
+            num_warps=plan.warps,
+        )  # fmt: skip
+        return parts, da
+
+    return dx, *launch(job, run)
 
 
 class _DynamicTanh(torch.autograd.Function):

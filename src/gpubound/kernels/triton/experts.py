@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._decode_plan import plan_product
-from ._launch import power_of_two
+from ..plans import job_of, power_of_two
+from ..plans.kinds import MatrixPlan
+from ._launch import launch
 from .decode_product import _begin, _end, _options, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -157,12 +158,15 @@ def route(
     weights: Tensor, dependent: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     experts, width = router.shape
-    plan = plan_product("router", experts, width, router, (experts,))
     block = power_of_two(experts)
-    _route_kernel[*plan.grid(experts), len(x)](
-        x, norm, router, logits, count, ids, weights, eps, experts, ids.shape[1], *plan.shape(x)[1:], block,
-        max(1, min(block, COMPARED // block)), normalise, plan.whole(experts, width), **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _route_kernel[plan.along(experts), len(x)](
+            x, norm, router, logits, count, ids, weights, eps, experts, ids.shape[1], width, plan.rows, plan.columns, block,
+            max(1, min(block, COMPARED // block)), normalise, plan.whole(experts, width), **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "router", (experts, width, experts), router), run)
     return ids, weights
 
 
@@ -170,21 +174,27 @@ def route(
 def routed_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    rows, slots = out.shape[2], ids.shape[1]
-    plan = plan_product("routed_gate_up", rows, x.shape[1], gate_up, (rows,))
-    _routed_gate_up_kernel[*plan.grid(rows), ids.numel()](
-        x, norm, gate_up, ids, out, eps, len(gate_up), rows, slots, *plan.shape(x)[1:], plan.whole(rows, x.shape[1]),
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+    rows, slots, width = out.shape[2], ids.shape[1], x.shape[1]
+
+    def run(plan: MatrixPlan) -> None:
+        _routed_gate_up_kernel[plan.along(rows), ids.numel()](
+            x, norm, gate_up, ids, out, eps, len(gate_up), rows, slots, width, plan.rows, plan.columns,
+            plan.whole(rows, width), **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "routed_gate_up", (rows, width, rows), gate_up), run)
     return out
 
 
 @torch.no_grad()
 def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     (_, rows, width), slots = down.shape, ids.shape[1]
-    plan = plan_product("add_routed", rows, width, down, (rows,))
-    _add_routed_kernel[*plan.grid(rows), len(x)](
-        h, down, ids, weights, x, len(down), rows, slots, width, plan.rows, plan.columns, plan.whole(rows, width),
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _add_routed_kernel[plan.along(rows), len(x)](
+            h, down, ids, weights, x, len(down), rows, slots, width, plan.rows, plan.columns, plan.whole(rows, width),
+            **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job_of("product", "add_routed", (rows, width, rows), down), run)
     return x

@@ -17,20 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import first_order_only, power_of_two
+from ..plans import job_of, power_of_two
+from ..plans.kinds import TilePlan
+from ._launch import first_order_only, launch
 from ._math import add_both
 from ._sums import deliver_parts
-
-
-class Plan(NamedTuple):
-    elements: int  # of a tile
-    warps: int
-    hint: str = ""  # eviction policy of what is read for the last time
-
-
-# Searched on an H200.
-FORWARD = Plan(4096, 2)
-BACKWARD = Plan(4096, 4)
 
 BOTH, SUMS_ONLY, REST_ONLY = 0, 1, 2  # halves of the work that a launch does
 
@@ -196,14 +187,17 @@ def _forward(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
     w, b = (x if t is None else t.contiguous() for t in (weight, bias))
     y = torch.empty_like(x)
     mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
-    cut = _tiling(rows, per_group, places, FORWARD.elements)
-    parts = _parts_of_tiles(x, rows, cut)
-    for work in _works(cut):
-        _group_norm_forward_kernel[(cut.programs,)](
-            x, w, b, y, mean, rstd, parts, rows, places, cut.tiles, cut.across, eps,
-            groups, per_group, *cut.shape, power_of_two(cut.tiles), work, FORWARD.hint,
-            weight is not None, bias is not None, num_warps=FORWARD.warps,
-        )  # fmt: skip
+
+    def run(plan: TilePlan) -> None:
+        cut = _tiling(rows, per_group, places, plan.elements)
+        parts = _parts_of_tiles(x, rows, cut)
+        for work in _works(cut):
+            _group_norm_forward_kernel[(cut.programs,)](
+                x, w, b, y, mean, rstd, parts, rows, places, cut.tiles, cut.across, eps, groups, per_group, *cut.shape,
+                power_of_two(cut.tiles), work, plan.hint, weight is not None, bias is not None, num_warps=plan.warps,
+            )  # fmt: skip
+
+    launch(job_of("group_norm", "forward", (per_group, places), x), run)
     return y, mean, rstd
 
 
@@ -213,17 +207,22 @@ def _backward(
     """(dx or None, the parts (N · runs of places, 2, C) of dweight and dbias, empty when they are not needed)."""
     samples, channels = x.shape[:2]
     places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
-    cut = _tiling(rows, per_group, places, BACKWARD.elements)
-    parts = _parts_of_tiles(x, rows, cut)
-    sums = torch.empty(samples * cut.across if need_sums else 0, 2, channels, device=x.device, dtype=torch.float32)
+    w = x if weight is None else weight.contiguous()
     dx = torch.empty_like(x) if need_dx else None
-    for work in _works(cut) if need_dx else (SUMS_ONLY,):
-        _group_norm_backward_kernel[(cut.programs,)](
-            dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, sums, parts,
-            rows, places, cut.tiles, cut.across, groups, per_group, *cut.shape, power_of_two(cut.tiles), work,
-            BACKWARD.hint, weight is not None, need_sums, need_dx, num_warps=BACKWARD.warps,
-        )  # fmt: skip
-    return dx, sums
+
+    def run(plan: TilePlan) -> Tensor:
+        cut = _tiling(rows, per_group, places, plan.elements)
+        parts = _parts_of_tiles(x, rows, cut)
+        sums = torch.empty(samples * cut.across if need_sums else 0, 2, channels, device=x.device, dtype=torch.float32)
+        for work in _works(cut) if need_dx else (SUMS_ONLY,):
+            _group_norm_backward_kernel[(cut.programs,)](
+                dy, x, w, mean, rstd, x if dx is None else dx, sums, parts, rows, places, cut.tiles, cut.across, groups,
+                per_group, *cut.shape, power_of_two(cut.tiles), work, plan.hint, weight is not None, need_sums, need_dx,
+                num_warps=plan.warps,
+            )  # fmt: skip
+        return sums
+
+    return dx, launch(job_of("group_norm", "backward", (per_group, places), x), run)
 
 
 class _GroupNorm(torch.autograd.Function):

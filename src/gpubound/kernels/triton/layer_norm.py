@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import first_order_only, rows_of, schedule
+from ..plans import job_of, power_of_two
+from ..plans.kinds import RowPlan
+from ._launch import first_order_only, launch, rows_of
 from ._math import add_both
 from ._sums import deliver_parts
 
@@ -89,11 +91,16 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     rows, cols = rows_of(x)
     y = torch.empty_like(x)
     mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
-    plan = schedule("layer_norm", "forward", cols, x.device)
-    _layer_norm_forward_kernel[plan.grid(rows)](
-        x, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, mean, rstd, rows, eps,
-        cols, plan.block, plan.rows, plan.stages, plan.hint, weight is not None, bias is not None, num_warps=plan.warps,
-    )  # fmt: skip
+    w, b = (x if t is None else t.contiguous() for t in (weight, bias))
+    job = job_of("layer_norm", "forward", (cols, 0), x)
+
+    def run(plan: RowPlan) -> None:
+        _layer_norm_forward_kernel[plan.grid(rows, job)](
+            x, w, b, y, mean, rstd, rows, eps, cols, power_of_two(cols), plan.rows, plan.stages, plan.hint,
+            weight is not None, bias is not None, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job, run)
     return y, mean, rstd
 
 
@@ -103,16 +110,20 @@ def _backward(
     """(dx or None, the programs' parts of those of dweight and dbias that are needed)."""
     rows, cols = rows_of(x)
     sums = need_dw + need_db
-    plan = schedule("layer_norm", "backward", cols, x.device, sums)
-    grid = plan.grid(rows)
+    w = x if weight is None else weight.contiguous()
     dx = torch.empty_like(x) if need_dx else None
-    parts = torch.empty(*grid, sums, cols, device=x.device, dtype=torch.float32)
-    _layer_norm_backward_kernel[grid](
-        dy, x, x if weight is None else weight.contiguous(), mean, rstd, x if dx is None else dx, parts, rows,
-        cols, plan.block, plan.rows, plan.stages, plan.hint, weight is not None, need_dx, need_dw, need_db,
-        num_warps=plan.warps,
-    )  # fmt: skip
-    return dx, parts
+    job = job_of("layer_norm", "backward", (cols, sums), x)
+
+    def run(plan: RowPlan) -> Tensor:
+        grid = plan.grid(rows, job)
+        parts = torch.empty(*grid, sums, cols, device=x.device, dtype=torch.float32)
+        _layer_norm_backward_kernel[grid](
+            dy, x, w, mean, rstd, x if dx is None else dx, parts, rows, cols, power_of_two(cols), plan.rows, plan.stages,
+            plan.hint, weight is not None, need_dx, need_dw, need_db, num_warps=plan.warps,
+        )  # fmt: skip
+        return parts
+
+    return dx, launch(job, run)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -13,12 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
+from ..plans import job_of
+from ..plans.kinds import MatrixPlan
 from ..quantize import LARGEST
 from ._gated import _activated, _halves, _matrix
-
-# (rows, columns, warps) of a tile: 128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64
-# elements of each tensor.
-PLANS = {"quantize": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
+from ._launch import launch
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
 _E4M3, _E5M2 = tl.constexpr(_ROUND.format("e4m3x2")), tl.constexpr(_ROUND.format("e5m2x2"))
@@ -131,10 +130,8 @@ def _format(dtype: torch.dtype) -> tuple[float, tuple[float, float] | None]:
     return LARGEST[dtype], None if not interpreted() else (2.0**-3, 2.0**-6) if fine else (2.0**-2, 2.0**-14)
 
 
-def _plan(name: str, rows: int, cols: int) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """(grid, tile, warps)."""
-    high, wide, warps = PLANS[name]
-    return (triton.cdiv(rows, high), triton.cdiv(cols, wide)), (high, wide), warps
+def _tiles(rows: int, cols: int, plan: MatrixPlan) -> tuple[int, int]:
+    return triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)
 
 
 @torch.no_grad()
@@ -142,10 +139,14 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
     x = _matrix(x)
     rows, cols = x.shape
     q, q_t = _results(rows, cols, x, dtype) if both else (torch.empty(x.shape, device=x.device, dtype=dtype), None)
-    grid, tile, warps = _plan("quantize", rows, cols)
-    _quantize_kernel[grid](
-        x, state, q, q if q_t is None else q_t, rows, cols, x.stride(0), *_format(dtype), both, *tile, num_warps=warps
-    )
+
+    def run(plan: MatrixPlan) -> None:
+        _quantize_kernel[_tiles(rows, cols, plan)](
+            x, state, q, q if q_t is None else q_t, rows, cols, x.stride(0), *_format(dtype), both, plan.rows, plan.columns,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("quantize", "plain", (rows, cols), x), run)
     return q, q_t
 
 
@@ -154,8 +155,13 @@ def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple
     gate, up = _halves(gate_up, None)
     rows, cols = gate.shape
     q, q_t = _results(rows, cols, gate, dtype)
-    grid, tile, warps = _plan("swiglu", rows, cols)
-    _swiglu_kernel[grid](gate, up, state, q, q_t, rows, cols, gate.stride(0), *_format(dtype), *tile, num_warps=warps)
+
+    def run(plan: MatrixPlan) -> None:
+        _swiglu_kernel[_tiles(rows, cols, plan)](
+            gate, up, state, q, q_t, rows, cols, gate.stride(0), *_format(dtype), plan.rows, plan.columns, num_warps=plan.warps
+        )
+
+    launch(job_of("quantize", "swiglu", (rows, cols), gate), run)
     return q, q_t
 
 
@@ -164,8 +170,12 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
     dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
     rows, cols = gate.shape
     q, q_t = _results(rows, 2 * cols, gate, dtype)
-    grid, tile, warps = _plan("swiglu_backward", rows, cols)
-    _swiglu_backward_kernel[grid](
-        dh, gate, up, state, q, q_t, rows, cols, dh.stride(0), gate.stride(0), *_format(dtype), *tile, num_warps=warps
-    )
+
+    def run(plan: MatrixPlan) -> None:
+        _swiglu_backward_kernel[_tiles(rows, cols, plan)](
+            dh, gate, up, state, q, q_t, rows, cols, dh.stride(0), gate.stride(0), *_format(dtype), plan.rows, plan.columns,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("quantize", "swiglu_backward", (rows, cols), gate), run)
     return q, q_t

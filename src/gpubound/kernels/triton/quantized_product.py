@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..packed import GROUP, Packed
-from ._launch import power_of_two
-from ._quantized_plan import plan_quantized
+from ..plans import Job, job_of, power_of_two
+from ..plans.kinds import MatrixPlan
+from ._launch import launch
 from .decode_product import _begin, _end, _options, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
@@ -246,6 +247,26 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KI
         tl.store(to + col[None], (number * scale).to(out_ptr.dtype.element_ty), mask=there & (col < K)[None])
 
 
+def _job(use: str, weight: Packed) -> Job:
+    shape = weight.rows, weight.columns, weight.words.shape[1]
+    return job_of("packed_product", f"{weight.kind} {use}", shape, weight.words)
+
+
+def _at_once(x: Tensor) -> int:
+    """Rows of x that a program multiplies."""
+    return 2 if x.shape[0] % 2 == 0 else 1
+
+
+def _grid(plan: MatrixPlan, weight: Packed, x: Tensor) -> tuple[int, int]:
+    return x.shape[0] // _at_once(x), plan.along(weight.rows)
+
+
+def _shape(plan: MatrixPlan, weight: Packed, x: Tensor) -> tuple:
+    """B, K, KIND, R, C, WHOLE of the kernels."""
+    whole = plan.whole(weight.rows, weight.words.shape[1])
+    return _at_once(x), weight.columns, weight.kind, plan.rows, plan.columns, whole
+
+
 @torch.no_grad()
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     grid = -(-weight.rows // 4), -(-weight.words.shape[1] // 256)
@@ -260,14 +281,17 @@ def quantized_norm_product(
     x: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
     arg: Tensor | None, dependent: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    plan = plan_quantized("head" if best is not None else "qkv", weight)
-    if best is not None:
-        plan = plan._replace(rows=power_of_two(-(-weight.rows // best.shape[1])))  # a partial maximum a program
-    _norm_product_kernel[plan.grid(weight, x)](
-        x, norm, weight.words, weight.scale, bias if bias is not None else x, out, best if best is not None else x,
-        arg if arg is not None else x, _ONE, eps, weight.rows, *plan.shape(weight, x), bias is not None, best is not None,
-        **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        if best is not None:
+            plan = plan._replace(rows=power_of_two(-(-weight.rows // best.shape[1])))  # a partial maximum a program
+        _norm_product_kernel[_grid(plan, weight, x)](
+            x, norm, weight.words, weight.scale, bias if bias is not None else x, out, best if best is not None else x,
+            arg if arg is not None else x, _ONE, eps, weight.rows, *_shape(plan, weight, x), bias is not None,
+            best is not None, **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(_job("head" if best is not None else "qkv", weight), run)
     return out, best, arg
 
 
@@ -275,19 +299,25 @@ def quantized_norm_product(
 def quantized_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    plan = plan_quantized("gate_up", gate_up)
-    _norm_gate_up_kernel[plan.grid(gate_up, x)](
-        x, norm, gate_up.words, gate_up.scale, bias if bias is not None else x, out, _ONE, eps, gate_up.rows,
-        *plan.shape(gate_up, x), bias is not None, **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _norm_gate_up_kernel[_grid(plan, gate_up, x)](
+            x, norm, gate_up.words, gate_up.scale, bias if bias is not None else x, out, _ONE, eps, gate_up.rows,
+            *_shape(plan, gate_up, x), bias is not None, **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(_job("gate_up", gate_up), run)
     return out
 
 
 @torch.no_grad()
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
-    plan = plan_quantized("add", weight)
-    _add_product_kernel[plan.grid(weight, x)](
-        h, weight.words, weight.scale, bias if bias is not None else x, x, _ONE, weight.rows, *plan.shape(weight, h),
-        bias is not None, **_options(plan.warps, dependent),
-    )  # fmt: skip
+
+    def run(plan: MatrixPlan) -> None:
+        _add_product_kernel[_grid(plan, weight, x)](
+            h, weight.words, weight.scale, bias if bias is not None else x, x, _ONE, weight.rows, *_shape(plan, weight, h),
+            bias is not None, **_options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(_job("add", weight), run)
     return x

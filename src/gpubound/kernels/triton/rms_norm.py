@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import first_order_only, rows_of, schedule
+from ..plans import job_of, power_of_two
+from ..plans.kinds import RowPlan
+from ._launch import first_order_only, launch, rows_of
 from ._sums import deliver_parts
 
 
@@ -81,11 +83,16 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
     rows, cols = rows_of(x)
     y, rstd = torch.empty_like(x), torch.empty(rows, device=x.device, dtype=torch.float32)
     s = x if residual is None else torch.empty_like(x)
-    plan = schedule("rms_norm" if residual is None else "add_rms_norm", "forward", cols, x.device)
-    _rms_norm_forward_kernel[plan.grid(rows)](
-        x, x if residual is None else residual, x if weight is None else weight.contiguous(), s, y, rstd, rows, eps,
-        cols, plan.block, plan.rows, plan.stages, plan.hint, residual is not None, weight is not None, num_warps=plan.warps,
-    )  # fmt: skip
+    w = x if weight is None else weight.contiguous()
+    job = job_of("rms_norm" if residual is None else "add_rms_norm", "forward", (cols, 0), x)
+
+    def run(plan: RowPlan) -> None:
+        _rms_norm_forward_kernel[plan.grid(rows, job)](
+            x, x if residual is None else residual, w, s, y, rstd, rows, eps, cols, power_of_two(cols), plan.rows, plan.stages,
+            plan.hint, residual is not None, weight is not None, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job, run)
     return y, s, rstd
 
 
@@ -94,16 +101,21 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, the programs' parts of dweight), each None when not needed."""
     rows, cols = rows_of(x)
-    plan = schedule("rms_norm" if ds is None else "add_rms_norm", "backward", cols, x.device)
-    grid = plan.grid(rows)
+    w = x if weight is None else weight.contiguous()
     dx = torch.empty_like(x) if need_dx else None
-    parts = torch.empty(*grid, 1, cols, device=x.device, dtype=torch.float32) if need_dw else None
-    _rms_norm_backward_kernel[grid](
-        dy, dy if ds is None else ds, x, x if weight is None else weight.contiguous(), rstd,
-        x if dx is None else dx, rstd if parts is None else parts, rows, cols, plan.block, plan.rows, plan.stages, plan.hint,
-        ds is not None, weight is not None, need_dx, need_dw, num_warps=plan.warps,
-    )  # fmt: skip
-    return dx, parts
+    job = job_of("rms_norm" if ds is None else "add_rms_norm", "backward", (cols, 1), x)
+
+    def run(plan: RowPlan) -> Tensor | None:
+        grid = plan.grid(rows, job)
+        parts = torch.empty(*grid, 1, cols, device=x.device, dtype=torch.float32) if need_dw else None
+        _rms_norm_backward_kernel[grid](
+            dy, dy if ds is None else ds, x, w, rstd, x if dx is None else dx, rstd if parts is None else parts, rows, cols,
+            power_of_two(cols), plan.rows, plan.stages, plan.hint, ds is not None, weight is not None, need_dx, need_dw,
+            num_warps=plan.warps,
+        )  # fmt: skip
+        return parts
+
+    return dx, launch(job, run)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -5,36 +5,14 @@ that programs which run at the same time read and write neighbouring memory. The
 sources (forward) or three results (backward) side by side in one tensor. Backward is the rotation by minus the angle.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import first_order_only, power_of_two
-
-
-class Plan(NamedTuple):
-    heads: int  # of a tile, at most
-    tokens: int  # of a tile
-    warps: int
-
-
-# What a search found better than the rule in `_plan`: pairs of a head -> Plan (benchmarks/tune_norms.py prints the line).
-# H200, 16384 tokens: 25.4 us for 16 + 4 heads of 64 (Liger's, in place, as much), 86.0 for 32 + 8 of 128 (Liger's 88).
-SEARCHED: dict[int, Plan] = {32: Plan(8, 2, 2), 64: Plan(16, 1, 2)}
-
-
-def _plan(pairs: int, most: int) -> Plan:
-    """For heads of `pairs` pairs, `most` of them the largest number that q, k or v has.
-
-    About 1024 pairs a program, and a warp for every 32 pairs of a head: few warps with many loads in flight each.
-    """
-    if pairs in SEARCHED:
-        return SEARCHED[pairs]
-    block = power_of_two(pairs)
-    return Plan(min(power_of_two(most), max(1, 1024 // block)), 1, max(1, min(4, block // 32)))
+from ..plans import job_of, power_of_two
+from ..plans.kinds import RopePlan
+from ._launch import first_order_only, launch
 
 
 @triton.jit
@@ -95,21 +73,24 @@ def _rope_kernel(q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, cos_ptr, sin_ptr, tok
               c, s, col, PAIRS, REST, False)  # fmt: skip
 
 
-def _launch(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
+def _rotate(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
     """Turn sources (q, k or q, k, v; any strides but unit last) into results, whose token rows may lie in a wider tensor."""
     sources = [x if x.stride(-1) == 1 else x.contiguous() for x in sources]
     batch, tokens, _, size = sources[0].shape
     pairs, counts = cos.shape[-1], [x.shape[2] for x in sources]
     if len(sources) == 2:  # no v: its pointers are never followed
         sources, results, counts = [*sources, sources[0]], [*results, results[0]], [*counts, 0]
-    heads, at_once, warps = _plan(pairs, max(counts))
     rest = power_of_two(size - 2 * pairs) if size > 2 * pairs else 0
-    tiles, token_tiles = sum(triton.cdiv(n, heads) for n in counts), triton.cdiv(tokens, at_once)
-    _rope_kernel[(batch * token_tiles * tiles,)](
-        *sources, *results, cos, sin, tokens, token_tiles, *(stride for x in sources for stride in x.stride()[:3]),
-        *(x.stride(1) for x in results), 0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),
-        *counts, size, pairs, heads, at_once, power_of_two(pairs), rest, back, num_warps=warps,
-    )  # fmt: skip
+
+    def run(plan: RopePlan) -> None:
+        tiles, token_tiles = sum(triton.cdiv(n, plan.heads) for n in counts), triton.cdiv(tokens, plan.tokens)
+        _rope_kernel[(batch * token_tiles * tiles,)](
+            *sources, *results, cos, sin, tokens, token_tiles, *(stride for x in sources for stride in x.stride()[:3]),
+            *(x.stride(1) for x in results), 0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),
+            *counts, size, pairs, plan.heads, plan.tokens, power_of_two(pairs), rest, back, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("rope", "", (pairs, max(counts)), sources[0]), run)
 
 
 def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +106,7 @@ class _Rope(torch.autograd.Function):
         cos, sin = _angles(cos, sin)
         ctx.save_for_backward(cos, sin)
         results = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k)]
-        _launch([q, k], results, cos, sin, back=False)
+        _rotate([q, k], results, cos, sin, back=False)
         return tuple(results)
 
     @staticmethod
@@ -133,7 +114,7 @@ class _Rope(torch.autograd.Function):
         first_order_only("rope")
         results = [torch.empty(g.shape, device=g.device, dtype=g.dtype) for g in (dq, dk)]
         cos, sin = ctx.saved_tensors
-        _launch([dq, dk], results, cos, sin, back=True)
+        _rotate([dq, dk], results, cos, sin, back=True)
         return *results, None, None
 
 
@@ -145,7 +126,7 @@ class _RopeQKV(torch.autograd.Function):
         ctx.counts = [heads, kv_heads, kv_heads]
         sources = _heads_of(qkv, ctx.counts)
         results = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in sources]
-        _launch(sources, results, cos, sin, back=False)
+        _rotate(sources, results, cos, sin, back=False)
         return tuple(results)
 
     @staticmethod
@@ -154,7 +135,7 @@ class _RopeQKV(torch.autograd.Function):
         batch, tokens, _, size = dq.shape
         packed = torch.empty(batch, tokens, sum(ctx.counts) * size, device=dq.device, dtype=dq.dtype)
         cos, sin = ctx.saved_tensors
-        _launch([dq, dk, dv], _heads_of(packed, ctx.counts), cos, sin, back=True)
+        _rotate([dq, dk, dv], _heads_of(packed, ctx.counts), cos, sin, back=True)
         return packed, None, None, None, None
 
 

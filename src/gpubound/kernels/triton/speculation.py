@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
+from ..plans import power_of_two
 from ..sampling import Rows
 from ..speculation import NGRAM
-from ._launch import power_of_two
 from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time

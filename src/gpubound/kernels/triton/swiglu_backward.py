@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..plans import job_of, power_of_two
+from ..plans.kinds import TilePlan
 from ._gated import _activated, _halves, _matrix
-from ._launch import power_of_two
-
-ELEMENTS, WARPS = 1024, 4  # of a program
+from ._launch import launch
 
 
 @triton.jit
@@ -35,9 +35,14 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.empty(dh.shape, device=dh.device, dtype=dh.dtype)
     dgate, dup = _halves(gradient, None)
     rows, cols = gate.shape
-    wide = min(ELEMENTS, power_of_two(cols))
-    high = ELEMENTS // wide
-    _swiglu_backward_kernel[(triton.cdiv(rows, high), triton.cdiv(cols, wide))](
-        d, gate, up, dgate, dup, h, rows, cols, d.stride(0), gate.stride(0), dgate.stride(0), high, wide, num_warps=WARPS
-    )
+
+    def run(plan: TilePlan) -> None:
+        wide = min(plan.elements, power_of_two(cols))
+        high = plan.elements // wide
+        _swiglu_backward_kernel[(triton.cdiv(rows, high), triton.cdiv(cols, wide))](
+            d, gate, up, dgate, dup, h, rows, cols, d.stride(0), gate.stride(0), dgate.stride(0), high, wide,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("swiglu_backward", "backward", (cols,), gate_up), run)
     return gradient, h

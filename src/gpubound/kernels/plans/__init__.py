@@ -1,0 +1,95 @@
+"""Launch plans: (op, way, shape, bytes of an element, GPU) -> how the work is cut into programs.
+
+A plan is taken from the first of these that knows the job and fits the GPU in hand:
+
+1. TRIED: what a test or a running search wants
+2. what a launch has found: the compiler asked for more than the GPU has, and the next smaller plan was taken
+3. the user's own: what `gpubound tune` kept for this machine's GPU   kept.py
+4. what a search found on this architecture                           searched.py
+5. the op's rule, made smaller until it fits                          rules.py
+
+So no plan raises. Where even the least is too large for a GPU, the launch says so to the op's self-test, and the call takes the
+reference, counted as a fallback (choose.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...device import Chip, chip, constant
+from ...trace import count, notice
+from .kept import kept
+from .kinds import SPARE as SPARE
+from .kinds import Job as Job
+from .kinds import Plan as Plan
+from .kinds import power_of_two as power_of_two
+from .rules import RULES as RULES
+from .rules import WIDEST as WIDEST
+from .searched import SEARCHED, Key
+
+# (op, way, bucket) -> a plan of the op's kind
+TRIED: dict[tuple[str, str, tuple[int, ...]], Any] = {}
+
+_settled: dict[Job, Any] = {}
+
+
+def job_of(op: str, way: str, shape: tuple[int, ...], x: torch.Tensor) -> Job:
+    """The job of a launch on tensors like `x`."""
+    return Job(op, way, shape, x.element_size(), chip(x.device))
+
+
+def plan_for(job: Job) -> Any:
+    """The plan of `job`, of its op's kind."""
+    if TRIED and (tried := TRIED.get((job.op, job.way, RULES[job.op].bucket(job)))) is not None:
+        return tried
+    if (plan := _settled.get(job)) is None:
+        plan = _settled[job] = _first_that_fits(job)
+    return plan
+
+
+@constant
+def plan_traced(op: str, way: str, shape: tuple[int, ...], size: int, *gpu: Any) -> Any:
+    """`plan_for` while dynamo traces: it cannot follow dictionaries that change, nor pass one named tuple inside another."""
+    return plan_for(Job(op, way, shape, size, Chip(*gpu)))
+
+
+def step_down(job: Job, plan: Any, why: str) -> Any:
+    """The plan for `job` from now on, because `plan` did not fit: the next smaller one. None when there is none, or when a
+    search wants to know about this very plan.
+    """
+    smaller = plan.smaller()
+    if smaller is None or (job.op, job.way, RULES[job.op].bucket(job)) in TRIED:
+        return None
+    _settled[job] = smaller
+    count("smaller plan")
+    notice(f"{job.op}, {job.way or 'forward'}, {'x'.join(map(str, job.shape))}: {why}; a smaller plan runs: {tuple(smaller)}.")
+    return smaller
+
+
+def keys_of(job: Job) -> tuple[Key, Key]:
+    """Where a searched plan for `job` may stand: under its element size, or under any."""
+    bucket = RULES[job.op].bucket(job)
+    return (job.op, job.way, bucket, job.bytes), (job.op, job.way, bucket, 0)
+
+
+def fits(job: Job, plan: Plan) -> bool:
+    asked = plan.shared(job)
+    return not asked or asked + SPARE <= job.chip.shared_bytes
+
+
+def _known(job: Job) -> Iterator[Plan]:
+    for table in (kept(job.chip.name), SEARCHED.get(job.chip.capability, {})):
+        for key in keys_of(job):
+            if key in table:
+                yield RULES[job.op].kind(*table[key])
+
+
+def _first_that_fits(job: Job) -> Plan:
+    for plan in _known(job):
+        if fits(job, plan):
+            return plan
+    plan = RULES[job.op].plan(job)
+    while not fits(job, plan) and (smaller := plan.smaller()) is not None:
+        plan = smaller
+    return plan

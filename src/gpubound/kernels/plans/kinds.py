@@ -1,0 +1,139 @@
+"""What a plan is: how the work of one launch is cut into programs. Pure data and pure functions.
+
+A plan changes how fast a kernel is, and in which order it adds; never what it computes.
+Each kind says how much shared memory the compiler will ask for, and what its next smaller plan is.
+"""
+
+from typing import NamedTuple, Protocol, Self
+
+from ...device import Chip
+
+
+class Job(NamedTuple):
+    """What a plan is wanted for."""
+
+    op: str
+    way: str  # forward or backward, or the use that a decoding step makes of a product
+    shape: tuple[int, ...]  # what the op's rule reads (rules.py)
+    bytes: int  # of an element
+    chip: Chip
+
+
+class Plan(Protocol):
+    @property
+    def warps(self) -> int: ...
+
+    def shared(self, job: Job) -> int:
+        """Bytes of shared memory that a program takes, but for what reductions and conversions need: at most SPARE more."""
+        ...
+
+    def smaller(self) -> Self | None:
+        """The next plan that asks for less; None when this is the least."""
+        ...
+
+
+SPARE = 4096
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class RowPlan(NamedTuple):
+    """A norm's. Forward, a program visits one tile of rows, or strides; backward, a fixed crowd of programs strides over the
+    rows, and each sums its own part of the weight gradient: the same bits in every run, which atomics do not give.
+
+    A program that strides waits for memory and computes by turns. `stages` above 1 makes the compiler copy that many tiles,
+    less one, into shared memory ahead of their turn, so that both go on at once.
+    """
+
+    rows: int  # of a tile
+    each: int  # programs a multiprocessor, each striding over the rows; 0: as many programs as there are tiles
+    warps: int
+    stages: int = 1  # tiles in flight, this one counted
+    hint: str = ""  # eviction policy of what is read once
+
+    def grid(self, rows: int, job: Job) -> tuple[int]:
+        tiles = -(-rows // self.rows)
+        return (min(self.each * job.chip.sms, tiles) if self.each else tiles,)
+
+    def shared(self, job: Job) -> int:
+        return (self.stages - 1) * row_tensors(job) * self.rows * power_of_two(job.shape[0]) * job.bytes
+
+    def smaller(self) -> "RowPlan | None":
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        return self._replace(rows=self.rows // 2) if self.rows > 1 else None
+
+
+def row_tensors(job: Job) -> int:
+    """Tensors that a norm's program reads for each of its rows."""
+    return (2 if job.way == "backward" else 1) + (job.op == "add_rms_norm")
+
+
+class TilePlan(NamedTuple):
+    """Of a kernel whose program takes a number of elements, whatever their shape."""
+
+    elements: int
+    warps: int
+    hint: str = ""
+
+    def shared(self, job: Job) -> int:
+        return 0
+
+    def smaller(self) -> "TilePlan | None":
+        return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
+
+
+class MatrixPlan(NamedTuple):
+    """Of a kernel whose program takes rows and columns of a matrix, or rows and walks along them tile by tile."""
+
+    rows: int
+    columns: int  # of a packed weight, words
+    warps: int
+
+    def along(self, rows: int) -> int:
+        """Programs that share that many rows."""
+        return -(-rows // self.rows)
+
+    def whole(self, rows: int, columns: int) -> bool:
+        """True when no tile reaches beyond a matrix of that size."""
+        return rows % self.rows == 0 and columns % self.columns == 0
+
+    def shared(self, job: Job) -> int:
+        return 0
+
+    def smaller(self) -> "MatrixPlan | None":
+        return self._replace(columns=self.columns // 2) if self.columns > 32 else None
+
+
+class RopePlan(NamedTuple):
+    heads: int  # of a tile, at most
+    tokens: int  # of a tile
+    warps: int
+
+    def shared(self, job: Job) -> int:
+        return 0
+
+    def smaller(self) -> "RopePlan | None":
+        return self._replace(heads=self.heads // 2) if self.heads > 1 else None
+
+
+class AttentionPlan(NamedTuple):
+    """Of attention over a cache."""
+
+    keys: int  # of a tile
+    stages: int  # tiles in flight, this one counted
+    warps: int
+
+    def shared(self, job: Job) -> int:
+        """Tiles of keys and values ahead of their turn, by halves; q and the weights where tensor cores read them."""
+        group, half = (max(16, power_of_two(n)) for n in job.shape)
+        tiles = max(self.stages - 1, 1) * 4 * self.keys * half * job.bytes
+        return tiles + group * (2 * half + self.keys) * job.bytes
+
+    def smaller(self) -> "AttentionPlan | None":
+        if self.stages > 1:  # the same bits, which fewer keys would not give
+            return self._replace(stages=self.stages - 1)
+        return self._replace(keys=self.keys // 2) if self.keys > 16 else None

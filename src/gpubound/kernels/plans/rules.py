@@ -1,0 +1,163 @@
+"""The plan of each op where nobody has searched: rules that hold for any shape and GPU. A new op is one more line in RULES."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .kinds import AttentionPlan, Job, MatrixPlan, Plan, RopePlan, RowPlan, TilePlan, power_of_two
+
+# Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (copying as much: 69.0), 70.2 with
+# one.
+TILE_ROWS = 2
+WIDEST_TILE = 16384
+
+# What a norm's backward holds. A thread has 64 elements of each tensor of the tile, half of them if it sums two gradients: so
+# compiled for compute capability 9.0, rms_norm takes 250 to 254 of 255 registers and layer_norm 160 to 240, up to a width of
+# 8192. More spills. 16384 elements a tile because 256 threads of that kind are all that a multiprocessor's registers serve.
+THREAD_ELEMENTS = 64
+BACKWARD_TILE = 16384
+
+# What all programs together may hold of partial weight gradients. They are written and read once more, from the L2 where they
+# fit (50 MB on an H200): 1056 programs at width 4096 would make 17 MB each way, beside 537 MB for 16384 rows of bf16; at width
+# 1024, 4.3 MB.
+PARTIAL_BYTES = 10 << 20
+
+# Widest row that one program holds whole; the doors give wider ones to the reference. At 16384 the backward's four fp32 rows
+# (dy, x, weight, sum) are as many as a multiprocessor's 65536 registers: from there on they spill, which is slow but right.
+WIDEST = 65536
+
+
+def norm_rows(job: Job) -> RowPlan:
+    """shape: columns, and how many gradients of that width the backward sums.
+
+    H200, backward at 16384 x 1024 bf16 with the residual's gradient: 4 rows, 8 programs a multiprocessor and 2 warps take 41 us
+    (floor 31); 2 rows, 4 programs and 8 warps 104 us; the worst choice tried 856. A thread loads 8 neighbours, so 2 warps lie
+    along 512 of the 1024 columns and summing a column over the tile's rows stays inside a thread; 8 warps lie in two rows.
+    """
+    cols, sums = job.shape
+    block, sums = power_of_two(cols), max(1, sums)
+    if job.way == "forward":
+        return RowPlan(max(1, min(TILE_ROWS, WIDEST_TILE // block)), 0, max(1, min(16, block // 512)))
+    warps = max(1, min(block // 512, 4), min(block // 1024, 16))
+    rows = max(1, min(BACKWARD_TILE, THREAD_ELEMENTS * 32 * warps) // sums // block)
+    fits = PARTIAL_BYTES // (4 * cols * sums * job.chip.sms)
+    return RowPlan(rows, max(1, min(8, fits)), warps)
+
+
+def group_norm(job: Job) -> TilePlan:
+    return TilePlan(4096, 2 if job.way == "forward" else 4)
+
+
+def gated(job: Job) -> TilePlan:
+    """Programs follow each other along a row, so that those which run at the same time read and write neighbouring memory.
+
+    H200, 16384 x 14336 packed: forward 326 us, backward 545, either 103 % of what copying as much takes; plans from 512 to 8192
+    elements lie within 1 % of each other.
+    """
+    return TilePlan(512, 2)
+
+
+def swiglu_backward(job: Job) -> TilePlan:
+    return TilePlan(1024, 4)
+
+
+def losses(job: Job) -> TilePlan:
+    """shape: words. `elements` are the logits that a program holds at a time.
+
+    H200, 1024 rows of 128256 bf16 logits, loss and gradient: 224 us with 8192 and 8 warps, 251 with 4096, 275 with 2048.
+    """
+    block = min(8192, power_of_two(job.shape[0]))
+    return TilePlan(block, 8 if block > 1024 else 4)
+
+
+def quantize(job: Job) -> MatrixPlan:
+    """128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64 elements of each tensor."""
+    tiles = {"plain": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
+    return MatrixPlan(*tiles[job.way])
+
+
+def rope(job: Job) -> RopePlan:
+    """shape: pairs of a head, and the largest number of heads that q, k or v has.
+
+    About 1024 pairs a program, and a warp for every 32 pairs of a head: few warps with many loads in flight each.
+    """
+    pairs, most = job.shape
+    block = power_of_two(pairs)
+    return RopePlan(min(power_of_two(most), max(1, 1024 // block)), 1, max(1, min(4, block // 32)))
+
+
+ROUTERS = 64  # programs over which the few rows of a router are spread
+
+
+def product(job: Job) -> MatrixPlan:
+    """shape: rows and columns of the weight, then the rows of its parts that lie apart: no program may span two of them.
+
+    A step of a small model is launches and latency, not bandwidth: a program should ask for all of its weights at once, before
+    it waits for x, and one wave of programs should hold the whole weight in registers.
+    """
+    rows, columns, *parts = job.shape
+    warps, held = 4, 64  # elements of the tiles a program holds, a thread
+    if job.way == "head":  # its height is the stretch that a partial maximum stands for
+        return MatrixPlan(16, min(512, power_of_two(columns)), warps)
+    tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
+    most = held * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)
+    if job.way == "router":
+        most = min(most, power_of_two(rows) // ROUTERS)
+    height = max(1, min(16, most))
+    while any(part % height for part in parts) and height > 1 and len(parts) > 1:
+        height //= 2
+    return MatrixPlan(height, tile, warps)
+
+
+LANE_WORDS = 4  # of a row of a packed weight that a thread reads at once: 16 bytes
+# Words of a tile that a thread holds. Each row of x wants as many registers again for its products.
+THREAD_WORDS = {"add": 32, "qkv": 32, "gate_up": 64, "head": 64}
+
+
+def packed_product(job: Job) -> MatrixPlan:
+    """shape: rows and columns of the weight, and the words that hold a row. way: the format and the use, "int4 qkv".
+
+    All warps lie along a row, whatever the number of rows, so that its sum is added up in one order in any batch.
+    """
+    words = job.shape[2]
+    warps = min(4, power_of_two(-(-words // (32 * LANE_WORDS))))
+    while words % (32 * LANE_WORDS * warps) and warps > 1:
+        warps //= 2
+    return MatrixPlan(THREAD_WORDS[job.way.split()[1]] // LANE_WORDS, 32 * LANE_WORDS * warps, warps)
+
+
+def decode_attention(job: Job) -> AttentionPlan:
+    """shape: query heads that share a head of keys, and half of a head."""
+    return AttentionPlan(64, 3, 4)
+
+
+class Rule(NamedTuple):
+    """How an op gets its plans."""
+
+    kind: Callable[..., Any]  # of the plans
+    plan: Callable[[Job], Plan]
+    bucket: Callable[[Job], tuple[int, ...]]  # a searched plan holds for all shapes with this in common
+
+
+def _width(job: Job) -> tuple[int, ...]:
+    return (power_of_two(job.shape[0]),)
+
+
+def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
+    return lambda job: job.shape[:count]
+
+
+RULES = {
+    "add_rms_norm": Rule(RowPlan, norm_rows, _width),
+    "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
+    "dynamic_tanh": Rule(RowPlan, norm_rows, _width),
+    "gated": Rule(TilePlan, gated, _first(0)),
+    "group_norm": Rule(TilePlan, group_norm, _first(0)),
+    "layer_norm": Rule(RowPlan, norm_rows, _width),
+    "losses": Rule(TilePlan, losses, _width),
+    "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
+    "product": Rule(MatrixPlan, product, _first(2)),
+    "quantize": Rule(MatrixPlan, quantize, _first(0)),
+    "rms_norm": Rule(RowPlan, norm_rows, _width),
+    "rope": Rule(RopePlan, rope, _first(1)),
+    "swiglu_backward": Rule(TilePlan, swiglu_backward, _first(0)),
+}

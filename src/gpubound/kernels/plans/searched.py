@@ -1,0 +1,63 @@
+"""Plans that a search on a GPU found better than the rules, by its compute capability: they hold there alone.
+
+A key is (op, way, bucket of the shape, bytes of an element); 0 bytes: any. `python -m benchmarks.tune_norms` prints lines as
+they stand here, LOG.md has the figures; `gpubound tune` keeps what it finds in the user's cache instead.
+"""
+
+Key = tuple[str, str, tuple[int, ...], int]
+
+_HOPPER: dict[Key, tuple] = {
+    # H200 and H100. Norms, searched in bf16: rows, programs a multiprocessor, warps, stages, hint.
+    ("rms_norm", "forward", (1024,), 0): (4, 8, 2, 3, ""),
+    ("rms_norm", "forward", (4096,), 0): (1, 0, 4, 1, ""),
+    ("rms_norm", "backward", (1024,), 0): (2, 2, 4, 4, ""),
+    ("rms_norm", "backward", (2048,), 0): (4, 2, 4, 1, ""),
+    ("rms_norm", "backward", (4096,), 0): (2, 1, 8, 3, ""),
+    ("rms_norm", "backward", (8192,), 0): (2, 1, 8, 1, ""),
+    ("add_rms_norm", "forward", (1024,), 0): (2, 8, 2, 3, ""),
+    ("add_rms_norm", "forward", (4096,), 0): (2, 0, 4, 1, ""),
+    ("add_rms_norm", "backward", (1024,), 0): (2, 2, 2, 4, ""),
+    ("add_rms_norm", "backward", (2048,), 0): (4, 2, 4, 1, ""),
+    ("add_rms_norm", "backward", (4096,), 0): (2, 1, 16, 3, ""),
+    ("add_rms_norm", "backward", (8192,), 0): (2, 1, 8, 1, ""),
+    ("layer_norm", "forward", (1024,), 0): (2, 0, 2, 1, "evict_first"),
+    ("layer_norm", "forward", (4096,), 0): (4, 0, 8, 1, ""),
+    ("layer_norm", "backward", (1024,), 0): (2, 2, 2, 4, ""),
+    ("layer_norm", "backward", (4096,), 0): (2, 1, 8, 3, "evict_first"),
+    ("dynamic_tanh", "forward", (1024,), 0): (1, 0, 4, 1, "evict_first"),
+    ("dynamic_tanh", "forward", (4096,), 0): (2, 0, 16, 1, ""),
+    ("dynamic_tanh", "backward", (1024,), 0): (4, 2, 4, 3, "evict_first"),
+    ("dynamic_tanh", "backward", (4096,), 0): (2, 1, 16, 3, "evict_first"),
+    # Rotary embedding: heads, tokens, warps. 16384 tokens: 25.4 us for 16 + 4 heads of 64 (Liger's, in place, as much), 86.0
+    # for 32 + 8 of 128 (Liger's 88).
+    ("rope", "", (32,), 0): (8, 2, 2),
+    ("rope", "", (64,), 0): (16, 1, 2),
+    # Products of a decoding step with 16-bit weights: rows a program, columns a tile, warps. Whole steps: 135m 358 us against
+    # 424 by the rule, 350m 399 / 426, 1b 737 / 777, 8b 3,771 / 4,018.
+    ("product", "qkv", (960, 576), 2): (4, 1024, 4),
+    ("product", "add", (576, 576), 2): (1, 1024, 4),
+    ("product", "gate_up", (1536, 576), 2): (2, 1024, 8),
+    ("product", "add", (576, 1536), 2): (1, 2048, 8),
+    ("product", "head", (49152, 576), 2): (16, 1024, 4),
+    ("product", "add", (1024, 1024), 2): (2, 1024, 4),
+    ("product", "gate_up", (4096, 1024), 2): (2, 512, 2),
+    ("product", "qkv", (3072, 2048), 2): (4, 2048, 2),
+    ("product", "add", (2048, 2048), 2): (4, 1024, 4),
+    ("product", "gate_up", (8192, 2048), 2): (4, 512, 2),
+    ("product", "add", (2048, 8192), 2): (4, 4096, 4),
+    ("product", "qkv", (6144, 4096), 2): (8, 512, 4),
+    ("product", "add", (4096, 4096), 2): (4, 512, 2),
+    ("product", "gate_up", (14336, 4096), 2): (2, 2048, 4),
+    ("product", "add", (4096, 14336), 2): (2, 2048, 4),
+    ("product", "head", (128256, 4096), 2): (16, 256, 4),
+    # The same over packed weights: rows a program, words a tile, warps.
+    ("packed_product", "int4 qkv", (6144, 4096), 0): (16, 512, 4),
+    ("packed_product", "int4 add", (4096, 14336), 0): (8, 256, 2),
+    ("packed_product", "int8 qkv", (6144, 4096), 0): (4, 512, 4),
+    ("packed_product", "int8 gate_up", (28672, 4096), 0): (8, 512, 4),
+    ("packed_product", "int8 head", (128256, 4096), 0): (16, 256, 2),
+    ("packed_product", "fp8 qkv", (6144, 4096), 0): (4, 512, 4),
+    ("packed_product", "fp8 add", (4096, 14336), 0): (4, 512, 4),
+}
+
+SEARCHED: dict[int, dict[Key, tuple]] = {90: _HOPPER}
