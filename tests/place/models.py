@@ -3,7 +3,18 @@
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 import gpubound as gb
 
@@ -15,12 +26,25 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "smollm3": SmolLM3Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "olmo2": Olmo2Config,
+    "phi3": Phi3Config,
 }
+GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 OPTIONS = {
     "llama tied": {"tie_word_embeddings": True},
     "llama biased": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 24},
     "smollm3": {"num_hidden_layers": 4},  # its fourth layer has no positions
+    "gemma2": {
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": None,
+        "sliding_window": 24,
+    },
+    "gemma3": GEMMA,
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
 }
 VOCABULARY = 89
 
@@ -50,11 +74,13 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
     }
     config = CONFIGS[kind](**sizes | {"tie_word_embeddings": False} | OPTIONS.get(kind, {}) | options)
     torch.manual_seed(0)
+    if kind == "gemma2" and attention == "sdpa":
+        attention = "eager"  # SDPA leaves its cap out, where transformers does not refuse it
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
-                p.uniform_(0.5, 1.5)
+                p.uniform_(-0.5, 0.5) if kind.startswith("gemma") else p.uniform_(0.5, 1.5)
     return model.to(dtype)
 
 

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
+    Starcoder2Config,
 )
 
 from gpubound.errors import PlaceError
@@ -27,15 +25,14 @@ SIZES = {
 }  # fmt: skip
 CONFIGS = {
     "gemma": (GemmaConfig, {"head_dim": 8}),
-    "gemma2": (Gemma2Config, {"head_dim": 8}),
-    "gemma3_text": (Gemma3TextConfig, {"head_dim": 8}),
-    "phi3": (Phi3Config, {}),
-    "olmo2": (Olmo2Config, {}),
+    "granite": (GraniteConfig, {"logits_scaling": 4.0}),
+    "starcoder2": (Starcoder2Config, {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "mixtral": (MixtralConfig, {}),
 }
-SWAPPED = {"gemma": 6, "gemma2": 9, "gemma3_text": 14, "phi3": 6, "olmo2": 10, "gpt_neox": 6, "mixtral": 5}
-NORMS_ALONE = ("gemma2", "mixtral")  # its logits are capped; a router's loss may be added
+SWAPPED = {"gemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6, "mixtral": 5}
+NORMS_ALONE = ("granite", "mixtral")  # its logits are scaled; a router's loss may be added
+KNOWN = "llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, olmo2, phi3"
 
 
 def made(kind, dtype=torch.float32, **options):
@@ -57,8 +54,7 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     assert (placement.swapped, placement.verified) == (SWAPPED[kind], True)
     assert placement.unsupported == placement.as_dict()["unsupported"] == kind
     assert placement.summary.endswith(
-        f". Attention and MLP stay transformers' own: {kind!r} is not among the families that have fused ones "
-        f"(llama, mistral, qwen2, qwen3, smollm3)."
+        f". Attention and MLP stay transformers' own: {kind!r} is not among the families that have fused ones ({KNOWN})."
     )
     assert isinstance(model, Fused) is (kind not in NORMS_ALONE)
     assert_close(training_run(model, batch()), training_run(other, batch()))
@@ -67,7 +63,7 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     assert_close(training_run(model, batch()), training_run(other, batch()), 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "olmo2"])
+@pytest.mark.parametrize("kind", ["gemma", "starcoder2"])
 def test_in_bf16(kind):
     model = made(kind, torch.bfloat16)
     other = twin(model).float()
@@ -95,16 +91,15 @@ def test_known_families_say_nothing_of_it():
     assert place(nn.Sequential(nn.LayerNorm(4)), example=torch.ones(2, 4)).unsupported is None
 
 
-def test_a_capped_loss_stays_as_it_was():
-    """Its cap of 30 does not show in fresh weights' logits: the trial looks at larger ones."""
-    model = made("gemma2")
+def test_a_scaled_loss_stays_as_it_was():
+    model = made("granite")
     placement = place(model)
     assert rows(placement)["(the model)"].why.startswith(
         "not swapped: its forward does more than head(hidden states): the logits"
     )
     with pytest.raises(PlaceError, match="does more than head"):
-        place(made("gemma2"), strict=True)
-    assert place(made("gemma2", final_logit_softcapping=None), strict=True).swapped == SWAPPED["gemma2"] + 1
+        place(made("granite"), strict=True)
+    assert place(made("granite", logits_scaling=1.0), strict=True).swapped == SWAPPED["granite"] + 1
 
 
 class OddRMSNorm(nn.Module):
@@ -136,10 +131,10 @@ def test_a_norm_is_judged_by_what_it_computes(kind, monkeypatch):
 
 
 def test_a_loss_of_ones_own_and_a_users_class_are_left_alone():
-    model = made("phi3")
+    model = made("starcoder2")
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
     assert not candidates._foreign_causal_lm(model)
-    model = made("phi3")
+    model = made("starcoder2")
     model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
     place(model)
     assert not isinstance(model, Fused)

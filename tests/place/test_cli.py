@@ -71,6 +71,13 @@ def test_a_folder(tmp_path, capsys, monkeypatch):
     assert "gpubound: weights holds no weights: placing random ones." in capsys.readouterr().err
 
 
+def test_a_family_without_sdpa(tmp_path, capsys):
+    """transformers refuses to load it with any attention but the one it has."""
+    tiny("gemma2").save_pretrained(tmp_path / "gemma2")
+    assert place(str(tmp_path / "gemma2")) == 0
+    assert "gate and up as one product; reference geglu" in capsys.readouterr().out
+
+
 def test_exit_codes(capsys):
     assert place("users:without") == 3
     assert "not verified as a whole: nobody knows what to feed it" in capsys.readouterr().out

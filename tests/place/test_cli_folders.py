@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from gpubound.cli import main
 
 from .models import tiny
-from .test_candidates import made
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +18,7 @@ def folders(tmp_path_factory):
     """A model of a family with parts, one of another family, and one without weights."""
     home = tmp_path_factory.mktemp("folders")
     tiny().save_pretrained(home / "llama")
-    made("phi3").save_pretrained(home / "phi3")
+    tiny("phi3").save_pretrained(home / "phi3")
     shutil.copytree(home / "llama", home / "bare")
     (home / "bare" / "model.safetensors").unlink()
     return home

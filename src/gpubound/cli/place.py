@@ -87,7 +87,7 @@ def _from_folder(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
         config_of(about, folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         where = torch.device("cpu")
-        return load_foreign(folder, where, DTYPES.get(dtype), trust_remote_code, attn_implementation="sdpa")
+        return load_foreign(folder, where, DTYPES.get(dtype), trust_remote_code)
     notice(f"{folder} holds no weights: placing random ones.")
     return attempt(folder, lambda: _random(folder, about, dtype, trust_remote_code))
 
@@ -98,7 +98,7 @@ def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: 
     _check_size(folder, about)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = DTYPES.get(dtype, config.dtype)
-    options = {"dtype": kind, "attn_implementation": "sdpa", "trust_remote_code": trust_remote_code}
+    options = {"dtype": kind, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         need = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config, **options).parameters())
     have = machine().host_memory_bytes

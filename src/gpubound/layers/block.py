@@ -5,7 +5,7 @@ a sub-layer's result stays *pending* until the next norm, which adds and norms i
 final norm.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,19 @@ def run_block(
     return x, children["mlp"].mix(y)
 
 
-def run_blocks(blocks: Iterable[Any], final_norm: RMSNorm, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
-    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden)."""
+def run_blocks(
+    blocks: Iterable[Any], final_norm: RMSNorm, x: Tensor, rope: Any, mask: Any = None, step: Callable = run_block
+) -> Tensor:
+    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden).
+
+    A model whose blocks are of another kind brings a `step` of its own, with the arguments and results of `run_block`. `rope`
+    and `mask` are whatever that step reads.
+    """
     pending = None
     for block in blocks:
         if block.gradient_checkpointing and block.training:
-            again = partial(run_block, block, rope=rope, mask=mask)
+            again = partial(step, block, rope=rope, mask=mask)
             x, pending = block._gradient_checkpointing_func(again, x, pending)
         else:
-            x, pending = run_block(block, x, pending, rope, mask)
+            x, pending = step(block, x, pending, rope, mask)
     return final_norm.add(x, pending)[0]

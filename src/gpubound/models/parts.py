@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels import rms_norm
+from ..kernels import add_rms_norm, rms_norm
 from ..layers.attention import Attention, attend
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
@@ -33,8 +33,16 @@ class HFShiftedNorm(RMSNorm):
     """Gemma's: the gain is 1 + weight, added in fp32, or a 16-bit weight would lose its last bits."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.gain(), self.eps)
+
+    def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        if pending is None:
+            return self.forward(x), x
+        return add_rms_norm(x, pending.to(x.dtype), self.gain(), self.eps)
+
+    def gain(self) -> Tensor:
         weight = self.weight
-        return rms_norm(hidden_states, 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)), self.eps)
+        return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def eps_of(norm: Any) -> float | None:
@@ -80,7 +88,10 @@ IDLE = {
 
 
 class HFAttention(Attention):
+    IMPLEMENTATIONS = ("sdpa",)
+
     config: Any
+    original: Any
     turns: bool  # SmolLM3 leaves some layers without positions
     delegated: Counter[str]
 
@@ -123,10 +134,11 @@ class HFAttention(Attention):
         return words, ops if self.turns else ()
 
 
-def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention) -> Swap:
+def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, rotary: Any = None) -> Swap:
+    """`rotary`: what gives position_embeddings, where it is not just the stack's rotary_emb."""
     config = module.config
     refusal = "" if stack is not None else "it lies outside a decoder stack with a rotary_emb"
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in part.IMPLEMENTATIONS:
         refusal = f"the config asks for {config._attn_implementation!r} attention; load with attn_implementation='sdpa'"
     attributes = {
         "heads": config.num_attention_heads,
@@ -136,11 +148,12 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention) ->
         "stacked": Stacked(),
         "delegated": Counter(),
     }
-    cases = tuple(attention_case(module, stack, masked) for masked in (False, True))
+    rotary = rotary or getattr(stack, "rotary_emb", None)
+    cases = tuple(attention_case(module, rotary, masked) for masked in (False, True))
     return Swap(part, ("rope", "rope_qkv"), attributes, cases, refusal)
 
 
-def attention_case(module: Any, stack: Any, masked: bool) -> Case:
+def attention_case(module: Any, rotary: Any, masked: bool) -> Case:
     """Random hidden states at positions 0, 1, ...; masked: causal, and the second row a few tokens shorter."""
     own, device = dtype_and_device(module)
 
@@ -151,6 +164,8 @@ def attention_case(module: Any, stack: Any, masked: bool) -> Case:
         if masked:
             mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
             mask[1, :, :, -TOKENS // 3 :] = False
-        return x, {"position_embeddings": stack.rotary_emb(x, positions), "attention_mask": mask}
+            if module.config._attn_implementation == "eager":  # which adds it to the scores
+                mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+        return x, {"position_embeddings": rotary(x, positions), "attention_mask": mask}
 
     return case

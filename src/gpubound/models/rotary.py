@@ -13,18 +13,27 @@ FIXED = ("default", "linear", "llama3", "yarn")  # the other rope types change t
 class HFAngles:
     """Positions -> cos and sin, by the model's own rotary module but in fp32: its frequencies, scaling and all."""
 
-    def __init__(self, rotary: Any) -> None:
+    def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
         self.rotary = rotary
+        self.frequencies = f"{layer_type}_inv_freq" if layer_type else "inv_freq"  # Gemma 3 has some for each type of layer
+        self.options = {"layer_type": layer_type} if layer_type else {}
 
     def __call__(self, positions: Tensor) -> Rope:
         like = torch.empty(0, device=positions.device, dtype=torch.float32)  # read for its dtype and device alone
-        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]))
+        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
         shape = (*positions.shape, cos.shape[-1] // 2)
         return cos[..., : shape[-1]].reshape(shape), sin[..., : shape[-1]].reshape(shape)
 
-    def stamp(self) -> tuple[int, int]:
-        frequencies: Tensor = self.rotary.inv_freq
+    def stamp(self) -> object:
+        frequencies: Tensor = getattr(self.rotary, self.frequencies)
         return frequencies.data_ptr(), frequencies._version
+
+
+class ChangingAngles(HFAngles):
+    """Those of a rotary module whose frequencies follow the length of what is read (longrope): asked anew for every batch."""
+
+    def stamp(self) -> object:
+        return object()
 
 
 _halved: tuple[Tensor, Rope] | None = None

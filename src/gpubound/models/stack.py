@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..layers.block import run_blocks
+from ..layers.block import run_block, run_blocks
 from ..layers.embedding import look_up
 from ..layers.norm import RMSNorm
 from ..layers.rope import Rope, RopeTable
@@ -32,7 +32,7 @@ OPS = ("add_rms_norm",)
 
 
 class HFStack:
-    """The stack of pre-norm blocks, as Llama's. Another kind of block overrides PARTS and `run`."""
+    """The stack of pre-norm blocks, as Llama's. For another kind of block, PARTS and `step` say so."""
 
     PARTS: ClassVar[dict[str, type]] = {
         "input_layernorm": HFNorm,
@@ -40,9 +40,11 @@ class HFStack:
         "post_attention_layernorm": HFNorm,
         "mlp": HFMLP,
     }
+    step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
 
     table: RopeTable
-    window: int | None  # the narrowest sliding window of any layer
+    window: int | None  # the narrowest sliding window of any layer, where all layers get one mask
+    implementation: str  # of attention, when it was placed
     delegated: Counter[str]
     original: Any
     config: Any
@@ -64,19 +66,17 @@ class HFStack:
         return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), kwargs.get("attention_mask")))
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """The hidden states behind the final norm from the embeddings."""
+        """The hidden states behind the final norm, from the embeddings."""
         rope = turned(self.table, x, positions)
-        mask = self.masked(create_causal_mask, x, positions, attention_mask)
-        return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask)
+        mask = None
+        if positions is not None or attention_mask is not None:
+            # transformers decides whether a mask is needed, which costs its one read from the device
+            mask = self.masked(create_causal_mask, x, positions, attention_mask)
+        return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def masked(self, make: Callable, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
-        """Without positions or a mask it is known on the host that none is needed; with either, transformers decides, which
-        costs its one read from the device."""
-        if positions is None and attention_mask is None:
-            return None
-        where = positions if positions is not None else torch.arange(x.shape[1], device=x.device)[None]
         return make(
-            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=where
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=positions
         )
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
@@ -89,7 +89,7 @@ class HFStack:
             return "use_cache=True is the config's default"
         if (kwargs.get("input_ids") is None) == (kwargs.get("inputs_embeds") is None):
             return "not one of input_ids and inputs_embeds"
-        if config._attn_implementation != "sdpa":
+        if config._attn_implementation != self.implementation:
             return f"the config asks for {config._attn_implementation!r} attention"
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
             return "the config asks for more than the last hidden state"
@@ -131,6 +131,7 @@ def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
     attributes: dict[str, Any] = {
         "table": RopeTable(HFAngles(module.rotary_emb)),
         "window": window_of(module),
+        "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
     return Swap(part, OPS, attributes, refusal=refusal or unswapped(module, part))

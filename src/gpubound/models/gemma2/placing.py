@@ -1,0 +1,140 @@
+"""How Gemma 2's modules are swapped.
+
+Its scores are capped, score -> cap · tanh(score / cap), which SDPA cannot do. So between our products and rotation and our last
+product, transformers' own attention function runs, as the config names it. (Where the config asks for SDPA, transformers leaves
+the cap out, and so do we.) Its logits are capped too, so that its loss stays transformers' own.
+"""
+
+import sys
+from collections import Counter
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...layers.attention import Attention
+from ...layers.block import run_blocks
+from ...layers.rope import Rope, RopeTable
+from ...layers.stacked import Kernels
+from ..language import tried_causal_lm
+from ..parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
+from ..placing import Maker, Swap
+from ..rotary import FIXED, HFAngles, halves
+from ..stack import OPS, HFStack, turned, unswapped
+
+WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
+MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
+
+
+class CappedAttention(HFAttention):
+    IMPLEMENTATIONS = ("eager",)
+
+    attn_logit_softcapping: float | None
+    sliding_window: int | None
+
+    def forward(  # type: ignore[override]  # the module's own signature, not the part's
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        y, scores = self.attended(q, k, v, attention_mask, **kwargs)
+        return self.output(y.flatten(-2)), scores
+
+    def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
+        return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D), and the scores where transformers gives them."""
+        eager = sys.modules[self.original.__module__].eager_attention_forward
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return function(
+            self,
+            q,
+            k,
+            v,
+            mask,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            softcap=self.attn_logit_softcapping,
+            **kwargs,
+        )
+
+    def fused_kernels(self) -> Kernels:
+        words, ops = Attention.fused_kernels(self)
+        return words.replace("SDPA", "transformers' eager attention (it caps the scores)"), ops
+
+
+def run_sandwich(
+    block: Any, x: Tensor, pending: Tensor | None, rope: dict[str, Rope], mask: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    children = block._modules
+    attention, kind = children["self_attn"], children["self_attn"].layer_type
+    y, x = children["input_layernorm"].add(x, pending)
+    y = children["post_attention_layernorm"](attention.mix(y, rope[kind], mask[kind]))
+    y, x = children["pre_feedforward_layernorm"].add(x, y)
+    return x, children["post_feedforward_layernorm"](children["mlp"].mix(y))
+
+
+class SandwichStack(HFStack):
+    """The stack of blocks that norm what each of their parts reads and gives, with angles and masks by type of layer."""
+
+    PARTS: ClassVar[dict[str, type]] = {
+        "input_layernorm": HFShiftedNorm,
+        "self_attn": HFAttention,
+        "post_attention_layernorm": HFShiftedNorm,
+        "pre_feedforward_layernorm": HFShiftedNorm,
+        "mlp": HFMLP,
+        "post_feedforward_layernorm": HFShiftedNorm,
+    }
+
+    step = staticmethod(run_sandwich)
+
+    tables: dict[str, RopeTable]  # by type of layer
+
+    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        rope = {kind: turned(table, x, positions) for kind, table in self.tables.items()}
+        mask = {kind: self.mask_of(kind, x, positions, attention_mask) for kind in self.tables}
+        return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
+
+    def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
+        """None where SDPA needs none and the host knows it: a batch without a mask or positions that fits the window."""
+        fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
+        if self.implementation == "sdpa" and positions is None and attention_mask is None and fits:
+            return None
+        return self.masked(MASKS[kind], x, positions, attention_mask)
+
+
+def capped_attention(module: Any, stack: Any) -> Swap:
+    capped = module.config._attn_implementation == "eager"
+    return attention(module, stack, CappedAttention if capped else HFAttention)
+
+
+def sandwich_stack(module: Any, _: Any) -> Swap:
+    rotary, kinds = module.rotary_emb, sorted(set(module.config.layer_types))
+    if isinstance(rotary.rope_type, dict):  # Gemma 3's, of which each type of layer has one
+        types, angles = {rotary.rope_type[kind] for kind in kinds}, {kind: HFAngles(rotary, kind) for kind in kinds}
+    else:
+        types, angles = {rotary.rope_type}, dict.fromkeys(kinds, HFAngles(rotary))
+    changing = sorted(types - set(FIXED))
+    refusal = f"rope_type {changing[0]!r} changes its frequencies as it reads" if changing else ""
+    attributes = {
+        "tables": {kind: RopeTable(found) for kind, found in angles.items()},
+        "window": None,  # each type of layer gets its own mask
+        "implementation": module.config._attn_implementation,
+        "delegated": Counter(),
+    }
+    return Swap(SandwichStack, OPS, attributes, refusal=refusal or unswapped(module, SandwichStack))
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": partial(norm, part=HFShiftedNorm),
+    "MLP": mlp,
+    "Attention": capped_attention,
+    "Model": sandwich_stack,
+    "ForCausalLM": tried_causal_lm,
+}

@@ -1,0 +1,1 @@
+"""OLMo 2: norms behind the parts of a block, and over whole rows of q and k."""

@@ -1,0 +1,54 @@
+"""How OLMo 2's modules are swapped.
+
+Its norms stand between a part of a block and the residual add, so that no norm can take the add in but the final one. The loop
+still spares what transformers does around each layer.
+"""
+
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...layers.rope import Rope
+from ...layers.stacked import Kernels
+from ..language import tried_causal_lm
+from ..parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
+from ..placing import Maker
+from ..stack import OPS, HFStack, stack
+
+
+class WideNormAttention(HFAttention):
+    """q and k are normed over all heads at once."""
+
+    def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        children: dict[str, Any] = self._modules
+        q, k, v = (t.view(*t.shape[:-1], -1, self.head_dim) for t in (children["q_norm"](q), children["k_norm"](k), v))
+        return q, k, v
+
+
+class PostNormStack(HFStack):
+    PARTS: ClassVar[dict[str, type]] = {
+        "self_attn": HFAttention,
+        "post_attention_layernorm": HFNorm,
+        "mlp": HFMLP,
+        "post_feedforward_layernorm": HFNorm,
+    }
+
+    @staticmethod
+    def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        children = block._modules
+        x = x if pending is None else x + pending
+        x = x + children["post_attention_layernorm"](children["self_attn"].mix(x, rope, mask))
+        return x, children["post_feedforward_layernorm"](children["mlp"].mix(x))
+
+    def fused_kernels(self) -> Kernels:
+        return "a plain loop, for its adds follow its norms; the last one in the final norm: {}", OPS
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": mlp,
+    "Attention": partial(attention, part=WideNormAttention),
+    "Model": partial(stack, part=PostNormStack),
+    "ForCausalLM": tried_causal_lm,
+}

@@ -1,0 +1,43 @@
+"""How Phi-3's modules are swapped. Its stacked weights lie as our products want them: nothing has to be moved together."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...layers.rope import RopeTable
+from ..language import tried_causal_lm
+from ..parts import HFMLP, HFAttention, attention, mlp, norm
+from ..placing import Maker, Swap
+from ..rotary import ChangingAngles
+from ..stack import HFStack, stack, unswapped
+
+
+class PackedAttention(HFAttention):
+    PROJECTIONS = ("qkv_proj",)
+
+
+class PackedMLP(HFMLP):
+    PROJECTIONS = ("gate_up_proj",)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.mix(hidden_states)
+
+
+def phi3_stack(module: Any, _: Any) -> Swap:
+    swap = stack(module, None)
+    if module.rotary_emb.rope_type == "longrope":  # one set of frequencies for short batches, one for long ones
+        swap.attributes["table"] = RopeTable(ChangingAngles(module.rotary_emb))
+        swap.refusal = unswapped(module, HFStack)
+    if module.config.resid_pdrop > 0:
+        swap.refusal = f"its blocks have dropout (resid_pdrop {module.config.resid_pdrop}), which the loop has not"
+    return swap
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": partial(mlp, part=PackedMLP),
+    "Attention": partial(attention, part=PackedAttention),
+    "Model": phi3_stack,
+    "ForCausalLM": tried_causal_lm,
+}
