@@ -18,8 +18,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The reference kernels, and 100 kB of Python to learn from instead of 3 MB."""
+    """The reference kernels, 100 kB of Python to learn from instead of 3 MB, and a sample of 12 tokens."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
+    monkeypatch.setattr("gpubound.cli.demo.WRITTEN", 12)
     from gpubound.train import data
 
     whole = data.python_stdlib_texts

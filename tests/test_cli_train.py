@@ -80,6 +80,15 @@ def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path
     )
 
 
+def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
+    assert main(["train", str(config), "--quiet", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and json.loads(said.out)["finished"]
+    assert main(["train", str(config), "--quiet", "--out", str(tmp_path / "bad"), "--lr", "1e30", "--clip", "1e30"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bad: FAILED, the training is not sound")
+
+
 @pytest.mark.parametrize("preset", [name for name in OFFERED if name != "tiny"])
 def test_every_preset_in_small(config, tmp_path, capsys, preset):
     """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
@@ -338,16 +347,23 @@ phases:
 
 
 def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
-    """examples/train_from_yaml as it stands, its first phase cut to 10 steps, and its tokenizer made on 100 kB."""
+    """examples/train_from_yaml as it stands, its phases cut to 10 and 30 steps, and its tokenizer made on 100 kB."""
     from gpubound.train import data
 
     root, whole = Path(__file__).parents[1], data.python_stdlib_texts
     monkeypatch.chdir(root)
     monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(100_000))
     text = (root / "examples" / "train_from_yaml" / "two_phases.yaml").read_text()
-    (tmp_path / "c.yaml").write_text(text.replace("steps: 300", "steps: 10").replace("evaluate_every: 60", "evaluate_every: 5"))
+    for whole_run, short in (
+        ("steps: 300", "steps: 10"),
+        ("steps: 60", "steps: 30"),
+        ("evaluate_every: 60", "evaluate_every: 5"),
+    ):
+        assert whole_run in text
+        text = text.replace(whole_run, short)
+    (tmp_path / "c.yaml").write_text(text)
     assert main(["train", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["finished"] and answer["last"]["step"] == 70
+    assert answer["finished"] and answer["last"]["step"] == 40
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert records[-1]["loss"] < records[10]["loss"] - 1, "the answers are few and learnt by heart"

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -126,3 +129,22 @@ def test_what_is_no_data(tmp_path, built):
     assert (
         refused(tmp_path / "pipe.txt", tmp_path / "run") == f"{tmp_path / 'pipe.txt'}: is a named pipe, wanted a regular file."
     )
+
+
+def test_two_runs_in_one_folder_train_one_tokenizer(book, tmp_path, monkeypatch):
+    """The second waits before it trains a tokenizer, not after, and then finds the first one's."""
+    trained, both = [], threading.Barrier(2)
+
+    def slowly(*arguments):
+        trained.append(1)
+        time.sleep(0.2)  # time for the other to train one as well, if nothing held it back
+        return train_tokenizer(*arguments)
+
+    def run():
+        both.wait()
+        return opened(book, tmp_path / "run", vocabulary=300)[0].fingerprint
+
+    monkeypatch.setattr("gpubound.train.data.train_tokenizer", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [work.result() for work in (pool.submit(run), pool.submit(run))]
+    assert first == second and len(trained) == 1

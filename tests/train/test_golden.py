@@ -29,6 +29,8 @@ SHAPE = {
 # How far from the usual curve at the most, at any step. Measured with three seeds: bf16 1.1e-3, bf16-pure 6.8e-3, fp16 9.6e-5,
 # whose roundings no two implementations share. At twice the rate right curves part: 2.3e-2, 2.0e-2, 5.0e-2.
 APART = {"fp32": 1e-4, "tf32": 1e-4, "bf16": 1e-2, "bf16-pure": 2e-2, "fp16": 2e-3}
+# Stopped early: on a CPU tf32 is fp32, and fp16 takes four times as long as fp32. A wrong gradient bends the curve by then.
+SHORT = {"tf32": 10, "fp16": 25}
 # Three seeds came to 4.83, 4.79 and 4.92 over the last ten steps.
 REACHED = 5.1
 
@@ -87,12 +89,14 @@ def cosine(update: int, warmup: int = STEPS // 10) -> float:
 @pytest.mark.parametrize("precision", APART)
 def test_the_curve_is_the_usual_one(usual, tmp_path, precision):
     want, corpus = usual
-    run, records = train(Recipe(**SHAPE, data=(corpus,), out=str(tmp_path), precision=precision))
+    until = SHORT.get(precision)
+    run, records = train(Recipe(**SHAPE, data=(corpus,), out=str(tmp_path), precision=precision), until=until)
     curve = [record["loss"] for record in records]
     apart = max(abs(a - b) for a, b in zip(curve, want))
-    assert len(curve) == STEPS and apart <= APART[precision], f"{apart:.1e} apart"
+    assert len(curve) == (until or STEPS) and apart <= APART[precision], f"{apart:.1e} apart"
     assert curve[0] == pytest.approx(math.log(512), abs=0.1), "it begins with guessing"
-    assert sum(curve[-10:]) / 10 < REACHED and run.evaluations[STEPS] < REACHED + 0.2
+    if until is None:
+        assert sum(curve[-10:]) / 10 < REACHED and run.evaluations[STEPS] < REACHED + 0.2
 
 
 @pytest.mark.gpu

@@ -29,16 +29,16 @@ pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
     "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
-    """Stopped at step 7 of 30, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
-    common = {"steps": 30, "evaluate_every": 10, **more}
+    """Stopped at step 5 of 16, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
+    common = {"steps": 16, "micro_batch": 8, "evaluate_every": 6, **more}
     whole, records = train(recipe(corpus, tmp_path / "whole", **common))
-    assert whole.done == 30 and whole.finished and whole.feed.epoch == 1
+    assert whole.done == 16 and whole.finished and whole.feed.epoch == 1
 
-    first, before = train(recipe(corpus, tmp_path / "halved", **common), until=7)
-    assert first.done == 7 and not first.finished and 0 < first.feed.batch < len(first.feed)
+    first, before = train(recipe(corpus, tmp_path / "halved", **common), until=5)
+    assert first.done == 5 and not first.finished and 0 < first.feed.batch < len(first.feed)
     second, after = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
-    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 30
-    assert second.evaluations == whole.evaluations and whole.evaluations.keys() == {10, 20, 30}
+    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 16
+    assert second.evaluations == whole.evaluations and whole.evaluations.keys() == {6, 12, 16}
     assert_same(second, whole)
 
 

@@ -39,6 +39,14 @@ def test_every_value(shape, warmup):
     assert table.tolist() == pytest.approx([0.5 * oracle(shape, t) for t in range(1, length + 1)])
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd", lambda t: 1 / t])
+def test_the_table_has_the_bits_of_each_factor(shape, decay):
+    schedule = Schedule(shape, steps=1000, warmup=0 if callable(shape) else 7, final=0.1, decay=decay)
+    table = schedule.table(3e-4).tolist()
+    assert table == [3e-4 * schedule.factor(t) for t in range(1, len(table) + 1)]
+
+
 @pytest.mark.parametrize("shape", ["cosine", lambda t: 1 / t])
 def test_the_step_uses_them(shape):
     model = small()

@@ -1,11 +1,12 @@
 """A training run with a screen around it: what `gpubound train` and `gpubound demo` share."""
 
 import dataclasses
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .. import measure
+from .. import measure, trace
 from ..device import label
 from ..errors import DataError, MeasureError
 from ..monitor import LiveLine, Tape, write_report
@@ -43,8 +44,26 @@ def disk_of(out: str) -> Iterator[None]:
         ) from error
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+@contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Inside, where `quiet`, the library and this session say only what needs somebody: warnings, fallbacks, failures."""
+    before = trace.logger.level
+    if quiet:
+        trace.logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        trace.logger.setLevel(before)
+
+
+def is_quiet() -> bool:
+    return trace.logger.level > logging.INFO
+
+
+def say(text: str, needed: bool = False) -> None:
+    """`needed`: also in a quiet session."""
+    if needed or not is_quiet():
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -80,12 +99,14 @@ def train(
     say(f"{title}: {size_of(run)}, {max(run.steps - first, 0):,} steps of {quantity(run.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
-    with Stop() as stop, logger, gauges, LiveLine(run.steps, title) as live:
+    line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
+    with Stop() as stop, logger, gauges, line as live:
 
         def on_record(record: Record) -> None:
             record = scale.fill(record) | gauges.read()
             tape.append(record)
-            live.show(record)
+            if live is not None:
+                live.show(record)
             logger.write(record)
 
         run.go(on_record, stop)
@@ -98,7 +119,7 @@ def train(
         verdict=outcome.verdict,
         finished=run.finished,
     )
-    say(f"{title}: {outcome.verdict}")
+    say(f"{title}: {outcome.verdict}", needed=outcome.failed)
     return outcome
 
 

@@ -24,7 +24,7 @@ from ..train.prepare import prepare
 from ..train.recipe import KINDS, OFFERED, Recipe, shown, unknown
 from ..train.recompute import parse as parse_recompute
 from .options import arguments
-from .session import alone, finish, say, train
+from .session import alone, finish, quietly, say, train
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Train(Recipe):
     """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out."""
     log: str | None = None
     """Also write the records to tensorboard, wandb or trackio."""
+    quiet: bool = False
+    """Say on stderr only what needs somebody: warnings, fallbacks, and a training that failed or was stopped."""
     list: bool = False
     """List the models that --model knows by name, and exit."""
     json: bool = False
@@ -77,15 +79,15 @@ def main(argv: Sequence[str]) -> int:
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
             f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
         )
-    with alone(recipe.out):
+    with quietly(options.quiet), alone(recipe.out):
         run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
         outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
             command = ["gpubound", "train", *typed_in]
-            say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}")
+            say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}", needed=True)
         report = finish(outcome.tape)
         if export and outcome.failed:
-            say(f"export: nothing was written to {export}, for the training is not sound")
+            say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
         elif export:
             say(f"export: {run.export(export)}, the weights of step {run.best or run.done:,}")
     if options.json:

@@ -64,7 +64,7 @@ def build(
         "separator": separator,
         "text_key": text_key,
     }
-    with _alone(path):
+    with building_alone(path):
         _build(path, source, encoder, settings, workers, progress)
 
 
@@ -97,8 +97,8 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process builds; another one that wants the same corpus waits for it, and then finds it there.
+def building_alone(path: Path) -> Iterator[None]:
+    """One process builds in `path`; another one that wants the same waits for it, and then finds it there.
 
     The lock is flock's, on the folder itself: nothing is left behind, and it ends with its process, also after kill -9.
     """

@@ -1,6 +1,7 @@
 """Reading texts: one document after another from whatever the user has, without holding more than one file's part in memory."""
 
 import hashlib
+import os
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
@@ -162,14 +163,14 @@ def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
 
 
 def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
-    total = 0
+    total, names = 0, []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIPPED]  # site-packages may hold a hundred times as many files
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     # Mixed by a hash: by name, the first files would be of few packages.
-    for path in sorted(root.rglob("*.py"), key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
-        name = path.relative_to(root)
-        if _SKIPPED.intersection(name.parts):
-            continue
-        with tokenize.open(path) as file:  # honours a coding line
-            text = f"# {name.as_posix()}\n{file.read()}"
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        with tokenize.open(root / name) as file:  # honours a coding line
+            text = f"# {name}\n{file.read()}"
         total += len(text.encode())
         if limit_bytes is not None and total > limit_bytes:
             return

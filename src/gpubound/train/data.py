@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..corpus import Corpus, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from ..corpus.build import building_alone
 from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Several, Texts
@@ -45,15 +46,18 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
     opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
     tokenizer, origin = _tokenizer_of(list(opened.values()), recipe)
     if tokenizer is None:
-        tokenizer, origin = _tokenizer(recipe, folder / "corpus", progress)
-    _check_model(recipe, tokenizer, origin)
-    corpora = []
-    for name, own in stages:
-        if name not in opened:
-            built, texts = folder / "corpus" / name, _texts(own)
-            opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
-        corpora.append(opened[name])
-    return corpora
+        tokenizer, origin = _named_tokenizer(recipe)
+    if tokenizer is not None:
+        _check_model(recipe, tokenizer, origin)
+    if len(opened) == len(stages):
+        return [opened[name] for name, _ in stages]
+    with building_alone(folder):  # before a tokenizer is trained, not after
+        tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
+        for name, own in stages:
+            if name not in opened:
+                built, texts = folder / "corpus" / name, _texts(own)
+                opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
+    return [opened[name] for name, _ in stages]
 
 
 def _tokenizer_of(corpora: list[Corpus], recipe: Recipe) -> tuple[Tokenizer | None, str]:
@@ -73,19 +77,24 @@ def _tokenizer_of(corpora: list[Corpus], recipe: Recipe) -> tuple[Tokenizer | No
     return tokenizer, str(first.path)
 
 
-def _tokenizer(recipe: Recipe, built: Path, progress: bool) -> tuple[Tokenizer, str]:
-    """The one that was named, or the model's own, or the one of an earlier start of this run, or a new one."""
+def _named_tokenizer(recipe: Recipe) -> tuple[Tokenizer | None, str]:
+    """The one that was named, or the model's own, and where it lies."""
     if recipe.tokenizer:
         return Tokenizer.load(recipe.tokenizer), recipe.tokenizer
     if _brings_tokenizer(recipe.model):
         return Tokenizer.load(recipe.model), recipe.model
+    return None, ""
+
+
+def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
+    """The one of an earlier start of this run, or a new one."""
     for name, _ in recipe.stages():
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
-            return Tokenizer.load(built / name), str(built / name)
+            return Tokenizer.load(built / name)
     every = [_texts(own) for _, own in recipe.stages()]
     source = Several([Texts(texts, text_key=_key(own, texts)) for (_, own), texts in zip(recipe.stages(), every)])
-    return train_tokenizer(source, recipe.vocabulary, progress), str(built)
+    return train_tokenizer(source, recipe.vocabulary, progress)
 
 
 def _brings_tokenizer(model: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SHAPES = ("constant", "linear", "cosine", "wsd")
-MOST_STEPS = 10_000_000  # a table of 80 MB, which takes some seconds to write
+MOST_STEPS = 10_000_000  # a table of 80 MB, which takes a second or two to make
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,24 @@ class Schedule:
 
     def factor(self, update: int) -> float:
         """The factor of this update, counted from 1."""
+        return float(self._factors(np.array([update]))[0])
+
+    def _factors(self, updates: np.ndarray) -> np.ndarray:
         if callable(self.shape):
-            return self._asked(self.shape(update), update)
+            return np.array([self._asked(self.shape(update), update) for update in updates.tolist()])
         warmup = self.warmup_steps
-        if update <= warmup:
-            return update / warmup
+        rising = updates / max(1, warmup)
         if self.shape == "constant" or self.steps is None:
-            return 1.0
-        done = min(1.0, (update - 1 - warmup) / max(1, self.steps - warmup))  # of what comes after the warm-up
+            return np.where(updates <= warmup, rising, 1.0)
+        done = np.minimum(1.0, (updates - 1 - warmup) / max(1, self.steps - warmup))  # of what comes after the warm-up
         if self.shape == "wsd":
             left = 1 - self.decay
-            done = 0.0 if done <= left else (done - left) / self.decay
-        falling = 0.5 * (1 + math.cos(math.pi * done)) if self.shape == "cosine" else 1 - done
-        return self.final + (1 - self.final) * falling
+            done = np.where(done <= left, 0.0, (done - left) / (self.decay or 1.0))
+        if self.shape == "cosine":  # by math.cos: numpy's own has other last bits from one machine to the next
+            falling = 0.5 * (1 + np.fromiter(map(math.cos, (math.pi * done).tolist()), np.float64, len(done)))
+        else:
+            falling = 1 - done
+        return np.where(updates <= warmup, rising, self.final + (1 - self.final) * falling)
 
     def _asked(self, factor: Any, update: int) -> float:
         """A rate that is not finite makes every weight NaN at once, and the guard looks at gradients alone."""
@@ -85,7 +90,7 @@ class Schedule:
     def table(self, lr: float, device: torch.device | str = "cpu") -> Tensor:
         """The rates of update 1, 2, … as fp64, ending with the one that holds."""
         length = self.warmup_steps if self.shape == "constant" or self.steps is None else self.steps
-        return torch.tensor([lr * self.factor(update) for update in range(1, length + 2)], dtype=torch.float64).to(device)
+        return torch.from_numpy(lr * self._factors(np.arange(1, length + 2))).to(device)
 
 
 def _finite(value: Any) -> bool:
