@@ -15,7 +15,10 @@ from gpubound.graph.runner import GraphRunner
 from . import one_liners
 from .cases import drawn, perceptron, said, training_step
 
-READ = "reads the device from the host; keep the value on the device (torch.where, masks)"
+READ = (
+    "reads the device from the host; keep the value on the device (torch.where, masks), "
+    "or read it a step later from pinned memory"
+)
 PRINTS = "prints a tensor, which reads the device from the host; return it and print after the replay"
 HOST = "copies the device to the host; return the tensor and read it after the replay"
 BUILT = "builds a tensor from host data; make it before the capture, or from sizes alone (torch.full, torch.arange)"
@@ -168,7 +171,7 @@ def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
         if modes:
             warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
 
-    assert [str(place) for place in runner.waits(fn)] == [f"tests/graph/test_explain.py:{fn.__code__.co_firstlineno + 2}"]
+    assert [place.line.at for place in runner.waits(fn)] == [f"tests/graph/test_explain.py:{fn.__code__.co_firstlineno + 2}"]
     assert modes == ["warn", 0]
     with pytest.warns(UserWarning, match="the function's own"):
         assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from gpubound.errors import StallError
-from gpubound.watch import no_stall
+from gpubound.watch import events, no_stall
 
 from .planted import PLANTS, Kit
 
-KEEP = (
-    "keep the value on the device and read it later (once a step, pinned and non_blocking), or work with "
-    "torch.where and fixed shapes"
-)
+KEEP = events.READ.remedy
 
 
 @pytest.mark.parametrize("plant", [p for p in PLANTS if p.name != "another_thread"], ids=lambda plant: plant.name)
@@ -45,9 +42,8 @@ def test_the_sentence_of_a_copy(sim, monkeypatch, request):
     assert str(error.value) == (
         f"the step must not stall: test_forbid.py:{line} in test_the_sentence_of_a_copy: `x.to(sim)` makes the "
         "host wait for simgpu:0 "
-        "(h2d: copy to device, pageable, blocking). What to do: put the batch into pinned memory and copy it "
-        "with non_blocking=True "
-        "(gpubound.feed does both), or make it on the device; or say on that line `# gpubound: allow(h2d) <why>`."
+        "(h2d: copy to device, pageable, blocking). What to do: make it there, or copy it from pinned memory "
+        "with non_blocking=True (gpubound.feed does both); or say on that line `# gpubound: allow(h2d) <why>`."
     )
 
 

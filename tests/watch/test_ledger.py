@@ -182,7 +182,7 @@ def test_library_frames_are_walked_to_the_user(sim):
         torch.nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True)
     (row,) = of(ledger, "sync")
     assert row.place.site.function == "test_library_frames_are_walked_to_the_user"
-    assert row.place.via.startswith("torch/nn/utils/clip_grad.py:")
+    assert row.place.via.in_package.startswith("torch/nn/utils/clip_grad.py:")
 
 
 def test_a_custom_op_is_looked_into(sim):

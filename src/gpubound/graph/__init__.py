@@ -3,7 +3,7 @@
 reach.py       what the function can reach, with names and the ways to it
 discover.py    what it reads and writes, found by watching eager calls
 operations.py  what an operation does to its arguments, and launches that no dispatcher sees
-explain.py     what a graph cannot hold, at which line, and what to write instead (places.py: whose line it is)
+explain.py     what a graph cannot hold, at which line, and what to write instead
 memory.py      copies of what it writes, put back bit for bit; the comparison of results
 inputs.py      the static inputs, and the exact check of every later call against them
 runner.py      the CUDA graph, or eager calls where there is no GPU

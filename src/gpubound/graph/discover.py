@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..watch.events import Cause
+from ..watch.site import Origins, Place, here
 from . import explain
 from .memory import Memory, Snapshot
 from .operations import Origin, began, patched, plain_tensors, tensors_in, written
-from .places import Place, here
 from .reach import storage_key
 
 # A kernel may write all its tensor arguments. Weights and anything larger than this count as written when their bytes change.
@@ -32,14 +33,15 @@ class Seen:
     """A tensor from outside that the function uses, where it was first read, and where it was first written."""
 
     tensor: Tensor
-    read: Place | None
+    read: Place
     call: int  # in which watched call, counted from 1
     written: Place | None = None
     is_written: bool = False
 
     def describe(self) -> str:
         kind = f"the {str(self.tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(self.tensor.shape)}"
-        return f"{kind} used at {self.read}" if self.read else f"{kind} used in the backward pass"
+        line = self.read.line
+        return f"{kind} used at {line.at}" if line is not None else f"{kind} used in the backward pass"
 
 
 class Watch:
@@ -55,11 +57,11 @@ class Watch:
         self._spots: set[tuple] = set()
         self.generators: list[tuple[torch.Generator, Tensor]] = []  # with the state they had then
         self.calls = 0
-        self.written_inputs: dict[int, Place | None] = {}
+        self.written_inputs: dict[int, Place] = {}
         self.hazards: list[explain.Hazard] = []
         self.made_before: dict[int, Origin] = {}
         self._made: dict[int, Origin] = {}
-        self._forward: dict[int, Place | None] = {}
+        self.origins = Origins()
         self._local = threading.local()
         self.call: tuple = (None, ())  # the Python call that the current operation belongs to
 
@@ -67,7 +69,7 @@ class Watch:
         """One watched call. Tensors that earlier calls made and this one uses count as external: see `survivors`."""
         self.calls += 1
         self.made_before.update(self._made)
-        self.hazards, self._made, self._forward = [], {}, {}
+        self.hazards, self._made = [], {}
         with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self):
             return call()
 
@@ -114,7 +116,7 @@ class Watch:
         finally:
             self._local.inside = before
 
-    def see(self, tensor: Tensor, place: Place | None) -> None:
+    def see(self, tensor: Tensor, place: Place) -> None:
         key = storage_key(tensor)
         if not key or key in self._made or key in self.inputs:
             return
@@ -122,7 +124,7 @@ class Watch:
             self.external[key] = Seen(tensor, place, self.calls)
         self.leaf(tensor)
 
-    def before_write(self, tensor: Tensor, place: Place | None) -> None:
+    def before_write(self, tensor: Tensor, place: Place) -> None:
         key = storage_key(tensor)
         if not key or key in self._made:
             return
@@ -136,7 +138,7 @@ class Watch:
         if key not in self.made_before:
             self.snapshot.add(tensor)
 
-    def made(self, tensor: Tensor, op: Any, args: tuple, place: Place | None, given: set[int]) -> None:
+    def made(self, tensor: Tensor, op: Any, args: tuple, place: Place, given: set[int]) -> None:
         """Note a result that is no view of an argument. Freed memory may be taken again: the newest origin counts."""
         key = storage_key(tensor)
         if key and key not in given and key not in self.external and key not in self.inputs:
@@ -148,16 +150,8 @@ class Watch:
         if key in self._made and self._made[key].empty:
             self._made[key] = Origin(self._made[key].place, self.calls, fill=value)
 
-    def hazard(self, what: str) -> None:
-        place, backward = here(), False
-        if place is None and (node := torch._C._current_autograd_node()) is not None:
-            place, backward = self._forward.get(node._sequence_nr()), True
-        self.hazards.append(explain.Hazard(place, what, backward))
-
-    def remember_forward(self, place: Place | None) -> None:
-        """Autograd numbers its nodes; the number leads from a node of the backward pass to the line of its forward."""
-        if torch._C._current_autograd_node() is None:
-            self._forward[torch._C._autograd._get_sequence_nr() - 1] = place
+    def hazard(self, cause: Cause) -> None:
+        self.hazards.append(explain.Hazard(here(self.origins), cause))
 
     def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
         """A kernel launch that no dispatcher sees. Any tensor it is given may be written."""
@@ -203,8 +197,8 @@ class _Calls(TorchFunctionMode):
         watch = self.watch
         if watch.is_quiet:
             return func(*args, **(kwargs or {}))
-        if what := explain.of_call(func, args, watch.device):
-            watch.hazard(what)
+        if (cause := explain.of_call(func, args, watch.device)) is not None:
+            watch.hazard(cause)
         outer, watch.call = watch.call, (func, args)
         try:
             return func(*args, **(kwargs or {}))
@@ -226,8 +220,8 @@ class _Operations(TorchDispatchMode):
         watch = self.watch
         if watch.is_quiet:
             return func(*args, **kwargs)
+        watch.origins.note(getattr(func, "_opname", str(func)))
         place = here()
-        watch.remember_forward(place)
         if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
             watch.made(args[0], func, args, place, set())
         given = [plain for tensor in tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
@@ -241,8 +235,8 @@ class _Operations(TorchDispatchMode):
         for value in kwargs.values():
             if isinstance(value, torch.Generator):
                 watch.draws(value)
-        if what := explain.of_operation(func, args, kwargs, watch.device, watch.call):
-            watch.hazard(what)
+        if (cause := explain.of_operation(func, args, kwargs, watch.device, watch.call)) is not None:
+            watch.hazard(cause)
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
             watch.refill(args[0], args[1] if len(args) > 1 else 0)
         with watch.inside_operation():
@@ -260,4 +254,4 @@ class _Operations(TorchDispatchMode):
             return
         if func is torch.ops.aten.copy_.default and args[1].device == device and tensor.is_pinned():
             return
-        self.watch.hazard(explain.HOST_WRITE.format(device=device))
+        self.watch.hazard(explain.HOST_WRITE)

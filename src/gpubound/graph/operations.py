@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import has_triton, interpreted
-from .places import Place
+from ..watch.site import Place
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
 _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
@@ -28,7 +28,7 @@ _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 class Origin:
     """How a tensor began that the function made: filled with a value, uninitialised, or computed."""
 
-    place: Place | None
+    place: Place
     call: int
     fill: Any = None
     empty: bool = False
@@ -85,7 +85,7 @@ def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
     return tuple(position for position, _ in hit), tuple(name for _, name in hit), False
 
 
-def began(op: Any, args: tuple, made: Tensor, place: Place | None, call: int) -> Origin:
+def began(op: Any, args: tuple, made: Tensor, place: Place, call: int) -> Origin:
     """How a tensor that `op` has made begins."""
     name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
     if name in _EMPTY:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphError
 from ..trace import notice
+from ..watch.site import Place
 from . import explain
 from .discover import Watch
 from .held import Held, same
@@ -130,7 +131,7 @@ class Preparation:
 
     def _take_state(self, found: Found) -> None:
         """A tensor given in `state=` counts as used, and unless it is a frozen weight as written: by what we cannot see."""
-        self.watch.see(found.tensor, None)
+        self.watch.see(found.tensor, Place())
         if not (isinstance(found.tensor, nn.Parameter) and not found.tensor.requires_grad):
             self.snapshot.add(found.tensor, found.name)
             if (seen := self.watch.external.get(storage_key(found.tensor))) is not None:
@@ -173,7 +174,7 @@ class Preparation:
             raise explain.refuse(self.name, watch.hazards)
         names = [slot.name for slot in self.layout.slots if slot.buffer is not None]
         for index, place in watch.written_inputs.items():
-            at = f" at {place}" if place else ""
+            at = f" at {place.line.at}" if place.line is not None else ""
             raise GraphError(
                 f"{names[index]}: fn writes into it{at}, which would reach only the graph's own copy; "
                 "pass the tensor in state= and use it directly, or write into a new tensor."
@@ -246,7 +247,8 @@ class Preparation:
         return not torch.equal(before, whole(tensor))
 
     def _moving(self, tensor: Tensor, origin: Any) -> GraphError:
-        made = f"made at {origin.place}" if origin.place else "made in the backward pass"
+        line = origin.place.line
+        made = f"made at {line.at}" if line is not None else "made in the backward pass"
         if self.watch.moves(storage_key(tensor)):
             return GraphError(
                 f"{self._name(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "

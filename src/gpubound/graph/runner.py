@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import GraphError
+from ..watch.site import Place, here
 from . import explain
-from .places import Place, here
 from .reach import storage_key
 
 _WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
@@ -38,7 +38,7 @@ class EagerRunner:
         with torch.set_grad_enabled(self.grad_enabled), _without_autocast(self.device):
             return call()
 
-    def waits(self, call: Callable[[], Any]) -> list[Place | None]:
+    def waits(self, call: Callable[[], Any]) -> list[Place]:
         """There is no device to wait for."""
         return []
 
@@ -123,7 +123,7 @@ class GraphRunner:
             current.wait_stream(self.stream)
         return result
 
-    def waits(self, call: Callable[[], Any]) -> list[Place | None]:
+    def waits(self, call: Callable[[], Any]) -> list[Place]:
         """The lines of a run that wait for the device, also where the wait is inside an operation.
 
         torch warns there. It could raise instead, but then one run would find one line.

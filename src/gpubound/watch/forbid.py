@@ -28,22 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..errors import StallError
 from . import ops, unseen
+from .events import Cause, cause_of
 from .names import nearest
 from .site import Origins, Place, Site, here
 
 KINDS = ("sync", "h2d", "d2h")
-
-REMEDIES = {
-    "sync": (
-        "keep the value on the device and read it later (once a step, pinned and non_blocking), or work with "
-        "torch.where and fixed shapes"
-    ),
-    "h2d": (
-        "put the batch into pinned memory and copy it with non_blocking=True (gpubound.feed does both), or "
-        "make it on the device"
-    ),
-    "d2h": "copy into pinned memory with non_blocking=True and read it a step later",
-}
 
 _COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
 
@@ -72,7 +61,7 @@ class NoStall(ContextDecorator):
             self._entered.modes = []
         return self._entered.modes
 
-    def meet(self, mode: _Forbidding, kind: str, what: str, device: str) -> None:
+    def meet(self, mode: _Forbidding, kind: str, what: str, device: str, cause: Cause) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""
         if kind in self.allow:
             return
@@ -84,19 +73,21 @@ class NoStall(ContextDecorator):
             if permitted:
                 self.allowed[str(site)] += 1
                 return
-        raise StallError(self._sentence(kind, what, device, place, refused))
+        raise StallError(self._sentence(kind, what, device, place, cause, refused))
 
-    def _sentence(self, kind: str, what: str, device: str, place: Place, refused: str) -> str:
+    def _sentence(self, kind: str, what: str, device: str, place: Place, cause: Cause, refused: str) -> str:
         site = place.site or place.built
         where = f"{site}: `{site.code}`" if site is not None else "a line that is not on this thread's stack"
         if place.node:
             built = f", built at {place.built}" if place.built is not None and place.site is not None else ""
             where += f" (in backward of {place.node}{built})"
-        via = f", via {place.via}" if place.via else ""
+        via = f", via {place.via.in_package}" if place.via else ""
+        if kind == "sync" and place.through:
+            cause = cause_of(kind, what, place.through)
         note = f" {refused}" if refused else ""
         own = f"{self.message}: " if self.message else ""
         return (
-            f"{own}{where} makes the host wait for {device} ({kind}: {what}{via}). What to do: {REMEDIES[kind]}; "
+            f"{own}{where} makes the host wait for {device} ({kind}: {what}{via}). What to do: {cause.remedy}; "
             f"or say on that line `# gpubound: allow({kind}) <why>`.{note}"
         )
 
@@ -122,7 +113,7 @@ class _Forbidding(TorchDispatchMode):
         for move in ops.moves(func, args, kwargs):
             if move.stalls:
                 what = f"{move.what}, {move.manner}" if move.bytes else move.what
-                self.guard.meet(self, move.kind, what, str(move.device))
+                self.guard.meet(self, move.kind, what, str(move.device), move.cause)
         _settled.inside = True
         try:
             return func(*args, **kwargs)
@@ -141,7 +132,7 @@ def _called(what: str, device_type: str) -> None:
     """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Forbidding)]
     if modes and not _settled.inside:
-        modes[-1].guard.meet(modes[-1], "sync", what, device_type)
+        modes[-1].guard.meet(modes[-1], "sync", what, device_type, cause_of("sync", what))
 
 
 def comment(site: Site, kind: str) -> tuple[bool, str]:

@@ -1,30 +1,18 @@
 """What an aten op makes the host do: wait, or move bytes between host and device.
 
-One table serves every sensor that sees ops: the ledger's and the guard's dispatch modes, and the pretend device. A mode
-stands above composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero) shows as one op
-and needs a line here. `tests/watch/test_gpu.py` holds this table against what CUDA really does.
+It serves whoever sees ops: the ledger's and the guard's dispatch modes, the pretend device, and the watched calls before a
+capture. A mode stands above composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero)
+shows as one op, and events.py needs a line for it. `tests/watch/test_gpu.py` holds both against what CUDA really does.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
-# Ops that read a size or a value back from the device before they can return. The words are what the user wrote, more or less.
-SYNCS = {
-    "aten._local_scalar_dense.default": "item",
-    "aten.nonzero.default": "nonzero",
-    "aten.masked_select.default": "masked_select",
-    "aten._unique2.default": "unique",
-    "aten.unique_dim.default": "unique",
-    "aten.unique_consecutive.default": "unique_consecutive",
-    "aten.unique_dim_consecutive.default": "unique_consecutive",
-    "aten.equal.default": "torch.equal",
-    "aten.allclose.default": "allclose",
-    "aten.bincount.default": "bincount",
-    "aten._linalg_check_errors.default": "linalg error check",
-}
+from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, UPLOAD, WAITING_OPS, Cause
 
 UP, DOWN = "copy to device", "copy to host"
 
@@ -58,6 +46,7 @@ class Move:
     kind: str
     what: str
     device: torch.device
+    cause: Cause
     bytes: int = 0
     pinned: bool = False
     blocking: bool = True
@@ -121,44 +110,72 @@ def launches(func) -> bool:
     return not func.is_view and func._opname not in LAUNCHLESS
 
 
-def moves(func, args, kwargs, beneath: bool = False) -> tuple[Move, ...]:
-    """What `func` makes the host do. `beneath`: seen by the device itself, below composite kernels, rather than by a
-    mode above them.
+def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None = None) -> tuple[Move, ...]:
+    """What `func` makes the host do.
+
+    `beneath`: seen by the device itself, below composite kernels, rather than by a mode above them. `home`: the device whose
+    waits count, where a CPU stands for a GPU; by default every device but the host.
     """
-    look = _LOOKS.get(str(func))
+    look = _look(func)
     if look is None or (beneath and look is _lifted):
         return ()
-    return look(str(func), args, kwargs)
+    return look(func, args, kwargs, home)
 
 
-def _waits(name, args, kwargs) -> tuple[Move, ...]:
+@cache
+def _look(func) -> Callable[..., tuple[Move, ...]] | None:
+    """Who tells about `func`; nobody about what is no op of aten."""
+    if getattr(func, "namespace", "") != "aten":
+        return None
+    name = func._opname.rstrip("_")
+    if name == "repeat_interleave" and func._overloadname != "Tensor":
+        return None  # made of other ops
+    return _LOOKS.get(name, _waits if name in WAITING_OPS else None)
+
+
+def decides(func) -> bool:
+    """True for an op that waits by its arguments, not always: what `moves` says of it is the whole truth."""
+    return _look(func) in (_indexes, _repeats)
+
+
+def _counts(where: torch.Tensor | torch.device, home: torch.device | None) -> bool:
+    device = where.device if isinstance(where, torch.Tensor) else where
+    return not on_host(device) if home is None else device == home
+
+
+def _waits(func, args, kwargs, home) -> tuple[Move, ...]:
     device = device_of(args, kwargs)
-    return () if device is None or on_host(device) else (Move("sync", SYNCS[name], device),)
+    what, cause = WAITING_OPS[func._opname.rstrip("_")]
+    return () if device is None or not _counts(device, home) else (Move("sync", what, device, cause),)
 
 
-def _repeats(name, args, kwargs) -> tuple[Move, ...]:
+def _repeats(func, args, kwargs, home) -> tuple[Move, ...]:
     """repeat_interleave sums its counts on the device, unless the caller says what they sum to."""
     size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
-    if size is not None or on_host(args[0]):
-        return ()
-    return (Move("sync", "repeat_interleave", args[0].device),)
+    return () if size is not None else _waits(func, args[:1], {}, home)
 
 
-def _indexes(name, args, kwargs) -> tuple[Move, ...]:
+def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
     """A boolean mask waits for nonzero; an index that lies on the host is uploaded."""
     target, indices = args[0], args[1]
-    if on_host(target):
+    if not _counts(target, home):
         return ()
-    value = args[2] if len(args) > 2 else None
     given = [i for i in indices if isinstance(i, torch.Tensor)]
     masks = [i for i in given if i.dtype in (torch.bool, torch.uint8)]
-    if isinstance(value, torch.Tensor) and on_host(value) and value.numel() == 1 and len(given) == len(masks) == 1:
+    if len(args) > 2 and is_number(args[2], target.device) and len(given) == len(masks) == 1:
         return ()  # x[mask] = number: torch turns it into masked_fill
-    found = [Move("h2d", UP, target.device, i.nbytes, source=i) for i in given if on_host(i) and i.numel()]
-    return (*found, *(Move("sync", "boolean mask", target.device) for _ in masks[:1]))
+    uploaded = [i for i in given if on_host(i) and not _counts(i, home) and i.numel()]
+    found = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
+    why = MASK_PUT if len(args) > 2 else MASK
+    return (*found, *(Move("sync", "boolean mask", target.device, why) for _ in masks[:1]))
 
 
-def _converted(name, args, kwargs) -> tuple[Move, ...]:
+def is_number(value: Any, device: torch.device) -> bool:
+    """Whether what is assigned to a tensor on `device` was a Python number: it comes as one element on the host."""
+    return isinstance(value, torch.Tensor) and on_host(value) and value.device != device and value.numel() == 1
+
+
+def _converted(func, args, kwargs, home) -> tuple[Move, ...]:
     source, device = args[0], kwargs.get("device")
     if (
         device is None
@@ -170,11 +187,11 @@ def _converted(name, args, kwargs) -> tuple[Move, ...]:
     dtype = kwargs.get("dtype") or source.dtype
     size = source.numel() * dtype.itemsize
     if not on_host(source):  # .to("cpu", non_blocking=True) lands in pinned memory that torch allocates for it
-        return (Move("d2h", DOWN, source.device, size, pinned=later, blocking=not later),)
-    return (Move("h2d", UP, device, size, pinned(source, dtype), not later, source),)
+        return (Move("d2h", DOWN, source.device, DOWNLOAD, size, pinned=later, blocking=not later),)
+    return (Move("h2d", UP, device, UPLOAD, size, pinned(source, dtype), not later, source),)
 
 
-def _copied(name, args, kwargs) -> tuple[Move, ...]:
+def _copied(func, args, kwargs, home) -> tuple[Move, ...]:
     later = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     pairs = zip(args[0], args[1]) if isinstance(args[0], (list, tuple)) else ((args[0], args[1]),)
     return tuple(move for to, source in pairs if (move := _copy(to, source, later)) is not None)
@@ -185,14 +202,14 @@ def _copy(to: torch.Tensor, source: torch.Tensor, later: bool) -> Move | None:
         return None
     size = to.numel() * to.element_size()
     if on_host(source):
-        return Move("h2d", UP, to.device, size, pinned(source, to.dtype), not later, source)
-    return Move("d2h", DOWN, source.device, size, pinned(to, source.dtype), not later)
+        return Move("h2d", UP, to.device, UPLOAD, size, pinned(source, to.dtype), not later, source)
+    return Move("d2h", DOWN, source.device, DOWNLOAD, size, pinned(to, source.dtype), not later)
 
 
-def _lifted(name, args, kwargs) -> tuple[Move, ...]:
+def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
     """torch.tensor(value, device=...) hides its upload from modes; what shows is the finished tensor being lifted."""
     made = args[0]
-    return () if on_host(made) else (Move("h2d", UP, made.device, made.numel() * made.element_size()),)
+    return (Move("h2d", UP, made.device, HOST_DATA, made.numel() * made.element_size()),) if _counts(made, home) else ()
 
 
 def pinned(t: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -213,16 +230,14 @@ def dense(t: torch.Tensor) -> bool:
 
 
 _LOOKS: dict[str, Callable[..., tuple[Move, ...]]] = {
-    **dict.fromkeys(SYNCS, _waits),
-    "aten.repeat_interleave.Tensor": _repeats,
-    "aten.index.Tensor": _indexes,
-    "aten._unsafe_index.Tensor": _indexes,
-    "aten.index_put.default": _indexes,
-    "aten.index_put_.default": _indexes,
-    "aten._index_put_impl_.default": _indexes,
-    "aten._unsafe_index_put.default": _indexes,
-    "aten._to_copy.default": _converted,
-    "aten.copy_.default": _copied,
-    "aten._foreach_copy_.default": _copied,
-    "aten.lift_fresh.default": _lifted,
+    "repeat_interleave": _repeats,
+    "index": _indexes,
+    "_unsafe_index": _indexes,
+    "index_put": _indexes,
+    "_index_put_impl": _indexes,
+    "_unsafe_index_put": _indexes,
+    "_to_copy": _converted,
+    "copy": _copied,
+    "_foreach_copy": _copied,
+    "lift_fresh": _lifted,
 }

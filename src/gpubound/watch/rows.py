@@ -60,7 +60,7 @@ class Row:
             "bytes": self.bytes,
             "ms": round(self.ms, 3),
             "site": place.site.as_dict() if place.site else None,
-            "via": place.via,
+            "via": place.via.in_package if place.via else "",
             "node": place.node,
             "built": place.built.as_dict() if place.built else None,
             "thread": place.thread,
@@ -151,7 +151,7 @@ def _note(place: Place) -> str:
     elif place.node:
         parts.append(f"in backward of {place.node}, which this line built" if place.built else f"in backward of {place.node}")
     if place.via:
-        parts.append(f"via {place.via}")
+        parts.append(f"via {place.via.in_package}")
     if place.thread and place.thread != "autograd":
         parts.append(f"on thread {place.thread}")
     return "; ".join(parts)

@@ -1,7 +1,8 @@
 """Where a stall belongs: the user's line, not the library's.
 
 A sync is made deep inside torch, an optimizer or a trainer. The stack is walked outwards to the first frame that is neither
-torch's, nor the standard library's, nor an installed package's; the innermost library frame on the way is kept as `via`.
+torch's, nor the standard library's, nor an installed package's; the innermost library frame on the way is kept as `via`. It is
+the only walker of stacks in this library: ledger, guard and the errors of a graph read its places.
 
 In backward there may be no user frame at all: a C++ node runs on an autograd thread. Then the node's sequence number leads
 back to the forward line that built it, which `Origins` noted while the forward ran.
@@ -15,10 +16,13 @@ import sysconfig
 import threading
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+
+from .events import THROUGH
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -27,13 +31,20 @@ _STDLIB = tuple({os.path.abspath(_PATHS[name]) + os.sep for name in ("stdlib", "
 _INSTALLED = tuple({os.path.abspath(_PATHS[name]) + os.sep for name in ("purelib", "platlib")})
 _GPUBOUND = os.path.dirname(os.path.dirname(_OWN)) + os.sep
 
-USER, LIBRARY, STDLIB, TORCH, PLUMBING, OWN, UNNAMED = "user", "library", "stdlib", "torch", "plumbing", "own", "unnamed"
+USER, LIBRARY, STDLIB, UNNAMED, OWN = "user", "library", "stdlib", "unnamed", "own"
+TORCH, READER, PLUMBING = "torch", "reader", "plumbing"
 
-# torch's frames that stand on the way to everything and explain nothing
-_PLUMBING = tuple(
-    os.path.join(_TORCH, name)
-    for name in ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
-)
+# torch's files whose reads have a remedy of their own
+_READERS = {os.path.join(_TORCH, name.removeprefix("torch/")): name for name in THROUGH}
+
+
+@cache
+def _plumbing() -> tuple[str, ...]:
+    """What stands on the way to everything and explains nothing: torch's dispatch, a graph's machinery, Triton."""
+    names = ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
+    triton = find_spec("triton")
+    compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
+    return (*(os.path.join(_TORCH, name) for name in names), os.path.join(_GPUBOUND, "graph") + os.sep, *compiler)
 
 
 @lru_cache(maxsize=4096)
@@ -44,8 +55,10 @@ def owner(filename: str) -> str:
     path = os.path.abspath(filename)
     if path.startswith(_OWN):
         return OWN
+    if path.startswith(_plumbing()):
+        return PLUMBING
     if path.startswith(_TORCH):
-        return PLUMBING if path.startswith(_PLUMBING) else TORCH
+        return READER if path.startswith(tuple(_READERS)) else TORCH
     if path.startswith((_GPUBOUND, *_INSTALLED)) or "site-packages" in path or "dist-packages" in path or _put_there(path):
         return LIBRARY
     return STDLIB if path.startswith(_STDLIB) else USER
@@ -79,7 +92,20 @@ class Site:
     end: int
 
     def __str__(self) -> str:
-        return f"{shorten(self.file)}:{self.line}" + ("" if self.function == "<module>" else f" in {self.function}")
+        return self.at + ("" if self.function == "<module>" else f" in {self.function}")
+
+    @property
+    def at(self) -> str:
+        """File and line alone."""
+        return f"{shorten(self.file)}:{self.line}"
+
+    @property
+    def in_package(self) -> str:
+        """A library's line, its file from the package's folder on: "torch/nn/utils/clip_grad.py:41 clip_grad_norm_"."""
+        file = os.path.abspath(self.file)
+        roots = [os.path.dirname(_TORCH[:-1]), os.path.dirname(_GPUBOUND[:-1]), *(path[:-1] for path in _INSTALLED)]
+        root = next((root for root in roots if file.startswith(root + os.sep)), None)
+        return f"{file[len(root) + 1 :] if root else shorten(file)}:{self.line} {self.function}"
 
     def as_dict(self) -> dict:
         return {"file": self.file, "line": self.line, "function": self.function, "code": self.code}
@@ -87,15 +113,21 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something happened: the user's line if there is one, the library frame it went through, and in backward the
+    """Where something happened: the user's line if there is one, the library's line that it went through, and in backward the
     node.
     """
 
     site: Site | None = None
-    via: str = ""
+    via: Site | None = None
+    through: str = ""  # a key of events.THROUGH: the file of torch that read the device
     node: str = ""  # the autograd node that was running
     built: Site | None = None  # the forward line that made this node
     thread: str = ""  # empty for the thread that opened the ledger
+
+    @property
+    def line(self) -> Site | None:
+        """The innermost line that is not torch's: a library's own, else the user's."""
+        return self.via if self.via is not None and owner(self.via.file) is LIBRARY else self.site
 
 
 def shorten(file: str) -> str:
@@ -109,15 +141,26 @@ def shorten(file: str) -> str:
 _sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}  # the code object is held so that its id is not reused
 
 
-def site_of(frame: FrameType) -> Site:
-    code, at = frame.f_code, frame.f_lasti
+def site_of(frame: FrameType, at: int | None = None, line: int | None = None) -> Site:
+    """The statement that a frame is in; `at` and `line`: where it was when an exception left it."""
+    code, at = frame.f_code, frame.f_lasti if at is None else at
     known = _sites.get((id(code), at))
     if known is None:
-        line = frame.f_lineno or code.co_firstlineno
+        line = line or frame.f_lineno or code.co_firstlineno
         end = _last_line(code, at) or line
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
         known = _sites[id(code), at] = (code, Site(code.co_filename, line, code.co_name, text, max(line, end)))
     return known[1]
+
+
+def site_of_error(error: BaseException) -> Site | None:
+    """The innermost line of an exception that is the user's or a library's."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        if owner(step.tb_frame.f_code.co_filename) in (USER, LIBRARY):
+            found = site_of(step.tb_frame, step.tb_lasti, step.tb_lineno)
+        step = step.tb_next
+    return found
 
 
 def _last_line(code: CodeType, at: int) -> int | None:
@@ -127,32 +170,30 @@ def _last_line(code: CodeType, at: int) -> int | None:
     return None
 
 
-def _in_library(frame: FrameType) -> str:
-    """A library's frame in words, its file from the package's folder on."""
-    file = os.path.abspath(frame.f_code.co_filename)
-    roots = [os.path.dirname(_TORCH[:-1]), os.path.dirname(_GPUBOUND[:-1]), *(path[:-1] for path in _INSTALLED)]
-    root = next((root for root in roots if file.startswith(root + os.sep)), None)
-    return f"{file[len(root) + 1 :] if root else shorten(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None, str]:
+    """(the user's frame, the library frame that it went through, the file's key in THROUGH that it went through).
 
-
-def _user_frame(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None]:
-    """(the user's frame, the library frame that it went through). In backward the search ends where the engine was called."""
+    In backward the search ends where the engine was called.
+    """
     torch_frame = library_frame = None
+    reader = ""
     while frame is not None:
         code = frame.f_code
         whose = owner(code.co_filename)
         if whose is USER or (whose is UNNAMED and frame.f_globals.get("__name__") == "__main__"):
-            return frame, library_frame or torch_frame
+            return frame, library_frame or torch_frame, reader
         if whose is OWN:  # what lies further in was called by a sensor or by the pretend device, not by the user
-            torch_frame = library_frame = None
+            torch_frame, library_frame, reader = None, None, ""
         elif whose is TORCH:
             if in_backward and code.co_name == "_engine_run_backward":
                 break
             torch_frame = torch_frame or frame
+        elif whose is READER:
+            torch_frame, reader = torch_frame or frame, reader or code.co_filename
         elif whose is LIBRARY:
             library_frame = library_frame or frame
         frame = frame.f_back
-    return None, library_frame or torch_frame
+    return None, library_frame or torch_frame, reader
 
 
 class Origins:
@@ -171,7 +212,7 @@ class Origins:
         number = torch._C._autograd._get_sequence_nr() - 1
         if number in self._built:
             return  # an op without a node: the number is still the one before
-        frame, _ = _user_frame(sys._getframe(1), False)
+        frame, _, _ = _walk(sys._getframe(1), False)
         if frame is not None:
             if len(self._built) >= self.LIMIT:
                 self._built = dict(list(self._built.items())[self.LIMIT // 2 :])
@@ -198,12 +239,11 @@ def _current_node():
 def here(origins: Origins | None = None) -> Place:
     """The place of whatever the caller is in the middle of."""
     node = _current_node()
-    user, library = _user_frame(sys._getframe(1), node is not None)
-    via = _in_library(library) if library is not None else ""
+    user, library, reader = _walk(sys._getframe(1), node is not None)
+    site, via = (site_of(frame) if frame is not None else None for frame in (user, library))
+    through = next(name for file, name in _READERS.items() if reader.startswith(file)) if reader else ""
     thread = "" if origins is None or threading.get_ident() == origins.home else threading.current_thread().name
     if node is None:
-        if user is None and library is not None:
-            return Place(site_of(library), "", thread=thread)
-        return Place(site_of(user) if user is not None else None, via, thread=thread)
+        return Place(via, None, through, thread=thread) if site is None else Place(site, via, through, thread=thread)
     built = origins.of(node) if origins is not None else None
-    return Place(site_of(user) if user is not None else None, via, node.name(), built, "autograd" if thread else "")
+    return Place(site, via, through, node.name(), built, "autograd" if thread else "")

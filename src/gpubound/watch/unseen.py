@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 
 from ..device import accelerator
+from .events import SCALARS
 
 Listener = Callable[[str, str], None]  # (what was called, device type)
-
-SCALARS = "torch.tensor of device scalars"
 
 _listeners: list[Listener] = []
 _undo: list[Callable[[], None]] = []

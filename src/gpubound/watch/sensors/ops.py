@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...device import accelerator
 from .. import ops, pretend, unseen
 from ..copies import Clones, Uploads, repeats_layout
+from ..events import SCALARS
 from .base import Sensor
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Calls(Sensor):
         unseen.leave(self._heard)
 
     def _heard(self, what: str, device_type: str) -> None:
-        if what is unseen.SCALARS and device_type == pretend.NAME:
+        if what is SCALARS and device_type == pretend.NAME:
             return  # the device sees each scalar being read
         if self.ledger.wants_type(device_type) and not (device_type == "cuda" and self.ledger.runs("gputrace")):
             self.ledger.record("sync", what)

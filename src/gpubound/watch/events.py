@@ -1,0 +1,107 @@
+"""One vocabulary of host events: what makes a GPU wait for its host, why, and what to write instead.
+
+An event has a kind (sync, h2d, launch, ...) and says in a few words what was called. Sensors count events, the ledger adds
+them up, `no_stall` forbids some, and a graph cannot hold others: all of them take causes and remedies from here. `ops.py` finds
+the events among the ops that torch dispatches, `unseen.py` among the calls that dispatch none.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What a line does, as the end of a sentence that begins with the line, and what to write instead."""
+
+    does: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.does}; {self.remedy}"
+
+
+def shape(remedy: str) -> Cause:
+    """The size of the result must be read back before the host can go on."""
+    return Cause("makes a shape that depends on the values", remedy)
+
+
+READ = Cause(
+    "reads the device from the host",
+    "keep the value on the device (torch.where, masks), or read it a step later from pinned memory",
+)
+WAIT = Cause("waits for the device", "leave it out, or wait once at the end; the device keeps its order without it")
+UPLOAD = Cause(
+    "copies a CPU tensor to the device",
+    "make it there, or copy it from pinned memory with non_blocking=True (gpubound.feed does both)",
+)
+DOWNLOAD = Cause("copies the device to the host", "copy into pinned memory with non_blocking=True, and read it a step later")
+HOST_DATA = Cause(
+    "builds a tensor from host data", "make it once before the step, or from sizes alone (torch.full, torch.arange)"
+)
+NUMBER = Cause("copies a Python number from the host into one place", "write x[i : i + 1] = number, or use index_fill_")
+MASK = shape("use torch.where or multiply by the mask instead of indexing with it")
+MASK_PUT = shape("use torch.where(mask, values, x) instead of assigning through the mask")
+PRINT = Cause("prints a tensor, which reads the device from the host", "print it a step later, or a copy of it")
+
+_COUNT = shape("count with scatter_add into a tensor of fixed size")
+
+# Ops that read a size or a value back from the device before they can return: what the user wrote, more or less, and why.
+WAITING_OPS: dict[str, tuple[str, Cause]] = {
+    "_local_scalar_dense": ("item", READ),
+    "equal": ("torch.equal", READ),
+    "allclose": ("allclose", READ),
+    "nonzero": ("nonzero", shape("use torch.where(condition, a, b), or torch.nonzero_static with a fixed size")),
+    "masked_select": ("masked_select", shape("use torch.where, or multiply by the mask")),
+    "_unique2": ("unique", _COUNT),
+    "unique_dim": ("unique", _COUNT),
+    "unique_consecutive": ("unique_consecutive", _COUNT),
+    "unique_dim_consecutive": ("unique_consecutive", _COUNT),
+    "bincount": ("bincount", shape("use scatter_add into torch.zeros(bins)")),
+    "repeat_interleave": ("repeat_interleave", shape("pass output_size=")),
+    "_linalg_check_errors": (
+        "linalg error check",
+        Cause("checks a factorisation from the host", "use the _ex form (torch.linalg.inv_ex, solve_ex, cholesky_ex)"),
+    ),
+}
+
+# Python calls that read or wait without an op that a mode could see, by the words of unseen.py.
+SCALARS = "torch.tensor of device scalars"
+WAITING_CALLS: dict[str, Cause] = {
+    "print": PRINT,
+    SCALARS: Cause("reads each scalar from the device", "use torch.stack"),
+}
+
+# Files of torch whose reads of the device have a remedy of their own.
+THROUGH: dict[str, Cause] = {
+    "torch/optim/": Cause(
+        "reads the optimizer's step from the host", "build the optimizer with capturable=True (on a CPU: fused=True)"
+    ),
+    "torch/amp/grad_scaler": Cause("reads the scaler's found_inf from the host", "train in bf16 without a GradScaler"),
+    "torch/nn/utils/clip_grad": Cause("reads the gradient norm from the host", "pass error_if_nonfinite=False"),
+}
+
+# Every kind of event, with its cause where what was called says no more.
+KINDS: dict[str, Cause] = {
+    "sync": WAIT,
+    "h2d": UPLOAD,
+    "d2h": DOWNLOAD,
+    "repeat": Cause("uploads bytes that are on the device already", "upload them once and keep the device's tensor"),
+    "clone": Cause("clones a tensor whose source nobody uses again", "use the source itself"),
+    "launch": Cause("launches work on the device", "fuse it, or capture the step in a graph (gpubound.capture)"),
+    "cpu_op": Cause("computes on the host", "move the tensors to the device, or the work into the loader"),
+    "alloc": Cause("asks the driver for memory, which stops the device", "run the largest shapes first; keep shapes fixed"),
+    "free": Cause("gives memory back to the driver, which stops the device", "leave out torch.cuda.empty_cache()"),
+    "retry": Cause("runs out of memory, frees what is unused and tries again", "make the batch or the model smaller"),
+    "pin": Cause("pins host memory, which stops the device", "pin a buffer once, and use it again"),
+    "compile": Cause("compiles", "warm up with every shape, or mark what varies as dynamic"),
+    "gc": Cause("collects garbage", "call gc.freeze() after the warm-up, or collect between steps"),
+    "fallback": Cause("takes a slow path", "mend what its reason says"),
+}
+
+_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {"boolean mask": MASK}
+
+
+def cause_of(kind: str, what: str = "", through: str = "") -> Cause:
+    """Why an event of this kind came about. `through` is a key of THROUGH, for a read that a file of torch made."""
+    if kind == "sync" and through in THROUGH:
+        return THROUGH[through]
+    return _BY_WORDS.get(what, KINDS[kind]) if kind == "sync" else KINDS[kind]

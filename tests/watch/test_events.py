@@ -1,0 +1,62 @@
+"""One vocabulary: whatever is counted or forbidden has a cause and a remedy, and those who refuse say the same."""
+
+import pytest
+import torch
+
+from gpubound.errors import StallError
+from gpubound.watch import events, no_stall, ops
+from gpubound.watch.rows import TOTALS
+
+
+def test_every_kind_that_a_ledger_counts_has_a_cause_and_a_remedy():
+    kinds = {kind for kinds, _ in TOTALS.values() for kind in kinds.split()}
+    assert kinds == events.KINDS.keys()
+    causes = [*events.KINDS.values(), *events.WAITING_CALLS.values(), *events.THROUGH.values()]
+    for cause in (*causes, *(cause for _, cause in events.WAITING_OPS.values())):
+        assert cause.does and cause.remedy and not str(cause).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "through", "cause"),
+    [
+        ("sync", "item", "", events.READ),
+        ("sync", "boolean mask", "", events.MASK),
+        ("sync", "item", "torch/optim/", events.THROUGH["torch/optim/"]),
+        ("sync", "stream synchronize", "", events.WAIT),
+        ("h2d", "copy to device", "torch/optim/", events.UPLOAD),
+        ("gc", "generation 2", "", events.KINDS["gc"]),
+    ],
+)
+def test_the_cause_of_an_event(kind, what, through, cause):
+    assert events.cause_of(kind, what, through) == cause
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x[x > 0], events.MASK),
+        (lambda x: x.nonzero(), events.WAITING_OPS["nonzero"][1]),
+        (lambda x: torch.nn.utils.clip_grad_norm_([x.requires_grad_()], 1.0, error_if_nonfinite=True), None),
+        (print, events.PRINT),
+    ],
+)
+def test_a_guard_says_what_to_write_instead(sim, line, cause):
+    x = torch.ones(3, device=sim)
+    x.grad = torch.ones_like(x)
+    with pytest.raises(StallError) as error, no_stall():
+        line(x)
+    wanted = cause or events.THROUGH["torch/nn/utils/clip_grad"]
+    assert f"What to do: {wanted.remedy}; or say" in str(error.value)
+
+
+def test_a_cpu_can_stand_for_the_device_whose_waits_count():
+    mask, x = torch.tensor([True, False]), torch.ones(2)
+    index, cpu = torch.ops.aten.index.Tensor, torch.device("cpu")
+    assert not ops.moves(index, (x, [mask]), {})
+    assert [(move.kind, move.cause) for move in ops.moves(index, (x, [mask]), {}, home=cpu)] == [("sync", events.MASK)]
+    assert not ops.moves(index, (x, [torch.tensor([0])]), {}, home=cpu)
+    item = torch.ops.aten._local_scalar_dense.default
+    assert not ops.moves(item, (x[0],), {}) and len(ops.moves(item, (x[0],), {}, home=cpu)) == 1
+    repeat = torch.ops.aten.repeat_interleave.Tensor
+    assert not ops.moves(repeat, (torch.tensor([1]),), {"output_size": 1}, home=cpu)
+    assert len(ops.moves(repeat, (torch.tensor([1]),), {}, home=cpu)) == 1
