@@ -1,15 +1,17 @@
-"""A captured Hugging Face Llama forward at batch 1: how near the replay comes to the sum of its own kernels, and to eager.
+"""A captured Hugging Face Llama forward at batch 1: how near the replay comes to the sum of its own kernels, and to eager;
+and what a call costs the host.
 
 At batch 1 the model is launch-bound: eager waits for the host between kernels. A replay should take what its kernels take.
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubound import measure
 from gpubound.cli import guarded
@@ -24,6 +26,7 @@ from .shapes import SHAPES, Shape, llama_config
 KERNELS = "sum of its kernels"
 WITHIN = 1.05  # the replay may take this many times the sum of its kernels
 PROFILED = 20
+HOST_US = 5.0  # what a replay's checks may cost the host
 ATTENTION = "sdpa_without_mask"
 
 
@@ -58,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     for length in lengths:
         measure_length(bench, name, SHAPES[name], forward, length)
         release(device)
+    measure_host_cost(bench)
     return bench.finish()
 
 
@@ -104,6 +108,40 @@ def measure_length(bench: Bench, name: str, shape: Shape, forward: Callable[[Ten
         replay_ms = found.timings["ours"].median_s * 1e3
         kernels_ms = kernel_seconds(lambda: captured(other)) * 1e3
         bench.figure(f"{case}, replay", "ms", replay_ms, {KERNELS: kernels_ms}, {KERNELS: 1 / WITHIN})
+
+
+def measure_host_cost(bench: Bench) -> None:
+    """What a call costs the host before and beside its launch, where a graph holds the parameters of many small layers."""
+    from gpubound.graph import capture
+
+    layers = 4 if bench.dry else 150
+    model = nn.Sequential(*(nn.Linear(8, 8, device=bench.device) for _ in range(layers)))
+    x = torch.ones(1, 8, device=bench.device)
+    captured = capture(model, x)
+    costs = {
+        "check of what is held": captured._guard.check,
+        "check and copy of the inputs": lambda: captured._layout.copy_in(captured._layout.tensors((x,))),
+        "bare replay": captured._runner.replay,
+        "whole call": lambda: captured(x),
+    }
+    spent = {name: host_us(call, bench.device) for name, call in costs.items()}
+    for name in ("check of what is held", "check and copy of the inputs"):
+        bench.figure(f"host cost, {2 * layers} tensors held, {name}", "us", spent[name], {"budget": HOST_US}, {})
+    whole, bare = spent["whole call"], {"bare replay": spent["bare replay"]}
+    bench.figure(f"host cost, {2 * layers} tensors held, whole call", "us", whole, bare, {})
+
+
+def host_us(call: Callable[[], object], device: torch.device, times: int = 200) -> float:
+    """Microseconds of the host's time in one call: the best of five stretches, each begun on an idle device."""
+    stretches = []
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        stretches.append((time.perf_counter() - start) / times)
+    return min(stretches) * 1e6
 
 
 def kernel_seconds(run: Callable[[], object]) -> float:

@@ -1,7 +1,5 @@
 """The same on a GPU, where the graph is CUDA's: certificates, pools, generators, streams, failed captures, the checks' cost."""
 
-import time
-
 import pytest
 import torch
 import triton
@@ -322,26 +320,3 @@ def test_the_graph_of_a_pool_frees_its_memory():
     held = torch.cuda.memory_allocated()
     del captured
     assert torch.cuda.memory_allocated() < held
-
-
-def test_host_cost_of_a_call(capsys):
-    """Printed, not asserted."""
-    model = nn.Sequential(*(nn.Linear(8, 8, device=cuda) for _ in range(150)))
-    x = drawn(1, 8, device=cuda)
-    captured = capture(model, x)
-    costs = {
-        "guard": captured._guard.check,
-        "input check and copy": lambda: captured._layout.copy_in(captured._layout.tensors((x,))),
-        "whole call": lambda: captured(x),
-        "bare replay": captured._runner.replay,
-    }
-    with capsys.disabled():
-        for name, call in costs.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            spent = (time.perf_counter() - start) / 200
-            torch.cuda.synchronize()
-            print(f"\nhost cost, 300 tensors held: {name} {spent * 1e6:.1f} us", end="")
-        print(f"\nnative address check: {hasattr(torch._C, '_tensors_data_ptrs_at_indices_equal')}")

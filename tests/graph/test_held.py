@@ -1,7 +1,6 @@
 """Whatever would make a replay lie raises, names the tensor, and says what to do."""
 
 import copy
-import time
 
 import pytest
 import torch
@@ -255,19 +254,3 @@ def test_address_check_in_python_and_as_torch_does_it(monkeypatch):
     same = held.address_check(tensors, [tensors[0].data_ptr()])
     tensors[0].data = torch.ones(2)
     assert same() is False
-
-
-def test_host_cost_of_the_check(capsys):
-    """Printed, not asserted: 300 parameters of 150 modules."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(150)))
-    captured = capture(model, drawn(1, 2), verify=False)
-    best = min(_timed(captured._guard.check, time.perf_counter) for _ in range(5))
-    with capsys.disabled():
-        print(f"\nguard: {best * 1e6:.1f} us a call for {len(captured.held) - 1} tensors")
-
-
-def _timed(call, clock, times: int = 200) -> float:
-    start = clock()
-    for _ in range(times):
-        call()
-    return (clock() - start) / times
