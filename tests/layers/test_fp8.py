@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import device as facts
 from gpubound import kernels, layers, trace
 from gpubound.kernels.accumulate import open_sums
+from gpubound.kernels.record import made_record
 from gpubound.layers import fp8
-from gpubound.layers.fp8 import Site, new_states, renew, settle
+from gpubound.layers.fp8 import Fp8, new_states, renew, settle
 
 BF16 = torch.bfloat16
 
@@ -26,12 +27,12 @@ class Switch:
         return self.on
 
 
-def with_sites(module, switch=None, main=True):
-    """A site, an accumulator and calibration at each call, for every linear weight of `module`."""
+def in_8_bits(module, switch=None, main=True):
+    """The format, an accumulator and calibration at each call, for every linear weight of `module`."""
     weights = [m.weight for m in module.modules() if isinstance(m, nn.Linear)]
     states = new_states(len(weights), torch.device("cpu"))
     for weight, state in zip(weights, states):
-        weight.fp8 = Site(state, switch or Switch())
+        made_record(weight).format = Fp8(state, switch or Switch())
         if main:
             weight.main_grad = torch.zeros(weight.shape)
     return states
@@ -71,7 +72,7 @@ def test_a_product_is_near_the_16_bit_one(bias, inside, monkeypatch):
     )
     want = layer(x)
     wanted = torch.autograd.grad(want, [x, *layer.parameters()], g)
-    with_sites(layer)
+    in_8_bits(layer)
     got = layers.linear(x, layer.weight, layer.bias)
     got.backward(g)
     assert 1e-3 < off(got, want) < FORWARD
@@ -87,7 +88,7 @@ def test_a_gated_mlp_is_one_function_and_near_the_16_bit_one():
     mlp, x, g = layers.MLP(48, 64, dtype=BF16), draw(32, 48).requires_grad_(), draw(32, 48, seed=1, spread=1e-4)
     want = mlp(x)
     wanted = torch.autograd.grad(want, [x, *mlp.parameters()], g)
-    with_sites(mlp)
+    in_8_bits(mlp)
     got = mlp(x)
     assert got.grad_fn.name() == "_GatedBackward"
     got.backward(g)
@@ -107,7 +108,7 @@ def test_the_gated_function_is_its_parts():
     results = []
     for whole in (True, False):
         own, parameters = x.clone().requires_grad_(), list(one.parameters())
-        with_sites(one)
+        in_8_bits(one)
         if whole:
             y = one(own)
         else:
@@ -127,7 +128,7 @@ def test_the_gated_function_is_its_parts():
 def test_micro_batches_add_up_and_the_weight_is_rounded_once(monkeypatch):
     layer, g, switch = nn.Linear(32, 48, bias=False, dtype=BF16), draw(16, 48, seed=1), Switch()
     switch.on = False
-    with_sites(layer, switch)[..., 0] = 0.02
+    in_8_bits(layer, switch)[..., 0] = 0.02
     calls = []
     monkeypatch.setattr(fp8, "quantize", lambda x, *rest, **more: calls.append(x.shape) or kernels.quantize(x, *rest, **more))
     alone = []
@@ -150,14 +151,14 @@ def test_micro_batches_add_up_and_the_weight_is_rounded_once(monkeypatch):
 def test_without_gradients_it_is_the_16_bit_product():
     layer, x = nn.Linear(32, 16, bias=False, dtype=BF16), draw(16, 32)
     want = layer(x)
-    with_sites(layer)
+    in_8_bits(layer)
     with torch.no_grad():
         assert torch.equal(layers.linear(x, layer.weight), want)
 
 
 def test_tokens_that_do_not_fit_take_16_bits_and_are_counted():
     layer, x = nn.Linear(32, 16, bias=False, dtype=BF16), draw(15, 32)
-    with_sites(layer)
+    in_8_bits(layer)
     why = ("fp8 product", "15 tokens are no multiple of 16; it is computed in torch.bfloat16")
     before = trace.fallbacks[why]
     assert torch.equal(layers.linear(x, layer.weight), layer(x))
@@ -169,7 +170,7 @@ def test_recomputed_blocks_are_the_same():
     mlp, g = layers.MLP(48, 64, dtype=BF16), draw(32, 48, seed=1)
     gradients = []
     for run in (mlp, lambda x: checkpoint(mlp, x, use_reentrant=False)):
-        with_sites(mlp)
+        in_8_bits(mlp)
         x = draw(32, 48).requires_grad_()
         run(x).backward(g)
         gradients.append([x.grad, *(p.main_grad for p in mlp.parameters())])
@@ -178,11 +179,11 @@ def test_recomputed_blocks_are_the_same():
 
 def test_a_weight_changed_between_forward_and_backward_is_refused():
     layer = nn.Linear(32, 16, bias=False, dtype=BF16)
-    with_sites(layer)
+    in_8_bits(layer)
     y = layers.linear(draw(16, 32), layer.weight)
     with torch.no_grad():
         layer.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="a weight of an fp8 product was changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="a weight of a fused product was changed in place between forward and backward"):
         y.sum().backward()
 
 

@@ -90,7 +90,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused():
         y = mlp(torch.ones(2, HIDDEN))
     with torch.no_grad():
         mlp.down_proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="the weight of an MLP's last product was changed in place between forward and back"):
+    with pytest.raises(RuntimeError, match="a weight of a fused product was changed in place between forward and backward"):
         y.sum().backward()
 
 

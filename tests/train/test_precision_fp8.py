@@ -8,7 +8,9 @@ from torch import nn
 
 from gpubound import trace
 from gpubound.kernels.quantize import has_cores
+from gpubound.kernels.record import record_of
 from gpubound.layers import fp8
+from gpubound.layers.linear_site import AS_IT_IS, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep
@@ -149,7 +151,7 @@ def test_plain_linear_layers_in_blocks_take_part_and_are_given_back():
         step = TrainStep(model, squares, AdamW(lr=1e-2), precision=precision)
         runs[precision] = torch.stack([step([(x, y)]).loss for _ in range(20)])
         step.close()
-        assert all("forward" not in vars(m) and not hasattr(p, "fp8") for m in model.modules() for p in m.parameters())
+        assert all("forward" not in vars(m) and record_of(p) is None for m in model.modules() for p in m.parameters())
     assert not torch.equal(runs["fp8"], runs["bf16"])
     torch.testing.assert_close(runs["fp8"], runs["bf16"], rtol=2e-2, atol=0)
 
@@ -162,7 +164,8 @@ def test_a_weight_that_does_not_fit_stays_in_bf16_and_is_counted():
     before = trace.fallbacks[why]
     TrainStep(model, squares, precision="fp8")
     assert trace.fallbacks[why] == before + 1
-    assert hasattr(model.blocks[0][0].weight, "fp8") and not hasattr(model.blocks[1][0].weight, "fp8")
+    fits, other = (format_of(block[0].weight) for block in model.blocks)
+    assert fits is not AS_IT_IS and other is AS_IT_IS
 
 
 REFUSED = {

@@ -162,7 +162,7 @@ def _settle(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (Attention, MLP)):
             names = ("q_proj", "k_proj", "v_proj") if isinstance(module, Attention) else ("gate_proj", "up_proj")
-            module.stacked.parts([module._modules[name] for name in names])
+            module.stacked.joined([module._modules[name] for name in names])
 
 
 def _make_neighbours(model: Any, stacks: Mapping[tuple[int, int], Stacked]) -> str | None:

@@ -32,7 +32,7 @@ class Record:
 
     @property
     def empty(self) -> bool:
-        return self.opening is None and self.side is None and self.format is None and not self.adapters
+        return self.opening is None and self.side is None and self.format is None and len(self.adapters) == 0
 
 
 def record_of(parameter: Tensor) -> Record | None:

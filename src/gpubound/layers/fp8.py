@@ -6,8 +6,8 @@ magnitude that was seen in the steps before: known in advance, it lets one pass 
 that the products need (kernels/quantize.py). Within a gated MLP the activation's kernels give 8 bits themselves, and its
 hidden state is never stored in 16.
 
-A weight that takes part carries `weight.fp8`, a Site. train/fp8.py makes the sites, renews their scales once a step and takes
-them off again. Without gradients (evaluation) products stay in the weights' own 16 bits.
+A weight that takes part has an Fp8 as the format in its record. train/fp8.py makes these, renews their scales once a step and
+takes them off again. Without gradients (evaluation) products stay in the weights' own 16 bits.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import quantize, quantize_swiglu, quantize_swiglu_backward
-from ..kernels.accumulate import bias_gradients, deliver_product, weight_gradients
+from ..kernels.accumulate import deliver_product, weight_gradients
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
+from .linear_site import AS_IT_IS, Format, Joined, check_unchanged, format_of
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE
@@ -59,13 +60,56 @@ def settle(states: Tensor) -> None:
     seen.zero_()
 
 
-class Site:
-    """The 8-bit side of one weight, or of several multiplied as one: their first one's."""
+class Fp8(Format):
+    """The 8-bit format of one weight, or of several multiplied as one: their first one's. All of them take gradients."""
 
     def __init__(self, states: Tensor, calibrating: Callable[[], bool]):
         self.input, self.weight, self.gradient = states.unbind()
         self._calibrating = calibrating
         self._kept: tuple[tuple, Tensor, Tensor] | None = None
+
+    @property
+    def reads_input(self) -> bool:  # type: ignore[override]
+        return not WEIGHT_GRADIENT_IN_FP8
+
+    def taking(self, x: Tensor, weights: Sequence[Tensor]) -> Format:
+        if x.dtype != weights[0].dtype or any(type(format_of(weight)) is not Fp8 for weight in weights):
+            return AS_IT_IS
+        rows = x.numel() // x.shape[-1]
+        if rows == 0 or rows % MULTIPLE:
+            if rows:
+                fallback("fp8 product", f"{rows} tokens are no multiple of {MULTIPLE}; it is computed in {x.dtype}")
+            return AS_IT_IS
+        return self
+
+    def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
+        """Kept is x in 8 bits, transposed: half of what the 16-bit product keeps."""
+        x_q, x_t = self.rounded(quantize, self.input, FINE, _rows(x), both=WEIGHT_GRADIENT_IN_FP8)
+        y = self.product(x_q, self.weights(joined)[0], x.dtype)
+        y = y if joined.bias is None else y.add_(joined.bias)
+        return y.view(*x.shape[:-1], -1), ((x_t,) if WEIGHT_GRADIENT_IN_FP8 else ())
+
+    def backward(
+        self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        flat_g = _rows(g)
+        g_q, g_t = self.rounded(quantize, self.gradient, GRADIENT, flat_g, both=WEIGHT_GRADIENT_IN_FP8)
+        dx = self.input_gradient(g_q, joined, g.dtype).view(*g.shape[:-1], -1) if wants_dx else None
+        if x is not None and not WEIGHT_GRADIENT_IN_FP8:
+            return dx, weight_gradients(joined.weights, flat_g, _rows(x))
+        return dx, self.weight_gradients(joined.weights, g_t, kept[0])
+
+    def product(self, x_q: Tensor, w_q: Tensor, dtype: torch.dtype) -> Tensor:
+        return scaled_product(x_q, w_q, self.input[0], self.weight[0], dtype, fast=True)
+
+    def input_gradient(self, g_q: Tensor, joined: Joined, dtype: torch.dtype) -> Tensor:
+        return scaled_product(g_q, self.weights(joined)[1], self.gradient[0], self.weight[0], dtype)
+
+    def weight_gradients(self, weights: Sequence[Tensor], g_t: Tensor, x_t: Tensor) -> tuple[Tensor | None, ...]:
+        def product(out: Tensor | None) -> Tensor:
+            return scaled_product(g_t, x_t, self.gradient[0], self.input[0], torch.float32, out=out)
+
+        return deliver_product(weights, product, g_t, x_t)
 
     def rounded(self, op: Callable, state: Tensor, dtype: torch.dtype, *tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
         """`op` of kernels/quantize.py on `tensors`. While calibrating, the scale is first made from these very tensors."""
@@ -75,133 +119,52 @@ class Site:
             settle(state)
         return op(*tensors, state, dtype, **options)
 
-    def weights(self, whole: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def weights(self, joined: Joined) -> tuple[Tensor, Tensor]:
         """(q, its transpose) of the weight, rounded once for forward and backward of a micro-batch."""
-        now = (whole.data_ptr(), whole.shape, *(p._version for p in parameters))
+        now = (joined.weight.data_ptr(), joined.weight.shape, *(p._version for p in joined.weights))
         if self._kept is None or self._kept[0] != now:
-            self._kept = (now, *self.rounded(quantize, self.weight, FINE, whole))
+            self._kept = (now, *self.rounded(quantize, self.weight, FINE, joined.weight))
         return self._kept[1], self._kept[2]
 
     def forget(self) -> None:
         """The weights have changed, or will."""
         self._kept = None
 
-
-def site_of(weights: Sequence[Tensor], x: Tensor) -> Site | None:
-    """The site to multiply by, or None when this product stays in 16 bits."""
-    sites = [getattr(weight, "fp8", None) for weight in weights]
-    if any(site is None for site in sites) or x.dtype != weights[0].dtype or torch.compiler.is_compiling():
-        return None
-    rows = x.numel() // x.shape[-1]
-    if rows == 0 or rows % MULTIPLE:
-        if rows:
-            fallback("fp8 product", f"{rows} tokens are no multiple of {MULTIPLE}; it is computed in {x.dtype}")
-        return None
-    return sites[0]
-
-
-def multiply(
-    x: Tensor, site: Site, whole: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """x wholeᵀ + bias in 8 bits. All of `weights` take gradients."""
-    return _Product.apply(x, site, whole, bias, len(weights), *weights, *biases)
-
-
-def gated(x: Tensor, stack: tuple, down: Tensor) -> Tensor | None:
-    """down(silu(gate) · up) as one function, gate and up in `stack` (Stacked.parts); None when not all of it fits."""
-    whole, bias, weights, _ = stack
-    if not WEIGHT_GRADIENT_IN_FP8 or bias is not None:
-        return None
-    if torch.is_autocast_enabled(x.device.type):
-        return None
-    if (down_site := getattr(down, "fp8", None)) is None or (site := site_of(weights, x)) is None:
-        return None
-    return _Gated.apply(x, site, down_site, whole, down.detach(), *weights, down)
-
-
-def _product_forward(x_q: Tensor, site: Site, w_q: Tensor, dtype: torch.dtype) -> Tensor:
-    return scaled_product(x_q, w_q, site.input[0], site.weight[0], dtype, fast=True)
-
-
-def _input_gradient(g_q: Tensor, site: Site, w_t: Tensor, dtype: torch.dtype) -> Tensor:
-    return scaled_product(g_q, w_t, site.gradient[0], site.weight[0], dtype)
-
-
-def _weight_gradients(weights: Sequence[Tensor], g_t: Tensor, x_t: Tensor, site: Site) -> tuple[Tensor | None, ...]:
-    def product(out: Tensor | None) -> Tensor:
-        return scaled_product(g_t, x_t, site.gradient[0], site.input[0], torch.float32, out=out)
-
-    return deliver_product(weights, product, g_t, x_t)
+    def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
+        if not WEIGHT_GRADIENT_IN_FP8 or gates.bias is not None or torch.is_autocast_enabled(x.device.type):
+            return None
+        format = format_of(gates.weights[0]).taking(x, gates.weights)
+        return _Gated.apply(x, format, self, gates, down, *gates.weights, *down.weights) if type(format) is Fp8 else None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _Product(torch.autograd.Function):
-    """As layers/linear_site.py's, in 8 bits. Saved is x in 8 bits, transposed: half of what the 16-bit product keeps."""
-
-    @staticmethod
-    def forward(ctx, x, site, whole, bias, count, *parameters):
-        ctx.site, ctx.whole, ctx.count, ctx.parameters = site, whole, count, parameters
-        ctx.versions, ctx.shape = [p._version for p in parameters], x.shape
-        x_q, x_t = site.rounded(quantize, site.input, FINE, _rows(x), both=WEIGHT_GRADIENT_IN_FP8)
-        ctx.save_for_backward(x_t if WEIGHT_GRADIENT_IN_FP8 else x)
-        y = _product_forward(x_q, site, site.weights(whole, parameters)[0], x.dtype)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        (x,), site = ctx.saved_tensors, ctx.site
-        _check_versions(ctx)
-        weights, biases = ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
-        flat_g = _rows(g)
-        g_q, g_t = site.rounded(quantize, site.gradient, GRADIENT, flat_g, both=WEIGHT_GRADIENT_IN_FP8)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            w_t = site.weights(ctx.whole, ctx.parameters)[1]
-            dx = _input_gradient(g_q, site, w_t, g.dtype).view(ctx.shape)
-        dw = _weight_gradients(weights, g_t, x, site) if WEIGHT_GRADIENT_IN_FP8 else weight_gradients(weights, flat_g, _rows(x))
-        db = bias_gradients(biases, ctx.needs_input_grad[5 + ctx.count :], flat_g)
-        return dx, None, None, None, None, *dw, *db
-
-
 class _Gated(torch.autograd.Function):
     """down(silu(gate) · up). Between the products nothing but [gate | up] is stored in 16 bits, and nothing else is kept so."""
 
     @staticmethod
-    def forward(ctx, x, site, down_site, whole, down, *parameters):
-        ctx.sites, ctx.whole, ctx.down, ctx.parameters = (site, down_site), whole, down, parameters
+    def forward(ctx, x, first, second, gates, down, *parameters):
+        ctx.formats, ctx.gates, ctx.down, ctx.parameters = (first, second), gates, down, parameters
         ctx.versions, ctx.shape = [p._version for p in parameters], x.shape
-        x_q, x_t = site.rounded(quantize, site.input, FINE, _rows(x))
-        gate_up = _product_forward(x_q, site, site.weights(whole, parameters[:-1])[0], x.dtype)
-        h_q, h_t = down_site.rounded(quantize_swiglu, down_site.input, FINE, gate_up)
+        x_q, x_t = first.rounded(quantize, first.input, FINE, _rows(x))
+        gate_up = first.product(x_q, first.weights(gates)[0], x.dtype)
+        h_q, h_t = second.rounded(quantize_swiglu, second.input, FINE, gate_up)
         ctx.save_for_backward(x_t, gate_up, h_t)
-        y = _product_forward(h_q, down_site, down_site.weights(down, parameters[-1:])[0], x.dtype)
+        y = second.product(h_q, second.weights(down)[0], x.dtype)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         x_t, gate_up, h_t = ctx.saved_tensors
-        (site, down_site), gates, down = ctx.sites, ctx.parameters[:-1], ctx.parameters[-1:]
-        _check_versions(ctx)
-        g_q, g_t = down_site.rounded(quantize, down_site.gradient, GRADIENT, _rows(g))
-        dh = _input_gradient(g_q, down_site, down_site.weights(ctx.down, down)[1], g.dtype)
-        d_down = _weight_gradients(down, g_t, h_t, down_site)
-        d_q, d_t = site.rounded(quantize_swiglu_backward, site.gradient, GRADIENT, dh, gate_up)
-        d_gates = _weight_gradients(gates, d_t, x_t, site)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = _input_gradient(d_q, site, site.weights(ctx.whole, gates)[1], g.dtype).view(ctx.shape)
+        (first, second), gates, down = ctx.formats, ctx.gates, ctx.down
+        check_unchanged(ctx)
+        g_q, g_t = second.rounded(quantize, second.gradient, GRADIENT, _rows(g))
+        dh = second.input_gradient(g_q, down, g.dtype)
+        d_down = second.weight_gradients(down.weights, g_t, h_t)
+        d_q, d_t = first.rounded(quantize_swiglu_backward, first.gradient, GRADIENT, dh, gate_up)
+        d_gates = first.weight_gradients(gates.weights, d_t, x_t)
+        dx = first.input_gradient(d_q, gates, g.dtype).view(ctx.shape) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, *d_gates, *d_down
-
-
-def _check_versions(ctx) -> None:
-    if [p._version for p in ctx.parameters] != ctx.versions:
-        raise RuntimeError(
-            "a weight of an fp8 product was changed in place between forward and backward, so its gradient would be wrong; "
-            "step the optimizer after backward."
-        )

@@ -1,9 +1,19 @@
-"""One linear product: y = x Wᵀ + b, of one weight or of several that lie one behind the other in memory.
+"""A linear product as a site with parts: y = x Wᵀ + b, of one weight or of several that lie one behind the other in memory.
+
+What the weights' records say (kernels/record.py) makes a site of three kinds of parts:
+
+    format        how the weights are stored and multiplied: y from x, and dx and dW from dy           Format
+    accumulator   where dW goes: nowhere (frozen), to .grad, or into main_grad in fp32                 kernels/accumulate.py
+    adapters      what is added to y; dy gives their own gradients, and dx its share                   Adapter
+
+All of them run inside one autograd.Function. A new format or adapter is a class with the methods of `Format` or `Adapter`, in a
+file of its own; nothing here has to know its name.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +21,109 @@ from torch import Tensor
 
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.choose import transformed
-from . import fp8, recompute
+from ..kernels.record import record_of
+from . import recompute
+
+
+class Joined(NamedTuple):
+    """What a site multiplies by: parameters, and tensors over all of their memory, which carry no gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+
+
+class Format:
+    """How weights are stored and multiplied. This one multiplies by them as they are, in x's dtype."""
+
+    reads_input = True  # its weight gradients are made of x as it came in, which is kept for backward then
+
+    def taking(self, x: Tensor, weights: Sequence[Tensor]) -> "Format":
+        """The format for this very product: itself, or another where it cannot take x or all of the weights."""
+        return self
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y in differentiable torch: for torch.compile and torch.func, which see into no Function of ours."""
+        return F.linear(x, weight, bias)
+
+    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
+        """y alone, without gradients."""
+        bias = joined.bias
+        return F.linear(x, joined.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
+        """(y, what `backward` finds as `kept`)."""
+        return self.evaluate(x, joined), ()
+
+    def backward(
+        self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """(dx, the gradient of each weight that is wanted, None where it was delivered). x is there if `reads_input`."""
+        dx = g @ joined.weight.to(g.dtype) if wants_dx else None
+        if x is None or not any(wanted):
+            return dx, [None] * len(wanted)
+        return dx, _weight_gradients(joined.weights, wanted, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]))
+
+    def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
+        """down(silu(gate) · up) as one function, asked of down's format, where nothing is added; None: part by part."""
+        return None
+
+
+AS_IT_IS = Format()
+
+
+class Adapter:
+    """Adds to a product, with parameters of its own. `forward` and `backward` run where autograd is off.
+
+    It hangs in the record of the weight whose product it adds to; x and g are 16-bit or fp32, as the product has them. One that
+    is switched off or merged is taken out of the record, and costs nothing.
+    """
+
+    parameters: Sequence[Tensor] = ()
+
+    @classmethod
+    def join(cls, members: Sequence["Spanning"]) -> Sequence["Spanning"]:
+        """Adapters of this class on weights that are multiplied as one. Here they may become one that reads x once."""
+        return members
+
+    def plain(self, x: Tensor) -> Tensor:
+        """What it adds to y, in differentiable torch, as `Format.plain`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Add to y, in place; what `backward` finds as `kept`."""
+        raise NotImplementedError
+
+    def backward(self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> Sequence[Tensor | None]:
+        """Add to dx, in place; the gradients of `parameters`, None where delivered (kernels/accumulate.py) or not wanted."""
+        raise NotImplementedError
+
+
+class Spanning(NamedTuple):
+    """An adapter and the columns of y that it adds to."""
+
+    adapter: Adapter
+    start: int
+    stop: int
+
+    def of(self, y: Tensor) -> Tensor:
+        return y[..., self.start : self.stop]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias.
 
-    A weight with a main_grad gets its gradient there (kernels/accumulate.py); otherwise this is F.linear.
+    A weight with a main_grad gets its gradient there (kernels/accumulate.py), and what its record says takes part; a weight
+    without either is F.linear.
     """
-    if getattr(weight, "main_grad", None) is None or transformed():
+    record = record_of(weight)
+    if (record is None or record.empty) and getattr(weight, "main_grad", None) is None:
         return F.linear(x, weight, bias)
-    return multiply(x, weight.detach(), None if bias is None else bias.detach(), [weight], [] if bias is None else [bias])
+    if _seen_through():
+        return _plain(x, weight, bias)
+    joined = Joined(weight.detach(), None if bias is None else bias.detach(), [weight], [] if bias is None else [bias])
+    return multiply(x, joined)
 
 
 def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
@@ -31,15 +133,132 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
     go to the weights themselves.
     """
     _check(x, weights, biases)
-    if transformed():  # torch.func sees through plain products alone
-        each = biases if biases is not None else [None] * len(weights)
-        return torch.cat([F.linear(x, w, b) for w, b in zip(weights, each)], -1)
+    each = biases if biases is not None else [None] * len(weights)
+    if _seen_through():
+        return torch.cat([_plain(x, w, b) for w, b in zip(weights, each)], -1)
     whole = join_rows([w.detach() for w in weights])
     whole_bias = None if biases is None else join_rows([b.detach() for b in biases])
     if whole is None or (biases is not None and whole_bias is None):
-        each = biases if biases is not None else [None] * len(weights)
         return torch.cat([linear(x, w, b) for w, b in zip(weights, each)], -1)
-    return multiply(x, whole, whole_bias, weights, biases or ())
+    return multiply(x, Joined(whole, whole_bias, weights, biases or ()))
+
+
+def multiply(x: Tensor, joined: Joined) -> Tensor:
+    """The product at the site that the weights' records describe."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    weights = joined.weights
+    adapters = _adapters_of(weights) if any(map(adapted, weights)) else ()
+    format = format_of(weights[0])
+    if torch.is_grad_enabled():
+        theirs = [p for spanning in adapters for p in spanning.adapter.parameters] if adapters else ()
+        return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
+    y = format.evaluate(x, joined)
+    for spanning in adapters:
+        spanning.adapter.forward(x, spanning.of(y))
+    return y
+
+
+def format_of(weight: Tensor) -> Format:
+    record = record_of(weight)
+    return AS_IT_IS if record is None or record.format is None else record.format
+
+
+def adapted(weight: Tensor) -> bool:
+    """Whether something is added to this weight's products, so that no form may pass them by."""
+    record = record_of(weight)
+    return record is not None and len(record.adapters) > 0
+
+
+def _adapters_of(weights: Sequence[Tensor]) -> Sequence[Spanning]:
+    kinds: dict[type[Adapter], list[Spanning]] = {}
+    start = 0
+    for weight in weights:
+        stop = start + weight.shape[0]
+        for adapter in record.adapters if (record := record_of(weight)) is not None else ():
+            kinds.setdefault(type(adapter), []).append(Spanning(adapter, start, stop))
+        start = stop
+    return [spanning for kind, members in kinds.items() for spanning in kind.join(members)]
+
+
+class _Product(torch.autograd.Function):
+    """The parameters are kept on ctx rather than saved: activation checkpointing gives back detached copies of what was saved,
+    and those carry neither main_grad nor record. What save_for_backward would have seen to, that nobody changed them meanwhile,
+    is checked here.
+    """
+
+    @staticmethod
+    def forward(ctx, x, format, adapters, joined, *parameters):
+        y, kept = format.forward(x, joined)
+        ctx.counts = [len(kept)]
+        for spanning in adapters:
+            more = spanning.adapter.forward(x, spanning.of(y))
+            ctx.counts.append(len(more))
+            kept = (*kept, *more)
+        ctx.eps = None
+        if not adapters and not (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)])):
+            ctx.save_for_backward(None, None, *kept)
+        elif (origin := recompute.origin(x)) is None:
+            ctx.save_for_backward(x, None, *kept)
+        else:
+            ctx.save_for_backward(origin.stream, origin.weight, *kept)
+            ctx.eps = origin.eps
+        ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
+        ctx.versions = [p._version for p in parameters]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x, norm, *kept = ctx.saved_tensors
+        check_unchanged(ctx)
+        joined, adapters = ctx.joined, ctx.adapters
+        wants_dx, _, _, _, *wanted = ctx.needs_input_grad
+        last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
+        if norm is not None and (adapters or any(wanted[:last])):
+            x = recompute.Normed(x, norm, ctx.eps).again()
+        dx, dw = ctx.format.backward(g, x, kept[: ctx.counts[0]], joined, wants_dx, wanted[:last])
+        db = bias_gradients(joined.biases, wanted[last:bias], g.reshape(-1, g.shape[-1])) if joined.biases else ()
+        return dx, None, None, None, *dw, *db, *(_of_adapters(ctx, g, x, kept, dx) if adapters else ())
+
+
+def _of_adapters(ctx: Any, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    start = ctx.counts[0]
+    for spanning, count in zip(ctx.adapters, ctx.counts[1:]):
+        found += spanning.adapter.backward(spanning.of(g), x, kept[start : start + count], dx)
+        start += count
+    return found
+
+
+def check_unchanged(ctx: Any) -> None:
+    """That nobody has written ctx.parameters since `ctx.versions` was taken in forward."""
+    if [p._version for p in ctx.parameters] != ctx.versions:
+        raise RuntimeError(
+            "a weight of a fused product was changed in place between forward and backward, so its gradient would be wrong; "
+            "step the optimizer after backward."
+        )
+
+
+def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tensor, x: Tensor) -> Sequence[Tensor | None]:
+    """One product when every weight trains; else only the rows of those that do."""
+    if all(wanted):
+        return weight_gradients(weights, g, x)
+    parts = g.split([w.shape[0] for w in weights], 1)
+    return [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
+
+
+def _seen_through() -> bool:
+    """Whether torch.compile or torch.func traces this call: they see through plain products alone."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = format_of(weight).plain(x, weight, bias)
+    record = record_of(weight)
+    for adapter in () if record is None else record.adapters:
+        y = y + adapter.plain(x)
+    return y
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
@@ -56,59 +275,3 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
             f"fused_linear: biases must have shapes {[tuple(w.shape[:1]) for w in weights]} to match the weights, "
             f"got {[tuple(b.shape) for b in biases]}; pass one for each weight, or None."
         )
-
-
-def multiply(x: Tensor, whole: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if not torch.is_grad_enabled():
-        return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    if (site := fp8.site_of(weights, x)) is not None:
-        return fp8.multiply(x, site, whole, bias, weights, biases)
-    made_of = recompute.origin(x) if any(weight.requires_grad for weight in weights) else None
-    return _Product.apply(x, made_of, whole, bias, len(weights), *weights, *biases)
-
-
-class _Product(torch.autograd.Function):
-    """y = x wholeᵀ + bias, with the gradients handed to the parameters that `whole` and `bias` are made of.
-
-    The parameters are kept on ctx rather than saved: activation checkpointing gives back detached copies of what was saved,
-    and those carry no main_grad. What save_for_backward would have seen to, that nobody changed them meanwhile, is checked
-    here.
-    """
-
-    @staticmethod
-    def forward(ctx, x, made_of, whole, bias, count, *parameters):
-        ctx.save_for_backward(*((x, None) if made_of is None else made_of[:2]))
-        ctx.eps = None if made_of is None else made_of.eps
-        ctx.whole, ctx.count, ctx.parameters = whole, count, parameters
-        ctx.versions = [p._version for p in parameters]
-        return F.linear(x, whole.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        x, norm = ctx.saved_tensors
-        if [p._version for p in ctx.parameters] != ctx.versions:
-            raise RuntimeError(
-                "a weight of a fused product was changed in place between forward and backward, so its gradient would be "
-                "wrong; step the optimizer after backward."
-            )
-        dx = g @ ctx.whole.to(g.dtype) if ctx.needs_input_grad[0] else None
-        flat_g = g.reshape(-1, g.shape[-1])
-        weights, biases = ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
-        wanted = ctx.needs_input_grad[5:]
-        if norm is not None and any(wanted[: ctx.count]):
-            x = recompute.Normed(x, norm, ctx.eps).again()
-        dw = _weight_gradients(weights, wanted, flat_g, x) if any(wanted[: ctx.count]) else [None] * len(weights)
-        db = bias_gradients(biases, wanted[ctx.count :], flat_g)
-        return dx, None, None, None, None, *dw, *db
-
-
-def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tensor, x: Tensor) -> list[Tensor | None]:
-    """One product when every weight trains; else only the rows of those that do."""
-    x = x.reshape(-1, x.shape[-1])
-    if all(wanted[: len(weights)]):
-        return list(weight_gradients(weights, g, x))
-    parts = g.split([w.shape[0] for w in weights], 1)
-    return [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]

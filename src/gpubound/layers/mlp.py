@@ -3,12 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import geglu, swiglu
-from . import fp8, recompute
-from .linear_site import linear
-from .stacked import Kernels, Stacked, cut_to_size, one_by_one, plain, product_words, stacked_product
+from ..kernels import geglu, swiglu, swiglu_backward
+from ..kernels.accumulate import weight_gradient
+from ..kernels.choose import transformed
+from . import recompute
+from .linear_site import AS_IT_IS, Joined, adapted, check_unchanged, format_of, linear, multiply
+from .stacked import Kernels, Stacked, cut_to_size, one_by_one, plain, product_words
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -43,21 +46,26 @@ class MLP(nn.Module):
     def mix(self, x: Tensor) -> Tensor:
         children: dict[str, Any] = self._modules
         layers, down = self.projections(), children["down_proj"]
-        stack = self.stacked.parts(layers)
+        gates = self.stacked.joined(layers)
         own: dict[str, Any] = down._parameters if plain(down) else {}
         weight, bias = own.get("weight"), own.get("bias")
-        if stack is None:
+        if gates is None:
             y = self._gated(*one_by_one(x, layers))
         else:
             usual = bias is None and self.activation == "silu" and torch.is_grad_enabled()
-            trained = weight if usual and weight is not None and weight.requires_grad else None
-            if trained is not None and (result := fp8.gated(x, stack, trained)) is not None:
+            trained = weight if usual and weight is not None and weight.requires_grad and not adapted(weight) else None
+            if trained is not None and (result := self._as_one(x, gates, trained)) is not None:
                 return result
-            packed = stacked_product(x, stack)
-            if trained is not None and packed.nbytes // 2 >= recompute.LEAST_BYTES and not hasattr(trained, "fp8"):
-                return recompute.gated_down(packed, trained)
+            packed = multiply(x, gates)
+            if trained is not None and packed.nbytes // 2 >= recompute.LEAST_BYTES and format_of(trained) is AS_IT_IS:
+                return gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)
+
+    def _as_one(self, x: Tensor, gates: Joined, down: Tensor) -> Tensor | None:
+        if any(map(adapted, gates.weights)):
+            return None
+        return format_of(down).gated(x, gates, Joined(down.detach(), None, [down], ()))
 
     def projections(self) -> list[Any]:
         children: dict[str, Any] = self._modules
@@ -72,3 +80,29 @@ class MLP(nn.Module):
         if self.activation == "silu":
             return swiglu(gate, up)
         return geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """(silu(gate) · up) weightᵀ of a packed [gate | up], keeping neither the activation nor its result."""
+    if transformed():  # torch.func sees through plain products alone
+        return F.linear(swiglu(gate_up), weight)
+    return _GatedDown.apply(gate_up, weight.detach(), weight)
+
+
+class _GatedDown(torch.autograd.Function):
+    """The Parameter is kept on ctx for its main_grad, as in layers/linear_site.py."""
+
+    @staticmethod
+    def forward(ctx, gate_up, plain, weight):
+        ctx.save_for_backward(gate_up)
+        ctx.plain, ctx.parameters, ctx.versions = plain, (weight,), [weight._version]
+        return swiglu(gate_up) @ plain.to(gate_up.dtype).t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (gate_up,) = ctx.saved_tensors
+        check_unchanged(ctx)
+        gradient, h = swiglu_backward(g @ ctx.plain.to(g.dtype), gate_up)
+        (weight,) = ctx.parameters
+        return gradient, None, weight_gradient(weight, g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))

@@ -11,12 +11,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import rms_norm, swiglu, swiglu_backward
-from ..kernels.accumulate import weight_gradient
-from ..kernels.choose import transformed
+from ..kernels import rms_norm
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
 KEEP_ALL = float("inf")
@@ -53,32 +50,3 @@ def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def origin(y: Tensor) -> Normed | None:
     return getattr(y, "made_of", None)
-
-
-def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) · up) weightᵀ of a packed [gate | up], keeping neither the activation nor its result."""
-    if transformed():  # torch.func sees through plain products alone
-        return F.linear(swiglu(gate_up), weight)
-    return _GatedDown.apply(gate_up, weight.detach(), weight)
-
-
-class _GatedDown(torch.autograd.Function):
-    """The Parameter is kept on ctx for its main_grad, as in layers/linear_site.py."""
-
-    @staticmethod
-    def forward(ctx, gate_up, plain, weight):
-        ctx.save_for_backward(gate_up)
-        ctx.plain, ctx.weight, ctx.version = plain, weight, weight._version
-        return swiglu(gate_up) @ plain.to(gate_up.dtype).t()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        (gate_up,) = ctx.saved_tensors
-        if ctx.weight._version != ctx.version:
-            raise RuntimeError(
-                "the weight of an MLP's last product was changed in place between forward and backward, so its gradient would "
-                "be wrong; step the optimizer after backward."
-            )
-        gradient, h = swiglu_backward(g @ ctx.plain.to(g.dtype), gate_up)
-        return gradient, None, weight_gradient(ctx.weight, g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))

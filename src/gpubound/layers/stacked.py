@@ -21,10 +21,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_site import linear, multiply
-
-Parts = tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]
-"""(a stacked weight, its stacked bias, the weights, their biases)"""
+from .linear_site import Joined, linear, multiply
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""
@@ -57,11 +54,11 @@ class Stacked:
 
     def product(self, x: Tensor, layers: Sequence[Any]) -> Tensor | None:
         """The layers' outputs side by side, or None when they cannot be one product now; `fallbacks` then holds why."""
-        parts = self.parts(layers)
-        return None if parts is None else stacked_product(x, parts)
+        joined = self.joined(layers)
+        return None if joined is None else multiply(x, joined)
 
-    def parts(self, layers: Sequence[Any]) -> Parts | None:
-        """What `stacked_product` multiplies by, or None as `product`."""
+    def joined(self, layers: Sequence[Any]) -> Joined | None:
+        """What `multiply` takes, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
         for layer in layers:
@@ -75,7 +72,7 @@ class Stacked:
             if why := self.repack(weights, biases):
                 return self._refuse(why)
         assert self._weight is not None
-        return self._weight, self._bias, weights, biases
+        return Joined(self._weight, self._bias, weights, biases)
 
     def repack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> str | None:
         """Make the weights (and biases) neighbours again. None when that is done, else why it may not be."""
@@ -109,11 +106,6 @@ def product_words(together: str, layers: Sequence[Any], stacked: Stacked | None)
 def one_by_one(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     """The layers' outputs, a product each: what is left where `Stacked` refuses."""
     return [linear(x, layer.weight, layer.bias) if plain(layer) else layer(x) for layer in layers]
-
-
-def stacked_product(x: Tensor, parts: Parts) -> Tensor:
-    """x times what `Stacked.parts` gave."""
-    return multiply(x, *parts)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

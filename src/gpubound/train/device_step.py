@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels.aside import Side
 from ..layers import recompute
 from .accumulate import Accumulators
-from .fp8 import Sites
+from .fp8 import Fp8Weights
 from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Precision, products
@@ -42,12 +42,12 @@ class DeviceStep:
         *,
         single: bool,
         reduce: Reduce | None = None,
-        sites: Sites | None = None,
+        fp8: Fp8Weights | None = None,
         side: Side | None = None,
         keep_all: bool = False,
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
-        self.precision, self.reduce, self.sites, self.side = precision, reduce, sites, side
+        self.precision, self.reduce, self.fp8, self.side = precision, reduce, fp8, side
         self.single, self.keep_all = single, keep_all
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -77,28 +77,28 @@ class DeviceStep:
                 total.backward()
             self.totals[0].add_(total.detach())
             self.totals[1].add_(items)
-        if self.sites is not None:
-            self.sites.forget()
+        if self.fp8 is not None:
+            self.fp8.forget()
 
     def update(self) -> Tensor:
         """The window is whole: the weights take their step."""
         self.accumulators.finish()
-        if self.sites is not None:
-            self.sites.renew()
+        if self.fp8 is not None:
+            self.fp8.renew()
         if self.reduce is not None:
             self.reduce(self.accumulators.gradient, self.totals)
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
     @property
     def calibrated(self) -> bool:
-        return self.sites is None or self.sites.calibrated
+        return self.fp8 is None or self.fp8.calibrated
 
     def calibrate(self, batch: Any) -> None:
         """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
-        assert self.sites is not None
+        assert self.fp8 is not None
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.sites.calibrating():
+        with torch.random.fork_rng(devices), self.fp8.calibrating():
             self.accumulators.zero()
             self.add(batch)
         for buffer, before in buffers:
@@ -115,7 +115,7 @@ class DeviceStep:
             *optimizer.moments,
             *optimizer.weights.flat,
             *masters,
-            *([] if self.sites is None else [self.sites.states]),
+            *([] if self.fp8 is None else [self.fp8.states]),
         ]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:

@@ -15,30 +15,31 @@ from torch import Tensor, nn
 
 from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
-from ..layers.fp8 import SMALLEST, Site, new_states, renew
-from ..layers.linear_site import linear
+from ..kernels.record import drop_record, made_record
+from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
+from ..layers.linear_site import AS_IT_IS, format_of, linear
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
 from .recompute import find_blocks
 
 
-class Sites:
-    """The sites of one model, attached to its weights until `release`."""
+class Fp8Weights:
+    """The weights of one model that are multiplied in 8 bits, until `release`."""
 
     def __init__(self, model: nn.Module, layout: FlatLayout):
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
         self.calibrated = self._calibrating = False
-        self._sites = [Site(states, lambda: self._calibrating) for states in self.states]
-        for slot, site in zip(self.slots, self._sites):
-            slot.parameter.fp8 = site  # type: ignore[attr-defined]
-        self._undo = _multiply_by_sites(model)
+        self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
+        for slot, format in zip(self.slots, self._formats):
+            made_record(slot.parameter).format = format
+        self._undo = _multiply_by_records(model)
 
     def forget(self) -> None:
         """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
-        for site in self._sites:
-            site.forget()
+        for format in self._formats:
+            format.forget()
 
     def renew(self) -> None:
         """All micro-batches of a step are done: take the scales from what was seen."""
@@ -64,8 +65,8 @@ class Sites:
 
     def release(self) -> None:
         for slot in self.slots:
-            if hasattr(slot.parameter, "fp8"):
-                del slot.parameter.fp8
+            made_record(slot.parameter).format = None
+            drop_record(slot.parameter)
         for undo in self._undo:
             undo()
 
@@ -103,12 +104,12 @@ def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
     return fitting
 
 
-def _multiply_by_sites(model: nn.Module) -> list[Callable[[], Any]]:
-    """Let linear layers that no layer of ours multiplies look for their site: F.linear, which they call, knows of none."""
+def _multiply_by_records(model: nn.Module) -> list[Callable[[], Any]]:
+    """Let linear layers that no layer of ours multiplies look at their record: F.linear, which they call, knows of none."""
     ours = {id(child) for module in model.modules() if hasattr(module, "stacked") for child in module.children()}
     changed = []
     for module in model.modules():
-        there = type(module) is nn.Linear and id(module) not in ours and hasattr(module.weight, "fp8")
+        there = type(module) is nn.Linear and id(module) not in ours and format_of(module.weight) is not AS_IT_IS
         if there and "forward" not in vars(module):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
             changed.append(module)

@@ -27,7 +27,7 @@ from .batches import gather, take_apart
 from .device_step import DeviceStep, Loss, Reduce
 from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
 from .foreign import FlatForeign, Foreign
-from .fp8 import Sites
+from .fp8 import Fp8Weights
 from .muon import FlatMuon, Muon
 from .objectives import OBJECTIVES, Objective
 from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
@@ -100,9 +100,9 @@ class TrainStep:
             side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
             accumulators = Accumulators(layout=layout, side=side)
             self._undo.append(accumulators.release)
-            self._sites = Sites(model, layout) if numbers.fp8 else None
-            if self._sites is not None:
-                self._undo.append(self._sites.release)
+            self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
+            if self._fp8 is not None:
+                self._undo.append(self._fp8.release)
             self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
             rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
             self._optimizer = _flat_optimizer(config, *theirs, *rest)
@@ -111,7 +111,7 @@ class TrainStep:
             raise
         device_step = DeviceStep(
             model, lossy, accumulators, self._optimizer, numbers,
-            single=accumulate == 1, reduce=reduce, sites=self._sites, side=side, keep_all=way == "none",
+            single=accumulate == 1, reduce=reduce, fp8=self._fp8, side=side, keep_all=way == "none",
         )  # fmt: skip
         self._graphs = StepGraphs(device_step, graph)
         self._mail = Mail(self.device)
@@ -175,8 +175,8 @@ class TrainStep:
         for name, tensor in here.items():
             tensor.copy_(state[name])
         self._weights.round_masters()
-        if self._sites is not None:
-            self._sites.loaded()
+        if self._fp8 is not None:
+            self._fp8.loaded()
 
     def _named_state(self):
         layout, optimizer = self._weights.layout, self._optimizer
@@ -185,7 +185,7 @@ class TrainStep:
             if master is not None:
                 for slot in layout.slots_of(group):
                     yield f"master.{slot.name}", slot.view(master, group.start)
-        for slot, states in zip(self._sites.slots, self._sites.states) if self._sites else ():
+        for slot, states in zip(self._fp8.slots, self._fp8.states) if self._fp8 else ():
             yield f"fp8.{slot.name}", states[:, 0]
 
     def close(self) -> None:
