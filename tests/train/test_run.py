@@ -14,10 +14,9 @@ import torch
 from gpubound.errors import DataError, DeviceError
 from gpubound.monitor import Tape
 from gpubound.train import TrainStep
-from gpubound.train.auto_batch import largest_micro_batch
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.data import hold_out
-from gpubound.train.prepare import fitted, prepare
+from gpubound.train.prepare import fitted, largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
 
 from .runs import assert_same, losses, recipe, texts, train

@@ -7,10 +7,9 @@ import torch
 
 from gpubound import trace
 from gpubound.errors import DataError, DeviceError
-from gpubound.train.auto_batch import largest_micro_batch
-from gpubound.train.prepare import prepare
+from gpubound.train.data import Stage
+from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
-from gpubound.train.stage import Stage
 
 from .runs import recipe, train
 
@@ -103,9 +102,9 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
 def test_as_few_rows_as_a_micro_batch_has():
     """129 tokens are 4 rows of 32 with their next tokens, 128 are 3."""
     held_out, own = SimpleNamespace(tokens=33, masked=False), Recipe(seq=32, micro_batch=4)
-    Stage("", own, SimpleNamespace(tokens=129, masked=False), held_out).check()
+    Stage("", own, SimpleNamespace(tokens=129, masked=False), held_out).check_rows()
     with pytest.raises(DataError, match=r"^data: the training documents have 128 tokens, 3 rows of seq 32, wanted at least "):
-        Stage("", own, SimpleNamespace(tokens=128, masked=False), held_out).check()
+        Stage("", own, SimpleNamespace(tokens=128, masked=False), held_out).check_rows()
 
 
 def test_auto_batch_needs_a_gpu(corpus, tmp_path):

@@ -19,7 +19,7 @@ from ..feed.leaves import Padding
 from ..feed.ring import Ringed
 from ..feed.transfer import Served, count_copied
 from ..trace import fallback, notice
-from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, RowPlan, as_stored, plan_documents, plan_stream
+from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, Packing, as_stored, plan_documents, plan_stream
 
 if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `batches`
@@ -60,7 +60,7 @@ def batches(
     rank, world     the ranks of a group share each epoch; all must be given the same seed
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
-    _check(seq, micro_batch, pack, fields, rank, world, mode)
+    _check_options(seq, micro_batch, pack, fields, rank, world, mode)
     where = target(device)
     plan = plan_stream(corpus.tokens, seq)
     if pack == "documents":
@@ -85,7 +85,7 @@ def batches(
     return CorpusFeed(_DeviceCut(cutter, where), where, identity)
 
 
-def _check(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
+def _check_options(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
     for name, value in (("seq", seq), ("micro_batch", micro_batch), ("world", world)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"batches: {name}: got {value!r}, wanted a whole number, 1 or more.")
@@ -101,7 +101,7 @@ def _check(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world:
 
 
 def _upload(
-    corpus: "Corpus", plan: RowPlan, where: torch.device, budget: int | str, keep: int | str | None, mode: str
+    corpus: "Corpus", plan: Packing, where: torch.device, budget: int | str, keep: int | str | None, mode: str
 ) -> tuple[Tensor, Tensor | None] | None:
     """(tokens, loss mask) on the device, or None when they are to be streamed."""
     limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
@@ -189,7 +189,7 @@ class _HostCut:
 
     steady = False
 
-    def __init__(self, corpus: "Corpus", plan: RowPlan, order: Order, fields: tuple[str, ...], pad_id: int):
+    def __init__(self, corpus: "Corpus", plan: Packing, order: Order, fields: tuple[str, ...], pad_id: int):
         def read(index: Tensor) -> Tensor:
             return torch.from_numpy(as_stored(corpus.read(index.numpy())))
 

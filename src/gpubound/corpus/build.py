@@ -80,7 +80,7 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
         )
     with Progress(f"tokenising into {path}", progress, source.size) as report:
         for encoded, after in encode_all(read.batches(), encoder, workers):
-            state.add(encoded, after)
+            state.add_document(encoded, after)
             speed = f"{state.made / report.seconds / 1e6:.2f} M a second"
             report.show(source.read, f"{after.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
         state.close()
@@ -260,7 +260,7 @@ class _Shards:
     filled: int = 0
     made: int = 0  # tokens of this process, not of the interrupted build before it
 
-    def add(self, encoded: Encoded, after: Position) -> None:
+    def add_document(self, encoded: Encoded, after: Position) -> None:
         self.texts_read, self.texts_crc = after.texts, after.crc
         if not len(encoded[0]):
             return

@@ -34,7 +34,7 @@ def render(template: str, messages: list[Message], prompt: bool, **names: Any) -
         raise DataError(f"chat template: {kind}{error}") from error
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """{% generation %} ... {% endgeneration %} marks what the assistant wrote; the text inside is kept as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
@@ -46,7 +46,7 @@ class Generation(Extension):
 
 @lru_cache(8)
 def _compiled(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(template)

@@ -32,7 +32,7 @@ BEYOND = 1 << 48
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class Packing:
     """Rows of `seq` places. A stream needs no tables: row r begins at token r·seq.
 
     With documents, the pieces of row r are number `first[r]` to `first[r + 1]`; piece p begins at place `begins[p]` of its
@@ -53,12 +53,12 @@ class RowPlan:
         return sum(table.nbytes for table in (self.first, self.begins, self.shift) if table is not None)
 
 
-def plan_stream(tokens: int, seq: int) -> RowPlan:
+def plan_stream(tokens: int, seq: int) -> Packing:
     """Rows cut from the whole corpus as one stream, across documents. The tail shorter than a row is left out."""
-    return RowPlan(seq, max(0, tokens - 1) // seq)
+    return Packing(seq, max(0, tokens - 1) // seq)
 
 
-def plan_documents(offsets: np.ndarray, seq: int, most: int) -> RowPlan:
+def plan_documents(offsets: np.ndarray, seq: int, most: int) -> Packing:
     """Whole documents packed into rows of `seq` places, at most `most` a row; longer ones are cut into pieces first.
 
     Best fit, longest first, over a histogram of lengths: the work depends on how many lengths there are, not on how many
@@ -67,7 +67,7 @@ def plan_documents(offsets: np.ndarray, seq: int, most: int) -> RowPlan:
     """
     starts, lengths = _pieces(offsets.astype(np.int64), seq)
     if len(starts) == 0:
-        return RowPlan(seq, 0, np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return Packing(seq, 0, np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     patterns = _patterns(np.bincount(lengths, minlength=seq + 1), seq, most)
     by_length = np.argsort(lengths, kind="stable")
     next_of = np.concatenate([[0], np.cumsum(np.bincount(lengths, minlength=seq + 1))])  # where each length's pieces begin
@@ -86,7 +86,7 @@ def plan_documents(offsets: np.ndarray, seq: int, most: int) -> RowPlan:
         shifts.append(shift.reshape(-1))
     counts = np.concatenate(firsts)
     rows = len(counts) - 1
-    return RowPlan(
+    return Packing(
         seq,
         rows,
         np.cumsum(counts),
@@ -163,7 +163,7 @@ class Cutter:
 
     def __init__(
         self,
-        plan: RowPlan,
+        plan: Packing,
         order: Order,
         fields: tuple[str, ...],
         device: torch.device,

@@ -72,7 +72,7 @@ class Stats:
     wait_ms: float = 0.0  # the loop waited for the source: the data is too slow
     held_back_ms: float = 0.0  # the loop waited for the device: it had run far ahead, which costs nothing
 
-    def add(self, served: Served) -> None:
+    def add_served(self, served: Served) -> None:
         self.batches += 1
         self.bytes_copied += served.bytes
         self.resident += served.resident
@@ -226,7 +226,7 @@ class Epoch:
             feed.epoch, feed.batch = feed.epoch + 1, 0
             raise
         feed.batch += 1
-        feed._stats.add(served)
+        feed._stats.add_served(served)
         return served.batch
 
     def close(self) -> None:

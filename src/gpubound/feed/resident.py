@@ -21,7 +21,7 @@ from .source import BatchList, Items
 from .transfer import Served, count_copied, pack
 
 
-class Held:
+class HeldBatch:
     """One resident batch under guard."""
 
     def __init__(self, tree: Tree, resident: int, passed: int, guard: bool):
@@ -35,11 +35,11 @@ class Held:
         return [(leaf._version, leaf.requires_grad) for _, leaf in self.watched]
 
     def serve(self, epoch: int, number: int) -> Served:
-        self.check()
+        self.check_unwritten()
         self.last_use = f"in epoch {epoch}, batch {number}"
         return Served(self.tree.rebuild(self.tree.leaves), self.resident, self.passed)
 
-    def check(self) -> None:
+    def check_unwritten(self) -> None:
         now = self._look()
         if now == self.marks:
             return
@@ -59,7 +59,7 @@ class Resident:
 
     def __init__(self, source: BatchList, device: torch.device, padding: Padding, guard: bool):
         self.source, self.length = source, source.length
-        held: dict[int, Held] = {}  # one batch listed many times is held once
+        held: dict[int, HeldBatch] = {}  # one batch listed many times is held once
         self.held = []
         for batch in source.batches:
             if id(batch) not in held:
@@ -71,16 +71,16 @@ class Resident:
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         for number, i in enumerate(self.source.order(epoch)[start:], start):
             yield self.held[i].serve(epoch, number)
-            self.held[i].check()
+            self.held[i].check_unwritten()
 
 
-def _hold(batch: Any, device: torch.device, padding: Padding, guard: bool) -> Held:
+def _hold(batch: Any, device: torch.device, padding: Padding, guard: bool) -> HeldBatch:
     parcel = pack(batch, device, padding)
     with torch.inference_mode(False):  # a tensor made inside inference_mode would have no version counter
         for i, _, _ in parcel.copied:
             parcel.tree.leaves[i] = parcel.tree.leaves[i].detach().to(device)
     count_copied(parcel.payload)
-    return Held(parcel.tree, len(parcel.copied), parcel.passed, guard)
+    return HeldBatch(parcel.tree, len(parcel.copied), parcel.passed, guard)
 
 
 class ResidentItems:

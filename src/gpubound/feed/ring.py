@@ -69,7 +69,7 @@ class Ring:
         self._taken = 0
         self._over = False
         work = (batches, lane, [Slot() for _ in range(slots)], padding, always, self._shared, _consumer_stream(lane.device))
-        self._thread = threading.Thread(target=_run, args=work, name="gpubound-feed", daemon=True)
+        self._thread = threading.Thread(target=_read_ahead, args=work, name="gpubound-feed", daemon=True)
         self._thread.start()
         self._finish = weakref.finalize(self, _stop, self._shared, self._thread)
 
@@ -119,7 +119,7 @@ def _consumer_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _run(
+def _read_ahead(
     batches: Iterator[Any], lane: Lane, slots: list[Slot], padding: Padding, always: bool, shared: _Shared, stream: Any
 ) -> None:
     try:

@@ -1,9 +1,12 @@
-"""The data of a run: texts to a corpus for each phase, the tokenizer that fits it, and what of it is held out."""
+"""The data of a run: texts to a corpus for each phase, the tokenizer that fits it, what of it is held out, and its feeds."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..corpus import Corpus, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+import torch
+
+from ..corpus import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from ..corpus.build import building_alone
 from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
@@ -135,3 +138,42 @@ def hold_out(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:
     """(training, held out): documents from all over the corpus, the same ones for every seed of a run, so that the held-out
     losses of two runs can be compared. Where even one document would be too many, the last tokens."""
     return corpus.split(validation) if round(corpus.documents * validation) >= 1 else split_tail(corpus, validation)
+
+
+@dataclass
+class Stage:
+    """One phase: its recipe and its data."""
+
+    name: str
+    recipe: Recipe
+    training: Corpus
+    held_out: Corpus
+
+    def feed(self, device: torch.device, recipe: Recipe | None = None) -> CorpusFeed:
+        recipe = recipe or self.recipe
+        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed)
+
+    def held_out_feed(self, device: torch.device) -> CorpusFeed:
+        return self.held_out.batches(self.recipe.seq, self._held_out_rows(), device, shuffle=False)
+
+    def _held_out_rows(self) -> int:
+        return min(self.recipe.micro_batch, (self.held_out.tokens - 1) // self.recipe.seq)
+
+    def check_rows(self) -> None:
+        """DataError when there is too little text for this phase's rows."""
+        where, recipe = f"phase {self.name}: " if self.name else "", self.recipe
+        rows = (self.training.tokens - 1) // recipe.seq
+        if rows < recipe.micro_batch:
+            raise DataError(
+                f"{where}data: the training documents have {self.training.tokens:,} tokens, {max(rows, 0):,} rows of seq "
+                f"{recipe.seq:,}, wanted at least micro_batch = {recipe.micro_batch:,} rows; give more text, a shorter --seq "
+                f"or a smaller --micro-batch."
+            )
+        if self._held_out_rows() < 1:
+            raise DataError(
+                f"{where}validation: the held-out documents have {self.held_out.tokens} tokens, wanted at least one row of "
+                f"{recipe.seq}; give more text, a larger --validation or a shorter --seq."
+            )
+        for corpus, what in ((self.training, "training"), (self.held_out, "held-out")):
+            if corpus.masked and not any(mask.any() for mask in corpus.masks()):
+                raise DataError(f"{where}data: the {what} documents hold no token to learn; give chats with assistants' turns.")

@@ -1,26 +1,34 @@
 """From a recipe to a run that is ready: texts to a corpus, a name to a model, a folder to its newest checkpoint.
 
-What is cheap to refuse is refused first: a missing file is named before the corpus is built, not after.
+What is cheap to refuse is refused first: a missing file is named before the corpus is built, not after. Between a run and its
+resumption may change what does not touch the steps that were done. The largest micro-batch that fits is found by trying: what a
+step really takes is known to nobody beforehand.
 """
 
-import dataclasses
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
-from ..errors import DataError, GraphError
+from ..errors import DataError, DeviceError, GraphError
 from ..models import Decoder, load_hf
 from ..place import place
 from ..trace import notice
-from .auto_batch import largest_micro_batch
 from .checkpoint import Checkpoint, Checkpoints
-from .data import check_data, hold_out, open_data
-from .recipe import MODELS, Recipe, check_model
-from .resume import check_same, reopened
-from .run import Run
-from .stage import Stage, make_step
+from .data import Stage, check_data, hold_out, open_data
+from .recipe import MODELS, PHASED, Recipe, check_model
+from .run import Run, make_step
+
+FREE = (
+    "out", "keep", "keep_every", "save_every", "evaluate_every", "patience", "device", "graph", "recompute", "overlap",
+)  # fmt: skip
+"""May differ in any part of a run: no weight of a step depends on it."""
 
 
 def prepare(
@@ -41,7 +49,7 @@ def prepare(
     check_data(recipe)
     found = _found(checkpoints, resume)
     if found is not None and auto_batch:  # it was tried when the run began
-        recipe = dataclasses.replace(recipe, **{k: found.facts["recipe"][k] for k in ("micro_batch", "accumulate")})
+        recipe = replace(recipe, **{k: found.facts["recipe"][k] for k in ("micro_batch", "accumulate")})
     for said in check_same(found, recipe) if found is not None else ():
         notice(said)
     stages = [
@@ -50,7 +58,7 @@ def prepare(
     ]
     tokenizer = stages[0].training.tokenizer()
     for stage in stages:
-        stage.check()
+        stage.check_rows()
     if auto_batch and found is None:
         stages[0] = fitted(stages, tokenizer, device)
         recipe = stages[0].recipe
@@ -87,7 +95,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> D
         # Rows of the head, rounded up to a multiple of 64: tensor cores want it, and ids beyond the tokenizer's never occur.
         rows = -(-tokenizer.vocab_size // 64) * 64
         longest = max(own.seq for _, own in recipe.stages())
-        config = dataclasses.replace(MODELS[recipe.model], vocabulary=rows, positions=max(longest, 4096))
+        config = replace(MODELS[recipe.model], vocabulary=rows, positions=max(longest, 4096))
         return Decoder(config, device=device)
     model = load_hf(recipe.model, device)
     if tokenizer.vocab_size > model.config.vocabulary:
@@ -108,10 +116,10 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
 
     def attempt(recipe: Recipe) -> None:
         try:
-            train(dataclasses.replace(recipe, graph="require") if recipe.graph == "auto" else recipe)
+            train(replace(recipe, graph="require") if recipe.graph == "auto" else recipe)
         except GraphError as error:  # this step cannot be captured, whatever its size
             notice(f"auto_batch: trying without a graph: {error}")
-            train(dataclasses.replace(recipe, graph="off"))
+            train(replace(recipe, graph="off"))
 
     def train(recipe: Recipe) -> None:
         model = build_model(recipe, tokenizer, device).train()
@@ -124,4 +132,92 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
         finally:
             step.close()
 
-    return dataclasses.replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device))
+    return replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device))
+
+
+def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device) -> Recipe:
+    """`recipe` with the largest micro-batch for which `attempt` does not run out of memory, and as many tokens a step.
+
+    Only divisors of the rows of a step are tried, largest first, so that accumulation makes up for the rest exactly.
+    """
+    rows = recipe.micro_batch * recipe.accumulate
+    for size in (n for n in range(rows, 0, -1) if rows % n == 0):
+        tried = replace(recipe, micro_batch=size, accumulate=rows // size)
+        fits = _fits(tried, attempt)
+        gc.collect()  # a step and its model refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if fits:
+            notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
+            return tried
+    raise DeviceError(
+        f"auto_batch: not even one row of {recipe.seq} tokens fits on {device}; "
+        f"take shorter rows, a smaller model, or recompute=blocks."
+    )
+
+
+def _fits(recipe: Recipe, attempt: Callable[[Recipe], None]) -> bool:
+    try:
+        attempt(recipe)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
+    """ValueError when `recipe` would have made other steps than those that `found` has behind it; else what changes, in words.
+
+    FREE may change, the number of steps of the phase under way, and everything about phases that have not begun.
+    """
+    old, phase = _recipe(found.facts["recipe"]), found.facts["phase"]
+    before, after = old.stages(), recipe.stages()
+    changed = _differences(asdict(old), asdict(recipe), set(asdict(old)) - {*FREE, *PHASED, "phases"})
+    for number in range(phase + 1):
+        name = before[number][0]
+        if number >= len(after) or after[number][0] != name:
+            there = after[number][0] if number < len(after) else "missing"
+            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {there or 'without a name'}")
+            break
+        free = {*FREE, "steps"} if number == phase else {*FREE}
+        found_here = _differences(asdict(before[number][1]), asdict(after[number][1]), set(PHASED) - free)
+        changed += [f"phase {name}: {text}" if name else text for text in found_here]
+    if changed:
+        raise ValueError(
+            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
+        )
+    return _more_steps(found, before[phase][1], after[phase][1])
+
+
+def reopened(found: Checkpoint, recipe: Recipe) -> bool:
+    """Whether the phase of `found` has more steps now, which may have been over."""
+    phase = found.facts["phase"]
+    return recipe.stages()[phase][1].steps > _recipe(found.facts["recipe"]).stages()[phase][1].steps
+
+
+def _more_steps(found: Checkpoint, old: Recipe, new: Recipe) -> list[str]:
+    """What another number of steps does to the learning rate."""
+    done = found.step - found.facts["began"]
+    if new.steps == old.steps:
+        return []
+    if new.steps < done:
+        raise ValueError(f"resume: steps: {done:,} are done, got {new.steps:,}; give at least so many.")
+    was, will = (own.lr * own.rates.factor(at) for own, at in ((old, max(done, 1)), (new, done + 1)))
+    return [
+        f"resume: steps was {old.steps:,}, is {new.steps:,}: from here on the {new.schedule} schedule is that of {new.steps:,} "
+        f"steps, and the learning rate goes from {was:.2e} to {will:.2e}."
+    ]
+
+
+def _recipe(facts: dict[str, Any]) -> Recipe:
+    known = {field.name for field in fields(Recipe)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items() if name in known}
+    return Recipe(**values | {"phases": tuple(_phase(phase) for phase in values.get("phases", ()))})
+
+
+def _phase(phase: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in phase.items()}
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], keys: set[str]) -> list[str]:
+    old, new = (json.loads(json.dumps(recipe)) for recipe in (old, new))
+    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in new if key in keys and old[key] != new[key]]

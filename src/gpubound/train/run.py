@@ -18,13 +18,13 @@ from ..corpus import Tokenizer
 from ..models import Decoder, save_hf
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
+from .data import Stage
 from .ema import Average
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
 from .recompute import parse as parse_recompute
-from .stage import Stage, make_step
 from .step import TrainStep
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
@@ -267,3 +267,21 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["random.cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def make_step(model: Decoder, objective: Objective, recipe: Recipe, device: torch.device) -> TrainStep:
+    """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
+    budget = parse_recompute(recipe.recompute)[0] == "budget"
+    return TrainStep(
+        model,
+        objective,
+        recipe.numbers,
+        accumulate=recipe.accumulate,
+        clip=recipe.clip,
+        precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
+        graph=recipe.graph,
+        schedule=recipe.rates,
+        recompute="cheap" if budget else recipe.recompute,
+        overlap=recipe.overlap,
+        seed=recipe.seed,
+    )
