@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from inspect import signature
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_strict_is_silent_about_a_right_kernel(x):
 
 def test_one_verdict_an_op_device_and_dtype(x, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "check", lambda op, device, dtype: asked.append((op, dtype)))
+    monkeypatch.setattr(selftest, "check", lambda op, device, dtype, shape: asked.append((op, dtype)))
     for dtype in (FP32, FP32, torch.float16, torch.bfloat16, torch.float16):
         kernels.rms_norm(x.to(dtype))
     kernels.add_rms_norm(x, x)
@@ -120,6 +121,85 @@ def test_one_verdict_an_op_device_and_dtype(x, monkeypatch):
         ("rms_norm", torch.bfloat16),
         ("add_rms_norm", FP32),
     ]
+
+
+SHAPED = {
+    "add_rms_norm": (96,),
+    "cross_entropy": (333, False, True),
+    "decode_attention": (1, 3, 32),
+    "dynamic_tanh": (96,),
+    "geglu": (72, True),
+    "layer_norm": (96,),
+    "linear_cross_entropy": (333, True, False),
+    "quantized_decode_attention": (3, 1, 32),
+    "rms_norm": (96,),
+    "rope": (3, 1, 24, 8),
+    "rope_qkv": (6, 3, 8, 4),
+    "swiglu": (72, False),
+    "swiglu_backward": (72,),
+}
+
+
+def test_which_ops_test_themselves_in_their_callers_shape():
+    assert sorted(SHAPED) == sorted(op for op in OPS if len(signature(OPS[op].example).parameters) > 1)
+
+
+@pytest.mark.parametrize("op", SHAPED)
+def test_self_tests_in_the_callers_shape(op, device):
+    assert selftest.check(op, device, FP32, SHAPED[op]) is None
+
+
+def test_the_doors_hand_on_their_callers_shape(monkeypatch):
+    """On a GPU, which this is not: what the self-tests would be given."""
+    asked = {}
+
+    def source(op, device, dtype, unable, shape):
+        asked[op] = shape
+        return "reference"
+
+    class Cuda(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cpu")
+
+    monkeypatch.setattr(choose, "_source", source)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    draw = lambda *shape: torch.randn(*shape).as_subclass(Cuda)  # noqa: E731
+    x, angles = draw(2, 3, 48), (torch.ones(3, 2), torch.zeros(3, 2))
+    kernels.rms_norm(x)
+    kernels.add_rms_norm(x, x)
+    kernels.layer_norm(x)
+    kernels.dynamic_tanh(x, torch.ones(1), torch.ones(48))
+    kernels.swiglu(x)
+    kernels.geglu(x, x)
+    kernels.swiglu_backward(draw(2, 24), draw(2, 48))
+    kernels.rope(draw(2, 3, 4, 6), draw(2, 3, 2, 6), *angles)
+    kernels.rope_qkv(x, *angles, 4, 2)
+    kernels.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), softcap=2.0)
+    kernels.linear_cross_entropy(x, torch.randn(50257, 48), torch.ones(2, 3, dtype=torch.long), label_smoothing=0.1)
+    assert asked == {
+        "rms_norm": (48,),
+        "add_rms_norm": (48,),
+        "layer_norm": (48,),
+        "dynamic_tanh": (48,),
+        "swiglu": (24, True),
+        "geglu": (48, False),
+        "swiglu_backward": (24,),
+        "rope": (4, 2, 6, 2),
+        "rope_qkv": (4, 2, 6, 2),
+        "cross_entropy": (48, False, True),
+        "linear_cross_entropy": (8209, True, False),  # 50,257 is as little a multiple of 16
+    }
+
+
+def test_a_verdict_in_another_shape_holds_inside_a_capture(monkeypatch):
+    """Where none can be made: a width that is new there is no reason to raise."""
+    there = torch.device("cuda", 0)
+    monkeypatch.setattr(choose, "_verdicts", {("rms_norm", there, FP32, (64,)): None, ("swiglu", there, FP32, (8,)): "broken"})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose.verdict("rms_norm", there, FP32, (128,)) is None
+    assert choose.verdict("swiglu", there, FP32, (16,)) == "broken"
+    with pytest.raises(KernelError):
+        choose.verdict("geglu", there, FP32, (16,))
 
 
 @pytest.mark.parametrize("op", ["dynamic_tanh", "group_norm", "layer_norm", "rms_norm", "add_rms_norm"])

@@ -16,9 +16,9 @@ def tested(monkeypatch):
     """Pretend that there is a GPU, and record which self-tests run, in which thread."""
     runs: list[tuple[str, str]] = []
 
-    def check(op, device, dtype):
+    def check(op, device, dtype, shape=()):
         runs.append((op, threading.current_thread().name))
-        return f"{op} is wrong" if op == "swiglu" else None
+        return f"{op} is wrong" if op == "add_rows" else None
 
     monkeypatch.setattr(selftest, "check", check)
     monkeypatch.setattr(choose, "_verdicts", {})
@@ -30,26 +30,33 @@ def tested(monkeypatch):
 
 def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     there = torch.device("cuda", 0)
-    choose.hasten(["rms_norm", "swiglu", "rms_norm"], there, torch.bfloat16)
-    assert choose.verdict("rms_norm", there, torch.bfloat16) is None
-    assert choose.verdict("swiglu", there, torch.bfloat16) == "swiglu is wrong"
-    assert choose.verdict("swiglu", there, torch.bfloat16) == "swiglu is wrong"
-    assert sorted(op for op, _ in tested) == ["rms_norm", "swiglu"]
+    choose.hasten(["quantize", "add_rows", "quantize"], there, torch.bfloat16)
+    assert choose.verdict("quantize", there, torch.bfloat16) is None
+    assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
+    assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
+    assert sorted(op for op, _ in tested) == ["add_rows", "quantize"]
     assert all(thread.startswith("gpubound-selftest") for _, thread in tested)
 
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):
     there = torch.device("cuda", 0)
-    choose.hasten(["rms_norm"], there, torch.bfloat16)
-    assert choose.verdict("rms_norm", there, torch.float32) is None  # another dtype is another kernel
-    choose.verdict("rms_norm", there, torch.bfloat16)
+    choose.hasten(["quantize"], there, torch.bfloat16)
+    assert choose.verdict("quantize", there, torch.float32) is None  # another dtype is another kernel
+    choose.verdict("quantize", there, torch.bfloat16)
     assert len(tested) == 2
 
 
 def test_nothing_begins_where_no_kernel_could_run(tested):
-    choose.hasten(["rms_norm"], torch.device("cpu"), torch.bfloat16)
-    choose.hasten(["rms_norm"], torch.device("cuda", 0), torch.float64)
+    choose.hasten(["quantize"], torch.device("cpu"), torch.bfloat16)
+    choose.hasten(["quantize"], torch.device("cuda", 0), torch.float64)
     assert not tested and not choose._early
+
+
+def test_an_op_that_is_tested_in_its_callers_shape_is_not_begun(tested):
+    there = torch.device("cuda", 0)
+    choose.hasten(["rms_norm", "rope_qkv", "quantize"], there, torch.bfloat16)
+    assert choose.verdict("quantize", there, torch.bfloat16) is None
+    assert [op for op, _ in tested] == ["quantize"]
 
 
 def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):

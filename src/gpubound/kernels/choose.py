@@ -10,6 +10,7 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import signature
 
 import torch
 from torch.autograd import forward_ad
@@ -18,16 +19,18 @@ from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
 from . import selftest
-from .ops import load
+from .ops import OPS, load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def implementation(op: str, x: torch.Tensor, unable: str | None = None) -> Callable:
-    """The function that computes `op` where `x` lies; `unable` says why no kernel can."""
+def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple[int, ...] = ()) -> Callable:
+    """The function that computes `op` where `x` lies; `unable` says why no kernel can, `shape` is for its example."""
     if not torch.compiler.is_compiling() and transformed():
         unable = "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
-    function = load(_source(op, x.device, x.dtype, unable) if x.numel() else "reference", op)
+    if not x.is_cuda or torch.compiler.is_compiling():  # the interpreter compiles nothing; dynamo's sizes may be symbols
+        shape = ()
+    function = load(_source(op, x.device, x.dtype, unable, shape) if x.numel() else "reference", op)
     if x.is_cuda and not torch.compiler.is_compiling() and x.device.index != torch.cuda.current_device():
         return _on(x.device, function)
     return function
@@ -49,48 +52,57 @@ def _on(device: torch.device, function: Callable) -> Callable:
 
 
 @constant
-def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None) -> str:
+def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None, shape: tuple[int, ...] = ()) -> str:
     if can_launch(device):
-        why = unable or verdict(op, device, dtype)
+        why = unable or verdict(op, device, dtype, shape)
         if why is None:
             return "triton"
         fallback(op, why)
     return "reference"
 
 
-_early: dict[tuple[str, torch.device, torch.dtype], Future] = {}
+Judged = tuple[str, torch.device, torch.dtype, tuple[int, ...]]
+
+_early: dict[Judged, Future] = {}
 
 
 def hasten(ops: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine."""
+    """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine.
+
+    An op that tests itself in its caller's shape waits for that: in another shape, its kernels would be nobody's.
+    """
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
     pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
     for op in dict.fromkeys(ops):
-        key = (op, device, dtype)
+        key = (op, device, dtype, ())
+        if len(signature(OPS[op].example).parameters) > 1:
+            continue
         if key not in _verdicts and key not in _early:
             _early[key] = pool.submit(selftest.check, op, device, dtype)
     pool.shutdown(wait=False)  # whoever needs a verdict waits for that one
 
 
-_verdicts: dict[tuple[str, torch.device, torch.dtype], str | None] = {}
+_verdicts: dict[Judged, str | None] = {}
 
 
-def verdict(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process."""
-    key = (op, device, dtype)
+def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> str | None:
+    """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process and shape."""
+    key = (op, device, dtype, shape)
     if key not in _verdicts:
         begun = _early.pop(key, None)
-        _verdicts[key] = _judge(op, device, dtype) if begun is None else begun.result()
+        _verdicts[key] = _judge(op, device, dtype, shape) if begun is None else begun.result()
     return _verdicts[key]
 
 
-def _judge(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if dtype not in KERNEL_DTYPES:
         return f"no kernel takes {dtype}: they compute in fp32"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if others := [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]:
+            return next((why for why in others if why is not None), None)  # what it was found to be in other shapes
         raise KernelError(
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
             f"call it once before."
@@ -99,4 +111,4 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     # hooks (a self-test inside torch.utils.checkpoint would otherwise be counted among the block's tensors, and missed in the
     # recomputation).
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
-        return thread.submit(selftest.check, op, device, dtype).result()
+        return thread.submit(selftest.check, op, device, dtype, shape).result()

@@ -16,7 +16,15 @@ from .choose import implementation
 from .ops import definition
 from .selftest import draw
 
-OPTIONS = (-100, 0.1, 5.0, 1e-3, "mean")  # of an example: ignore_index, label_smoothing, softcap, z_loss, reduction
+
+def options(smoothed: bool = True, capped: bool = True) -> tuple[int, float, float | None, float, str]:
+    """Of an example: ignore_index, label_smoothing, softcap, z_loss, reduction."""
+    return -100, 0.1 if smoothed else 0.0, 5.0 if capped else None, 1e-3, "mean"
+
+
+def example_words(words: int) -> int:
+    """As many words as it takes for an example to have the kernels of `words`, which may be a hundred times as many."""
+    return words if words <= 8192 else 8192 + words % 16 + 16
 
 
 def cross_entropy(
@@ -42,11 +50,12 @@ def cross_entropy(
     check_words("cross_entropy", "logits", logits.shape[-1])
     check_labels("cross_entropy", "logits", logits, labels)
     check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
-    fast = implementation("cross_entropy", logits)
+    shape = example_words(logits.shape[-1]), label_smoothing != 0, softcap is not None
+    fast = implementation("cross_entropy", logits, None, shape)
     return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
 
 
-@definition(lambda g: (draw(g, 5, 300), draw_labels(g, 5, 300), *OPTIONS))
+@definition(lambda g, words=300, *kind: (draw(g, 5, words), draw_labels(g, 5, words), *options(*kind)))
 def cross_entropy_reference(
     logits: Tensor,
     labels: Tensor,

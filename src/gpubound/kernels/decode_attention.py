@@ -14,6 +14,8 @@ what a prompt leaves in a cache is what single steps would have left, were its k
 Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head, M pages a row.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ def decode_attention(
     _check(
         "decode_attention", qkv, position, k_cache, v_cache, cos, sin, q_norm, k_norm, window, partial, count, out, pages
     )  # fmt: skip
-    return implementation("decode_attention", k_cache)(
+    return implementation("decode_attention", k_cache, None, _shape(k_cache, out))(
         qkv,
         position,
         k_cache,
@@ -92,7 +94,7 @@ def decode_attention(
     )
 
 
-@definition(lambda g: (*_example(g), None, None, 1e-6, 0.25, 0, *_scratch(torch.zeros(2, 64))))
+@definition(lambda g, *shape: (*_example(g, *shape), None, None, 1e-6, 0.25, 0, *_scratch(torch.zeros, *shape)))
 @torch.no_grad()
 def decode_attention_reference(
     qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
@@ -144,13 +146,19 @@ def quantized_decode_attention(
     unable = None
     if k_cache.dtype == torch.float8_e4m3fn and k_cache.is_cuda and torch.cuda.get_device_capability(k_cache.device) < (8, 9):
         unable = "e4m3 needs compute capability 8.9"
-    return implementation("quantized_decode_attention", out, unable)(
+    return implementation("quantized_decode_attention", out, unable, _shape(k_cache, out))(
         qkv, position, k_cache, v_cache, k_scale, v_scale, cos, sin, q_norm, k_norm, eps, scale, min(window, MOST_PLACES),
         partial, count, out, dependent, pages,
     )  # fmt: skip
 
 
-@definition(lambda g: (*_coded_example(g), None, None, 1e-6, 0.25, 0, *_scratch(draw(g, 2, 64))))
+@definition(
+    lambda g, *shape: (
+        *_coded_example(g, *shape),
+        *(None, None, 1e-6, 0.25, 0),
+        *_scratch(lambda *size: draw(g, *size), *shape),
+    )
+)
 @torch.no_grad()
 def quantized_decode_attention_reference(
     qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor, cos: Tensor, sin: Tensor,
@@ -331,19 +339,26 @@ def _check_rest(
     require(op, "count", count, torch.int32, counts, device, "it is scratch: a zero for each row and kv head")
 
 
-def _example(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """A packed product, positions, both caches and the angles of two rows, four heads of 16 over two, ten places."""
-    caches = draw(generator, 2, 2, 10, 16), draw(generator, 2, 2, 10, 16)
-    return draw(generator, 2, 8 * 16).detach(), ints(9, 3), *caches, *draw_angles(generator, 10, 8)
+def _example(generator: torch.Generator, kv: int = 2, group: int = 2, size: int = 16) -> tuple[Tensor, ...]:
+    """A packed product, positions, both caches and the angles of two rows, `group` heads over each of `kv`, ten places."""
+    caches = draw(generator, 2, kv, 10, size), draw(generator, 2, kv, 10, size)
+    qkv = draw(generator, 2, (group + 2) * kv * size).detach()
+    return qkv, ints(9, 3), *caches, *draw_angles(generator, 10, size // 2)
 
 
-def _coded_example(generator: torch.Generator) -> tuple[Tensor, ...]:
+def _coded_example(generator: torch.Generator, *shape: int) -> tuple[Tensor, ...]:
     """The same over caches of codes in int8 and their scales."""
-    qkv, positions, keys, values, *angles = _example(generator)
+    qkv, positions, keys, values, *angles = _example(generator, *shape)
     (keys, k_scale), (values, v_scale) = (encode(cache, torch.int8) for cache in (keys, values))
     return qkv, positions, keys, values, k_scale, v_scale, *angles
 
 
-def _scratch(out: Tensor) -> tuple[Tensor, ...]:
+def _scratch(out: Callable[[int, int], Tensor], kv: int = 2, group: int = 2, size: int = 16) -> tuple[Tensor, ...]:
     """Partial sums, counters, and out."""
-    return torch.zeros(2, 2, 4, 2, 18), torch.zeros(4, dtype=torch.int32), out
+    return torch.zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32), out(2, kv * group * size)
+
+
+def _shape(cache: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """What an example takes: heads of keys, query heads for each of them, and the size of a head."""
+    kv, size = cache.shape[1], cache.shape[3]
+    return kv, out.shape[1] // size // kv, size

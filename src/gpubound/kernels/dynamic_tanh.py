@@ -17,10 +17,10 @@ def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
             f"dynamic_tanh: alpha must hold one element, got shape {tuple(alpha.shape)}; reduce it before the call."
         )
     require_device("dynamic_tanh", "alpha", alpha, x)
-    return implementation("dynamic_tanh", x, too_wide(x))(x, alpha, weight, bias)
+    return implementation("dynamic_tanh", x, too_wide(x), x.shape[-1:])(x, alpha, weight, bias)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 1), draw(g, 40), draw(g, 40)))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
 def dynamic_tanh_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`alpha` holds one element; `weight` and `bias` one for each of x's last dimension."""
     wide = torch.promote_types(x.dtype, torch.float32)

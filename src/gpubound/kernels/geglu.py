@@ -6,8 +6,7 @@ from torch import Tensor
 
 from .choose import implementation
 from .ops import definition
-from .selftest import draw
-from .swiglu import check_gated
+from .swiglu import check_gated, draw_gated, gated_shape
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
@@ -17,10 +16,10 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
             f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."
         )
     check_gated("geglu", gate, up)
-    return implementation("geglu", gate)(gate, up, approximate)
+    return implementation("geglu", gate, None, gated_shape(gate, up))(gate, up, approximate)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 3, 40), "tanh"))
+@definition(lambda g, cols=40, packed=False: (*draw_gated(g, cols, packed), "tanh"))
 def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
     gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)

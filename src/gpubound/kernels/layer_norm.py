@@ -12,10 +12,10 @@ from .selftest import draw
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """(x − mean) / sqrt(var + eps) · weight + bias over the last dimension."""
     require_rows("layer_norm", x, weight=weight, bias=bias)
-    return implementation("layer_norm", x, too_wide(x))(x, weight, bias, eps)
+    return implementation("layer_norm", x, too_wide(x), x.shape[-1:])(x, weight, bias, eps)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 40), draw(g, 40), 1e-5))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5))
 def layer_norm_reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     centred = x.to(wide)

@@ -5,7 +5,15 @@ from torch import Tensor
 
 from .accumulate import widened
 from .choose import implementation
-from .cross_entropy import OPTIONS, check_labels, check_options, check_words, cross_entropy_reference, draw_labels
+from .cross_entropy import (
+    check_labels,
+    check_options,
+    check_words,
+    cross_entropy_reference,
+    draw_labels,
+    example_words,
+    options,
+)
 from .ops import definition
 from .selftest import draw
 
@@ -43,15 +51,25 @@ def linear_cross_entropy(
     _check_linear(x, weight, bias, chunk, grad_scale)
     check_labels("linear_cross_entropy", "x", x, labels)
     check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
+    shape = example_words(weight.shape[0]), label_smoothing != 0, softcap is not None
     arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
     if not torch.is_autocast_enabled(x.device.type):
-        return implementation("linear_cross_entropy", x)(x, *arguments)
+        return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
     x = x.to(torch.get_autocast_dtype(x.device.type))
     with torch.autocast(x.device.type, enabled=False):  # it would round the fp32 parts as well
-        return implementation("linear_cross_entropy", x)(x, *arguments)
+        return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
 
 
-@definition(lambda g: (draw(g, 5, 40), draw(g, 300, 40), draw_labels(g, 5, 300), draw(g, 300), *OPTIONS, 3))
+@definition(
+    lambda g, words=300, *kind: (
+        draw(g, 5, 40),
+        draw(g, words, 40),
+        draw_labels(g, 5, words),
+        draw(g, words),
+        *options(*kind),
+        3,
+    )
+)
 def linear_cross_entropy_reference(
     x: Tensor,
     weight: Tensor,

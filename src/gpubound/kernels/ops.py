@@ -8,8 +8,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-import torch
-
 from ..device import constant
 from . import triton  # the package: its files, which import triton itself, are imported when called for
 
@@ -17,13 +15,15 @@ from . import triton  # the package: its files, which import triton itself, are 
 class Op(NamedTuple):
     file: str
     reference: Callable
-    example: Callable[[torch.Generator], tuple]  # draws positional arguments for the self-test
+    # Draws positional arguments for the self-test: example(generator), or with the shape that the door passes on. Of that shape
+    # they take the very kernels that the caller's own arguments will.
+    example: Callable[..., tuple]
 
 
 OPS: dict[str, Op] = {}
 
 
-def definition(example: Callable[[torch.Generator], tuple]) -> Callable[[Callable], Callable]:
+def definition(example: Callable[..., tuple]) -> Callable[[Callable], Callable]:
     """Mark `<op>_reference` as the definition of <op>: its CPU path, and what the kernel is tested against."""
 
     def register(function: Callable) -> Callable:

@@ -12,10 +12,10 @@ from .selftest import draw
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
     require_rows("rms_norm", x, weight=weight)
-    return implementation("rms_norm", x, too_wide(x))(x, weight, eps)
+    return implementation("rms_norm", x, too_wide(x), x.shape[-1:])(x, weight, eps)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 40), 1e-6))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), 1e-6))
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
@@ -32,10 +32,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
             f"got {tuple(residual.shape)} {residual.dtype}; cast or reshape it before the call."
         )
     require_device("add_rms_norm", "residual", residual, x)
-    return implementation("add_rms_norm", x, too_wide(x))(x, residual, weight, eps)
+    return implementation("add_rms_norm", x, too_wide(x), x.shape[-1:])(x, residual, weight, eps)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 3, 40), draw(g, 40), 1e-6))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, cols), 1e-6))
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:

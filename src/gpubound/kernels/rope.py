@@ -30,10 +30,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
             f"got {tuple(k.shape)} {k.dtype} on {k.device}; cast, move or reshape one of them before the call."
         )
     _check_angles("rope", cos, sin, q.shape, q.shape[3], q.device)
-    return implementation("rope", q)(q, k, cos, sin)
+    shape = q.shape[2], k.shape[2], q.shape[3], cos.shape[-1]
+    return implementation("rope", q, None, shape)(q, k, cos, sin)
 
 
-@definition(lambda g: (draw(g, 2, 3, 4, 16), draw(g, 2, 3, 2, 16), *draw_angles(g, 3, 8)))
+@definition(
+    lambda g, heads=4, kv_heads=2, size=16, pairs=8: (
+        draw(g, 2, 3, heads, size),
+        draw(g, 2, 3, kv_heads, size),
+        *draw_angles(g, 3, pairs),
+    )
+)
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
@@ -52,10 +59,18 @@ def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
             f"{tuple(qkv.shape)}; its rows hold {heads} q heads, then {kv_heads} k heads, then {kv_heads} v heads."
         )
     _check_angles("rope_qkv", cos, sin, qkv.shape, qkv.shape[2] // total, qkv.device)
-    return implementation("rope_qkv", qkv)(qkv, cos, sin, heads, kv_heads)
+    shape = heads, kv_heads, qkv.shape[2] // total, cos.shape[-1]
+    return implementation("rope_qkv", qkv, None, shape)(qkv, cos, sin, heads, kv_heads)
 
 
-@definition(lambda g: (draw(g, 2, 3, 8 * 16), *draw_angles(g, 3, 8), 4, 2))
+@definition(
+    lambda g, heads=4, kv_heads=2, size=16, pairs=8: (
+        draw(g, 2, 3, (heads + 2 * kv_heads) * size),
+        *draw_angles(g, 3, pairs),
+        heads,
+        kv_heads,
+    )
+)
 def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of a packed product (B, T, (heads + 2 kv_heads) D): q and k turned, v as it is."""
     total = heads + 2 * kv_heads

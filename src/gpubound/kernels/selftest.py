@@ -1,4 +1,4 @@
-"""Each kernel's own test: a tiny forward and backward beside the reference, at its first use on a device in a dtype.
+"""Each kernel's own test: a small forward and backward beside the reference, when a device, dtype and shape first call it.
 
 The suite in tests/ is wider. This one runs on the user's machine, with the user's driver and compiler, where it counts.
 """
@@ -32,9 +32,12 @@ def doubles(*values: float) -> torch.Tensor:
     return torch.tensor(values, device="cpu", dtype=torch.float64)
 
 
-def check(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them."""
-    arguments = OPS[op].example(torch.Generator().manual_seed(0))
+def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> str | None:
+    """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them.
+
+    Arguments of the caller's own shape make it test the kernels that the caller will run, and compile no others.
+    """
+    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
     test = f"its self-test in {dtype} on {device}"
     try:
         got = _run(load("triton", op), arguments, device, dtype)

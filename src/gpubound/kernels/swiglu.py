@@ -12,14 +12,25 @@ from .selftest import draw
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up. Give both, or one tensor (..., 2 I) that holds [gate | up]; the result is (..., I)."""
     check_gated("swiglu", gate, up)
-    return implementation("swiglu", gate)(gate, up)
+    return implementation("swiglu", gate, None, gated_shape(gate, up))(gate, up)
 
 
-@definition(lambda g: (draw(g, 3, 80), None))
+@definition(lambda g, cols=40, packed=True: draw_gated(g, cols, packed))
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
     gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
     return (F.silu(gate_half.to(wide)) * up_half.to(wide)).to(gate.dtype)
+
+
+def gated_shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
+    """Columns of a half, and whether both halves are one tensor."""
+    return (gate.shape[-1] // 2, True) if up is None else (gate.shape[-1], False)
+
+
+def draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Tensor, Tensor | None]:
+    if packed:
+        return draw(generator, 16, 2 * cols), None
+    return draw(generator, 16, cols), draw(generator, 16, cols)
 
 
 def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:

@@ -20,10 +20,10 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
             f"swiglu_backward: dh must be half of gate_up, {tuple(gate_up.shape)} {gate_up.dtype} on {gate_up.device}, "
             f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its SwiGLU."
         )
-    return implementation("swiglu_backward", gate_up)(dh, gate_up)
+    return implementation("swiglu_backward", gate_up, None, dh.shape[-1:])(dh, gate_up)
 
 
-@definition(lambda g: (draw(g, 3, 40), draw(g, 3, 80)))
+@definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
 @torch.no_grad()
 def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a packed [gate | up] from that of h = silu(gate) · up, and h itself again."""
