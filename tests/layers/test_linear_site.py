@@ -146,7 +146,7 @@ def test_over_a_norms_result_that_is_computed_again():
     leaves = [x, norm.weight, *adapter.parameters]
     y = norm(x)
     wanted = gradients(F.linear(y, layer.weight, layer.bias) + adapter.plain(y), leaves)
-    with recompute.recomputing(0):
+    with recompute.recomputing(norm, 0):
         y = norm(x)
     assert recompute.origin(y) is not None
     saved = []
@@ -201,7 +201,7 @@ def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
     for weight, states in zip(weights, new_states(3, torch.device("cpu"))):
         weight.main_grad = torch.zeros(weight.shape)
         made_record(weight).format = Fp8(states, lambda: True) if eight else None
-    with recompute.recomputing(0):
+    with recompute.recomputing(mlp, 0):
         assert mlp(x).grad_fn.name() == ("_GatedBackward" if eight else "_GatedDownBackward")
         adapter = low_rank(getattr(mlp, where).weight)
         y = mlp(x)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
 from gpubound.layers import recompute
@@ -25,10 +26,10 @@ def draw(seed, device):
     )
 
 
-def run(monkeypatch, device, least, main=False, frozen=()):
+def run(device, least, main=False, frozen=()):
     """(outputs and gradients, bytes of activations kept) of a block whose results of `least` bytes are computed again."""
-    monkeypatch.setattr(recompute, "LEAST_BYTES", least)
     own, x, pending, kept = block(device), draw(1, device), draw(2, device), {}
+    recompute.recompute_from(own, least)
     for name, p in own.named_parameters():
         p.requires_grad_(name not in frozen)
         if main:
@@ -57,9 +58,9 @@ def close(a, b):
 
 @pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("least, fewer", [(0, WIDE + 2 * HIDDEN), (2 * TOKENS * WIDE, WIDE), (2 * TOKENS * WIDE + 1, 0)])
-def test_the_same_bits_in_fewer_bytes(least, fewer, main, device, monkeypatch):
-    want, all_of_it = run(monkeypatch, device, float("inf"), main)
-    got, less = run(monkeypatch, device, least, main)
+def test_the_same_bits_in_fewer_bytes(least, fewer, main, device):
+    want, all_of_it = run(device, float("inf"), main)
+    got, less = run(device, least, main)
     for a, b in zip(got, want):
         close(a, b)
     if device.type == "cuda":  # on a CPU autograd keeps what it wants of the reference
@@ -70,23 +71,35 @@ def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
     large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)
     assert recompute.origin(norm(large)) is not None and recompute.origin(norm(small)) is None
-    with recompute.recomputing(recompute.KEEP_ALL):
+    with recompute.recomputing(norm, recompute.KEEP_ALL):
         assert recompute.origin(norm(large)) is None
-    with recompute.recomputing(0):
+    with recompute.recomputing(norm, 0):
+        assert recompute.origin(norm(small)) is not None
+        with recompute.recomputing(norm, recompute.KEEP_ALL):
+            assert recompute.origin(norm(small)) is None
         assert recompute.origin(norm(small)) is not None
     assert recompute.origin(norm(small)) is None
 
 
-def test_frozen_weights_keep_nothing_and_get_nothing(device, monkeypatch):
+def test_a_checkpoint_computes_again_as_its_forward_did():
+    """The setting is the model's: a block that is run again in backward, outside of a step's forward, must keep the same."""
+    own, x = Block(layers.Attention(HIDDEN, 2), layers.MLP(HIDDEN, WIDE), HIDDEN), torch.ones(1, 4, HIDDEN).requires_grad_()
+    undo = recompute.recompute_from(own, 0)
+    checkpoint(lambda t: own(t, None), x, use_reentrant=False).sum().backward()
+    undo()
+    assert all("recompute_bytes" not in vars(module) for module in own.modules())
+
+
+def test_frozen_weights_keep_nothing_and_get_nothing(device):
     frozen = [name for name, _ in block(device).named_parameters() if "mlp" in name]
-    want, _ = run(monkeypatch, device, float("inf"), frozen=frozen)
-    got, _ = run(monkeypatch, device, 0, frozen=frozen)
+    want, _ = run(device, float("inf"), frozen=frozen)
+    got, _ = run(device, 0, frozen=frozen)
     assert len(want) == len(got) and all(close(a, b) for a, b in zip(got, want))
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused():
     mlp = layers.MLP(HIDDEN, WIDE)
-    with recompute.recomputing(0):
+    with recompute.recomputing(mlp, 0):
         y = mlp(torch.ones(2, HIDDEN))
     with torch.no_grad():
         mlp.down_proj.weight.mul_(2)
@@ -96,7 +109,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused():
 
 def test_a_norms_weight_changed_meanwhile_is_refused():
     norm, mlp = layers.RMSNorm(HIDDEN), layers.MLP(HIDDEN, WIDE)
-    with recompute.recomputing(0):
+    with recompute.recomputing(norm, 0), recompute.recomputing(mlp, 0):
         y = mlp(norm(torch.ones(2, HIDDEN)))
     with torch.no_grad():
         norm.weight.mul_(2)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import usable_bytes
+from ..kernels.record import made_record, record_of
 from .reach import storage_key
 
 _CHUNK = 1 << 26  # bytes copied at a time
@@ -69,16 +70,16 @@ def _copy(source: Tensor, target: Tensor) -> None:
 class Memory:
     """One storage, and the bytes kept of it: at once, or with now=False from the first `keep` on.
 
-    A tensor of codes may carry `numbers`, a function of its storage's bytes that yields what they stand for, part by part: then
-    these are compared, and not the codes.
+    Of a tensor of codes, whose record says which `numbers` they stand for, these are compared, and not the codes.
     """
 
     def __init__(self, tensor: Tensor, name: str, room: Room, now: bool = True) -> None:
         self.name, self.room = name, room
         self.tensor = tensor.detach()
-        self.numbers = getattr(tensor, "numbers", None)
+        record = record_of(tensor)
+        self.numbers = None if record is None else record.numbers
         if self.numbers is not None:
-            self.tensor.numbers = self.numbers  # type: ignore[attr-defined]
+            made_record(self.tensor).numbers = self.numbers
         self.live = bytes_of(tensor)
         self.kept: Tensor | None = None  # None: nothing but zeros
         if now:

@@ -1,7 +1,7 @@
-"""What the library keeps on a parameter beside its values: one record, as one attribute.
+"""What the library keeps on a tensor beside its values: one record, as one attribute, with declared fields.
 
-`main_grad`, the fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All else that
-is to be known of a parameter stands here, and the code that asks for it declares it here.
+`main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
+else that hangs on a tensor is a field here.
 
 A record is this process's. Copies of a parameter have none, and a pickled one comes back empty.
 """
@@ -14,17 +14,20 @@ ATTRIBUTE = "gpubound"
 
 
 class Record:
-    """How one parameter is multiplied by, and where its gradient goes."""
+    __slots__ = ("adapters", "format", "numbers", "opening", "origin", "side")
 
-    __slots__ = ("adapters", "format", "opening", "side")
-
+    # of a parameter: how it is multiplied by, and where its gradient goes
+    format: Any  # a Format of layers/linear_site.py; None: as it is
+    adapters: tuple[Any, ...]  # what its products add to their results, Adapters of layers/linear_site.py
     opening: Any  # accumulate.Opening: the next delivery to main_grad writes, as it begins a new sum; None: it adds
     side: Any  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
-    format: Any  # how products multiply by it, a Format of layers/linear_site.py; None: as it is
-    adapters: tuple[Any, ...]  # what its products add to their results, Adapters of layers/linear_site.py
+    # of what a forward computed
+    origin: Any  # how backward may have it again rather than keep it, a Normed of layers/recompute.py
+    # of a state in codes
+    numbers: Any  # from its storage's bytes to the numbers that they stand for, part by part: what a certificate compares
 
     def __init__(self) -> None:
-        self.opening = self.side = self.format = None
+        self.format = self.opening = self.side = self.origin = self.numbers = None
         self.adapters = ()
 
     def __reduce__(self):
@@ -32,24 +35,25 @@ class Record:
 
     @property
     def empty(self) -> bool:
-        return self.opening is None and self.side is None and self.format is None and len(self.adapters) == 0
+        fields = self.format, self.opening, self.side, self.origin, self.numbers
+        return len(self.adapters) == 0 and all(field is None for field in fields)
 
 
-def record_of(parameter: Tensor) -> Record | None:
-    return getattr(parameter, ATTRIBUTE, None)
+def record_of(tensor: Tensor) -> Record | None:
+    return getattr(tensor, ATTRIBUTE, None)
 
 
-def made_record(parameter: Tensor) -> Record:
-    """The parameter's record, a new one if it has none."""
-    record = record_of(parameter)
+def made_record(tensor: Tensor) -> Record:
+    """The tensor's record, a new one if it has none."""
+    record = record_of(tensor)
     if record is None:
         record = Record()
-        setattr(parameter, ATTRIBUTE, record)
+        setattr(tensor, ATTRIBUTE, record)
     return record
 
 
-def drop_record(parameter: Tensor) -> None:
+def drop_record(tensor: Tensor) -> None:
     """Take the record off if it says nothing any more."""
-    record = record_of(parameter)
+    record = record_of(tensor)
     if record is not None and record.empty:
-        delattr(parameter, ATTRIBUTE)
+        delattr(tensor, ATTRIBUTE)

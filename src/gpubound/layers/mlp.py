@@ -22,6 +22,7 @@ class MLP(nn.Module):
     PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj")  # together [gate | up]
 
     activation: str = "silu"
+    recompute_bytes = recompute.LEAST_BYTES
 
     def __init__(
         self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu", device=None, dtype=None
@@ -57,7 +58,7 @@ class MLP(nn.Module):
             if trained is not None and (result := self._as_one(x, gates, trained)) is not None:
                 return result
             packed = multiply(x, gates)
-            if trained is not None and packed.nbytes // 2 >= recompute.LEAST_BYTES and format_of(trained) is AS_IT_IS:
+            if trained is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
                 return gated_down(packed, trained)
             y = self._gated(packed)
         return down(y) if weight is None else linear(y, weight, bias)

@@ -20,6 +20,7 @@ class RMSNorm(nn.Module):
     OPS = ("rms_norm", "add_rms_norm")
 
     eps: float
+    recompute_bytes = recompute.LEAST_BYTES
 
     def __init__(self, hidden: int, eps: float = 1e-6, device=None, dtype=None) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]
-        return recompute.mark(rms_norm(x, weight, self.eps), x, weight, self.eps)
+        return recompute.mark(rms_norm(x, weight, self.eps), x, weight, self.eps, self.recompute_bytes)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
         if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps)
-        return recompute.mark(y, stream, weight, self.eps), stream
+        return recompute.mark(y, stream, weight, self.eps, self.recompute_bytes), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS

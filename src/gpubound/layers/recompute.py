@@ -6,28 +6,45 @@ GiB. Small results are kept: at 135m and 1,024 tokens 60 more launches are 3 % (
 memory and wants the time keeps them all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels import rms_norm
+from ..kernels.record import made_record, record_of
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
 KEEP_ALL = float("inf")
 
 
+def recompute_from(model: nn.Module, least: float) -> Callable[[], None]:
+    """Let the parts of `model` compute results of `least` bytes and more again; returns what undoes it."""
+    parts: list[Any] = [module for module in model.modules() if hasattr(module, "recompute_bytes")]
+    before = [vars(part).get("recompute_bytes") for part in parts]
+    for part in parts:
+        part.recompute_bytes = least
+
+    def undo() -> None:
+        for part, was in zip(parts, before):
+            if was is None:
+                del part.recompute_bytes  # of the instance; the class's own stands
+            else:
+                part.recompute_bytes = was
+
+    return undo
+
+
 @contextmanager
-def recomputing(least: float) -> Iterator[None]:
-    """Inside, results of `least` bytes and more are computed again."""
-    global LEAST_BYTES
-    before, LEAST_BYTES = LEAST_BYTES, least
+def recomputing(model: nn.Module, least: float) -> Iterator[None]:
+    """Inside, parts of `model` compute results of `least` bytes and more again."""
+    undo = recompute_from(model, least)
     try:
         yield
     finally:
-        LEAST_BYTES = before
+        undo()
 
 
 class Normed(NamedTuple):
@@ -41,12 +58,13 @@ class Normed(NamedTuple):
         return rms_norm(self.stream, self.weight, self.eps)
 
 
-def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Let whoever would keep the norm's result `y` for backward know how to have it again."""
-    if y.requires_grad and y.nbytes >= LEAST_BYTES and not torch.compiler.is_compiling():
-        y.made_of = Normed(stream.detach(), weight.detach(), eps)  # type: ignore[attr-defined]
+def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
+    """Let whoever would keep the norm's result `y`, of `least` bytes or more, for backward know how to have it again."""
+    if y.requires_grad and y.nbytes >= least and not torch.compiler.is_compiling():
+        made_record(y).origin = Normed(stream.detach(), weight.detach(), eps)
     return y
 
 
 def origin(y: Tensor) -> Normed | None:
-    return getattr(y, "made_of", None)
+    record = record_of(y)
+    return None if record is None else record.origin

@@ -131,7 +131,7 @@ def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
     try:
         for p in parameters if all_train else ():
             p.requires_grad_(p.is_floating_point())
-        with recompute.recomputing(0):
+        with recompute.recomputing(module, 0):
             yield
     finally:
         for p, (trains, main) in zip(parameters, before):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.aside import Side
-from ..layers import recompute
 from .accumulate import Accumulators
 from .fp8 import Fp8Weights
 from .objectives import Objective
@@ -29,7 +28,7 @@ Reduce = Callable[[Tensor, Tensor], None]
 class DeviceStep:
     """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything.
 
-    `single`: a step has one micro-batch. `keep_all`: backward computes nothing again that can be kept.
+    `single`: a step has one micro-batch.
     """
 
     def __init__(
@@ -44,11 +43,10 @@ class DeviceStep:
         reduce: Reduce | None = None,
         fp8: Fp8Weights | None = None,
         side: Side | None = None,
-        keep_all: bool = False,
     ):
         self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
         self.precision, self.reduce, self.fp8, self.side = precision, reduce, fp8, side
-        self.single, self.keep_all = single, keep_all
+        self.single = single
         self.device = accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
@@ -69,10 +67,8 @@ class DeviceStep:
 
     def add(self, batch: Any) -> None:
         """One micro-batch more: its loss, items and gradients are added to those before."""
-        least = recompute.KEEP_ALL if self.keep_all else recompute.LEAST_BYTES
         with torch.enable_grad(), products(self.precision.products):
-            with recompute.recomputing(least):
-                total, items = self._loss_of(batch)
+            total, items = self._loss_of(batch)
             with nullcontext() if self.side is None else self.side.open():
                 total.backward()
             self.totals[0].add_(total.detach())

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
 from ..kernels.adamw8 import BLOCK, adamw8, decode
+from ..kernels.record import made_record
 from .flat_buffers import ADAMW, FlatLayout, Group, Weights, matrices
 from .precision import Precision
 from .schedule import Schedule
@@ -134,7 +135,7 @@ class Coded:
         raw = torch.zeros(coded_bytes(size), dtype=torch.uint8, device=device)
         self.codes, self.scales = _codes_and_scales(raw, size, dtype)
         # Two codes say nothing of how far apart their numbers are: a certificate of the step is to compare those.
-        self.codes.numbers = partial(_numbers, size=size, dtype=dtype)  # type: ignore[attr-defined]
+        made_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
 
 
 def coded_bytes(size: int) -> int:

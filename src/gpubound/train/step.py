@@ -21,6 +21,7 @@ from ..feed.budget import readable
 from ..graph import Captured
 from ..kernels.aside import Side
 from ..kernels.choose import hasten
+from ..layers.recompute import KEEP_ALL, recompute_from
 from ..trace import notice, span
 from .accumulate import Accumulators
 from .batches import gather, take_apart
@@ -93,6 +94,8 @@ class TrainStep:
         hasten(("plan_update",), layout.device, torch.float32)
         hasten(("adamw",), layout.device, numbers.dtype)
         try:
+            if way == "none":
+                self._undo.append(recompute_from(model, KEEP_ALL))
             if way in ("blocks", "count"):
                 self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))
             if numbers.dtype != torch.float32:
@@ -111,7 +114,7 @@ class TrainStep:
             raise
         device_step = DeviceStep(
             model, lossy, accumulators, self._optimizer, numbers,
-            single=accumulate == 1, reduce=reduce, fp8=self._fp8, side=side, keep_all=way == "none",
+            single=accumulate == 1, reduce=reduce, fp8=self._fp8, side=side,
         )  # fmt: skip
         self._graphs = StepGraphs(device_step, graph)
         self._mail = Mail(self.device)
