@@ -9,7 +9,7 @@ from torch import nn
 import gpubound as gb
 from gpubound import trace
 
-from .models import CONFIGS, batch, tiny, tokens, training_run, twin
+from .models import CONFIGS, OPTIONS, batch, tiny, tokens, training_run, twin
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,8 @@ def error_of(run, truth):
 # only what no rounding explains is refused: a missing term, a wrong factor.
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_16_bit_error_is_no_larger_than_before(kind):
-    model = tiny(kind, torch.bfloat16, **SIZES).cuda()
+    layers = {"layer_types": OPTIONS[kind]["layer_types"] * 2} if "layer_types" in OPTIONS.get(kind, {}) else {}
+    model = tiny(kind, torch.bfloat16, **SIZES, **layers).cuda()
     truth, own = training_run(twin(model).float(), on_gpu()), training_run(twin(model), on_gpu())
     with trace.strict():
         placement = gb.place(model, "require", strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...device import Chip, chip, constant
+from ...device import chip, constant
 from ...trace import count, notice
 from .kept import kept
 from .kinds import SPARE as SPARE
@@ -49,9 +49,11 @@ def plan_for(job: Job) -> Any:
 
 
 @constant
-def plan_traced(op: str, way: str, shape: tuple[int, ...], size: int, *gpu: Any) -> Any:
-    """`plan_for` while dynamo traces: it cannot follow dictionaries that change, nor pass one named tuple inside another."""
-    return plan_for(Job(op, way, shape, size, Chip(*gpu)))
+def plan_traced(op: str, way: str, shape: tuple[int, ...], size: int) -> Any:
+    """`plan_for` while dynamo traces, which cannot follow dictionaries that change. The chip is the current GPU's: torch 2.11
+    reads no field of a named tuple that another constant function has returned."""
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return plan_for(Job(op, way, shape, size, chip(torch.device("cpu" if index is None else f"cuda:{index}"))))
 
 
 def step_down(job: Job, plan: Any, why: str) -> Any:

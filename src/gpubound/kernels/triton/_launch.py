@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 def launch(job: Job, run: Callable[[Any], Result]) -> Result:
     """`run(plan)`, which launches what `job` is of. A launch that asks for too much runs nothing, so it may be repeated."""
     if torch.compiler.is_compiling():
-        return run(plan_traced(*job[:4], *job.chip))
+        return run(plan_traced(*job[:4]))
     plan = plan_for(job)
     while True:
         try:
