@@ -57,6 +57,21 @@ def test_weight_of_another_dtype(x_dtype, weight_dtype, device):
     parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-6), TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=str)
+def test_a_gain_of_weight_and_offset(dtype, device):
+    x, residual, weight = draw(device, dtype, 5, 63), draw(device, dtype, 5, 63, seed=1), draw(device, dtype, 63, seed=2)
+    parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-6, 1.0), TOLERANCE[dtype])
+    parity(fast.add_rms_norm, reference.add_rms_norm, (x, residual, weight, 1e-6, 1.0), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("op", [fast.rms_norm, reference.rms_norm], ids=["triton", "reference"])
+def test_the_offset_is_added_in_fp32(op, device):
+    """1 + 3/512 is no bf16 number; a row of ones is its own norm."""
+    x, weight = torch.ones(1, 16, device=device), torch.full((16,), 3 * 2.0**-9, device=device, dtype=torch.bfloat16)
+    assert op(x, weight, 1e-6, 1.0)[0, 0].item() == pytest.approx(1 + 3 * 2.0**-9, abs=1e-5)
+    assert torch.equal(op(x, None, 1e-6, 1.0), op(x)), "no weight, no gain"
+
+
 def test_non_contiguous_input(device):
     x, weight = draw(device, FP32, 64, 6).t(), draw(device, FP32, 64, seed=1)
     parity(fast.rms_norm, reference.rms_norm, (x, weight, 1e-5), TOLERANCE[FP32])
@@ -95,6 +110,7 @@ def test_reference_gradients_in_fp64():
     x, r, w = (draw(cpu, torch.float64, *s, seed=i).requires_grad_() for i, s in enumerate([(3, 7), (3, 7), (7,)]))
     assert torch.autograd.gradcheck(reference.rms_norm, (x, w))
     assert torch.autograd.gradcheck(reference.rms_norm, (x,))
+    assert torch.autograd.gradcheck(lambda x, w: reference.rms_norm(x, w, 1e-6, 1.0), (x, w))
     assert torch.autograd.gradcheck(reference.add_rms_norm, (x, r, w))
 
 

@@ -195,14 +195,14 @@ class _Product(torch.autograd.Function):
             more = spanning.adapter.forward(x, spanning.of(y))
             ctx.counts.append(len(more))
             kept = (*kept, *more)
-        ctx.eps = None
+        ctx.gain = ()
         if not adapters and not (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)])):
             ctx.save_for_backward(None, None, *kept)
         elif (origin := recompute.origin(x)) is None:
             ctx.save_for_backward(x, None, *kept)
         else:
             ctx.save_for_backward(origin.stream, origin.weight, *kept)
-            ctx.eps = origin.eps
+            ctx.gain = origin.eps, origin.offset
         ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
         ctx.versions = [p._version for p in parameters]
         return y
@@ -216,7 +216,7 @@ class _Product(torch.autograd.Function):
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
         if norm is not None and (adapters or any(wanted[:last])):
-            x = recompute.Normed(x, norm, ctx.eps).again()
+            x = recompute.Normed(x, norm, *ctx.gain).again()
         dx, dw = ctx.format.backward(g, x, kept[: ctx.counts[0]], joined, wants_dx, wanted[:last])
         db = bias_gradients(joined.biases, wanted[last:bias], g.reshape(-1, g.shape[-1])) if joined.biases else ()
         return dx, None, None, None, *dw, *db, *(_of_adapters(ctx, g, x, kept, dx) if adapters else ())

@@ -11,7 +11,7 @@ from .stacked import Kernels
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight.
+    """y = x / sqrt(mean(x²) + eps) · (weight + offset).
 
     `add` is the form that a decoder block wants: it adds what the last sub-layer computed to the residual stream and norms
     the sum, in one pass over memory.
@@ -19,6 +19,7 @@ class RMSNorm(nn.Module):
 
     OPS = ("rms_norm", "add_rms_norm")
 
+    offset: float = 0.0  # Gemma's weights are how far the gain is from 1
     eps: float
     recompute_bytes = recompute.LEAST_BYTES
 
@@ -29,7 +30,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]
-        return recompute.mark(rms_norm(x, weight, self.eps), x, weight, self.eps, self.recompute_bytes)
+        y = rms_norm(x, weight, self.eps, self.offset)
+        return recompute.mark(y, x, weight, self.eps, self.offset, self.recompute_bytes)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
@@ -38,8 +40,8 @@ class RMSNorm(nn.Module):
             return self.forward(x), x
         if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
-        y, stream = add_rms_norm(x, pending, weight, self.eps)
-        return recompute.mark(y, stream, weight, self.eps, self.recompute_bytes), stream
+        y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
+        return recompute.mark(y, stream, weight, self.eps, self.offset, self.recompute_bytes), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS

@@ -53,15 +53,16 @@ class Normed(NamedTuple):
     stream: Tensor
     weight: Tensor
     eps: float
+    offset: float
 
     def again(self) -> Tensor:
-        return rms_norm(self.stream, self.weight, self.eps)
+        return rms_norm(self.stream, self.weight, self.eps, self.offset)
 
 
-def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float, least: float) -> Tensor:
+def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float, offset: float, least: float) -> Tensor:
     """Let whoever would keep the norm's result `y`, of `least` bytes or more, for backward know how to have it again."""
     if y.requires_grad and y.nbytes >= least and not torch.compiler.is_compiling():
-        made_record(y).origin = Normed(stream.detach(), weight.detach(), eps)
+        made_record(y).origin = Normed(stream.detach(), weight.detach(), eps, offset)
     return y
 
 

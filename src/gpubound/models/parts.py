@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels import add_rms_norm, rms_norm
+from ..kernels import rms_norm
 from ..layers.attention import Attention, attend
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
@@ -26,23 +26,13 @@ from .trial import BATCH, TOKENS, dtype_and_device, random_case, rounded_noise
 
 class HFNorm(RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps)
+        return rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
 
-class HFShiftedNorm(RMSNorm):
+class HFShiftedNorm(HFNorm):
     """Gemma's: the gain is 1 + weight, added in fp32, or a 16-bit weight would lose its last bits."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.gain(), self.eps)
-
-    def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        if pending is None:
-            return self.forward(x), x
-        return add_rms_norm(x, pending.to(x.dtype), self.gain(), self.eps)
-
-    def gain(self) -> Tensor:
-        weight = self.weight
-        return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+    offset = 1.0
 
 
 def eps_of(norm: Any) -> float | None:

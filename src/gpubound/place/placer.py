@@ -227,8 +227,8 @@ def _kernel(module: Any) -> str:
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         for op in ops:
             x = torch.empty(1, device=p.device, dtype=p.dtype)
-            source = implementation(op, x).__module__.split(".")[-2]
-            chosen.setdefault(source, []).append(op.rpartition(".")[2])
+            source = "triton" if ".triton." in implementation(op, x).__module__ else "reference"
+            chosen.setdefault(source, []).append(op)
     return words.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
 
 
