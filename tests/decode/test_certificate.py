@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import cache, fused, steps
-from gpubound.decode.live import BoundModel
+from gpubound.decode import cache, fused, layer, steps
+from gpubound.decode.bind import BoundModel
+from gpubound.decode.weights import own as own_weights
 
 from . import cases
 
@@ -30,8 +31,9 @@ def refusal(kind: str = "Mistral", max_batch: int = 2, **options) -> str:
 
 def wrong(monkeypatch, door: str, change) -> None:
     """`change(door's result)` in place of what the decoder's body gets from a door."""
-    own = getattr(fused, door)
-    monkeypatch.setattr(fused, door, lambda *given, **named: change(own(*given, **named)))
+    module = own_weights if hasattr(own_weights, door) else layer
+    own = getattr(module, door)
+    monkeypatch.setattr(module, door, lambda *given, **named: change(own(*given, **named)))
 
 
 def slightly(result: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
 
     def read(live):
         own(live)
-        live.layers = [replace(layer, **(layers or {})) for layer in live.layers]
+        live.layers = [layer._replace(attention=replace(layer.attention, **(layers or {}))) for layer in live.layers]
         live.shape = replace(live.shape, **(shape or {}))
 
     monkeypatch.setattr(BoundModel, "_read", read)
@@ -185,8 +187,9 @@ def test_the_table():
     assert rows == [
         "  2 x norm, q k v                 reference: norm_product",
         "  2 x rotation, cache, attention  reference: decode_attention",
-        "  2 x output, down                reference: add_product",
+        "  2 x output                      reference: add_product",
         "  2 x norm, gate, up              reference: norm_gate_up",
+        "  2 x down                        reference: add_product",
         "  norm, head                      reference: norm_product",
         "  more than 8 rows                products by torch (cuBLAS)   they fill tensor cores",
     ]

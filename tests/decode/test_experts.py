@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode import experts, live
-from gpubound.decode.experts import ExpertsBody, each_expert, grouped, not_grouped
-from gpubound.decode.live_experts import Experts as SparseMLP
+from gpubound.decode import bind, experts
+from gpubound.decode.experts import each_expert, grouped, not_grouped
 from gpubound.decode.steps import LaunchWay, run_steps
 from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
@@ -24,7 +23,7 @@ class TestTokens:
     @SPARSE_KINDS
     def test_a_ragged_batch_gives_hugging_faces(self, kind, device):
         fast = cases.shared(kind, str(device))
-        assert fast.path == "" and isinstance(fast.body, ExpertsBody)
+        assert fast.path == "" and any("route" in what for _, what, _ in fast.body.report())
         together = fast.generate(cases.prompts(), max_new_tokens=64).tokens
         assert together == [cases.hugging_face(fast.model, prompt, 64) for prompt in cases.prompts()]
         assert len({*together[0], *together[1], *together[2]}) > 8
@@ -36,7 +35,7 @@ class TestTokens:
 
     def test_a_model_of_the_family_without_any_experts(self, device):
         fast = gb.decoder(cases.build("Qwen3Moe", device=device, mlp_only_layers=[0, 1, 2]), 1, cases.ROOM)
-        assert fast.path == "" and not isinstance(fast.body, ExpertsBody)
+        assert fast.path == "" and not any("route" in what for _, what, _ in fast.body.report())
         assert of_decoder(fast) == cases.hugging_face(fast.model, PROMPT, 24)
 
     @SPARSE_KINDS
@@ -57,7 +56,7 @@ class TestTokens:
         why = "F.grouped_mm wants rows of a multiple of 16 bytes"
         assert fast.body.report()[-2:] == [
             ("experts of prompts", "every expert for all tokens, by torch", why),
-            ("experts of more than 8 rows", "as of one row", why),
+            ("experts of more rows", "as of one row", why),
         ]
         given = cases.prompts(*range(1, 10))
         want = [cases.hugging_face(fast.model, prompt, 24) for prompt in given[::4]]
@@ -134,14 +133,14 @@ class TestGroupedProducts:
                 gate, up = (gate_up[ids[token, slot]].double() @ h[token].double()).chunk(2)
                 product = down[ids[token, slot]].double() @ (F.silu(gate) * up)
                 want[token] += (shares[token, slot].double() * product).cpu()
-        got = form(h, ids, shares, SparseMLP(scores.t(), gate_up, down))
+        got = form(h, ids, shares, gate_up, down)
         assert got.dtype == torch.float32
         assert ((got.double().cpu() - want).norm() / want.norm()).item() < tolerance
 
     def test_which_one(self):
         whole, odd = torch.zeros(2, 16, 8), torch.zeros(2, 16, 7)
-        assert not_grouped(SparseMLP(whole[0], whole, whole)) is None
-        assert not_grouped(SparseMLP(whole[0], whole, odd)) == "F.grouped_mm wants rows of a multiple of 16 bytes"
+        assert not_grouped(whole, whole) is None
+        assert not_grouped(whole, odd) == "F.grouped_mm wants rows of a multiple of 16 bytes"
 
     @pytest.mark.parametrize("form", [grouped, each_expert])
     def test_a_nan_stays_with_the_tokens_of_its_expert(self, form, device):
@@ -149,8 +148,7 @@ class TestGroupedProducts:
         gate_up[1] = float("nan")
         ids, shares = torch.tensor([[0, 2], [1, 0], [2, 0], [2, 1]]), torch.full((4, 2), 0.5)
         half = torch.bfloat16 if device.type == "cuda" else torch.float32
-        layer = SparseMLP(torch.zeros(3, 8), gate_up.to(device, half), down.to(device, half))
-        y = form(h.to(device, half), ids.to(device), shares.to(device), layer)
+        y = form(h.to(device, half), ids.to(device), shares.to(device), gate_up.to(device, half), down.to(device, half))
         assert y.isnan().all(1).tolist() == y.isnan().any(1).tolist() == [False, True, False, True]
 
 
@@ -162,9 +160,9 @@ class TestHost:
         if torch.cuda.is_available():
             pytest.skip("the pretend device contends with a real one")
         sim = simgpu()
-        monkeypatch.setattr(live, "_unreadable", lambda model: None)  # its tensors are of a kind of their own
+        monkeypatch.setattr(bind, "_unreadable", lambda model: None)  # its tensors are of a kind of their own
         fast = gb.decoder(cases.build(kind, device=sim), rows, 32, verify=False)
-        assert isinstance(fast.body, ExpertsBody)
+        assert fast.path == ""
         given = cases.prompts(*range(3, 3 + rows))
         fast.generate(given, max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
         ids, lengths = torch.zeros(rows, 5, device=sim, dtype=torch.int64), torch.full((rows,), 5, device=sim)
@@ -177,18 +175,18 @@ class TestHost:
         assert got == gb.decoder(cases.build(kind), rows, 32, verify=False).generate(given, max_new_tokens=12).tokens
 
     def test_the_table(self):
-        rows = [line.rstrip() for line in str(cases.shared("Qwen3Moe", max_batch=11)).splitlines()[2:-1]]
-        assert rows == [
-            "  3 x norm, q k v                       reference: norm_product",
-            "  3 x rotation, cache, attention        reference: decode_attention",
-            "  3 x output                            reference: add_product",
-            "  2 x norm, router, choice              reference: route                      3 of 8 experts a row",
-            "  2 x norm, gate, up of experts         reference: routed_gate_up             read where they lie",
-            "  2 x down of experts                   reference: add_routed",
-            "  1 x dense MLP                         reference: norm_gate_up, add_product",
-            "  norm, head                            reference: norm_product",
-            "  more than 8 rows                      products by torch (cuBLAS)            they fill tensor cores",
-            "  experts of prompts, more than 8 rows  grouped by expert: F.grouped_mm",
+        assert cases.shared("Qwen3Moe", max_batch=11).body.report() == [
+            ("3 x norm, q k v", "reference: norm_product", ""),
+            ("3 x rotation, cache, attention", "reference: decode_attention", ""),
+            ("3 x output", "reference: add_product", ""),
+            ("2 x norm, router, choice", "reference: route", "3 of 8 experts a row"),
+            ("2 x norm, gate, up of experts", "reference: routed_gate_up", "read where they lie"),
+            ("2 x down of experts", "reference: add_routed", ""),
+            ("1 x norm, gate, up", "reference: norm_gate_up", ""),
+            ("1 x down", "reference: add_product", ""),
+            ("norm, head", "reference: norm_product", ""),
+            ("more than 8 rows", "products by torch (cuBLAS)", "they fill tensor cores"),
+            ("experts of prompts, more rows", "grouped by expert: F.grouped_mm", ""),
         ]
 
 

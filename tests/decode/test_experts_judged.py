@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import transformers
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.decode import certify, experts, live
+from gpubound.decode import bind, certify, experts
+from gpubound.decode.weights import own as own_weights
 from gpubound.kernels.experts import likeliest
 
 from . import cases
@@ -56,14 +58,15 @@ class TestCertificate:
         ],
     )
     def test_a_kernel_that_is_off_by_a_thousandth(self, door, change, monkeypatch):
-        own = getattr(experts, door)
+        module = own_weights if hasattr(own_weights, door) else experts
+        own = getattr(module, door)
 
         def off(*given, **named):
             found = own(*given, **named)
             change(found)
             return found
 
-        monkeypatch.setattr(experts, door, off)
+        monkeypatch.setattr(module, door, off)
         with pytest.raises(gb.GenerateError, match="they do not compute this model; pass fused=False, and report it"):
             gb.decoder(cases.build("Mixtral"), 9, 32)
 
@@ -100,8 +103,8 @@ class TestCertificate:
         )
 
     def test_a_binding_that_leaves_something_out(self, monkeypatch):
-        own = live.live_experts.routing
-        monkeypatch.setattr(live.live_experts, "routing", lambda model: own(model)._replace(normalise=False))
+        own = bind._experts
+        monkeypatch.setattr(bind, "_experts", lambda mlp, norm: replace(own(mlp, norm), normalise=False))
         with pytest.raises(gb.GenerateError, match=r"it has an option the kernels do not know; pass fused=False\.$"):
             gb.decoder(cases.build("Mixtral"), 1, 32)
 
@@ -164,27 +167,22 @@ class TestWeights:
 
 
 class TestRefusals:
-    def test_rounded_weights(self):
-        with pytest.raises(ValueError) as error:
-            gb.decoder(cases.build("Mixtral"), 1, 32, weights="int8")
-        assert str(error.value) == ("decoder: weights: got 'int8', but a mixture of experts is read as it is; leave it out.")
-
     def test_what_the_kernels_cannot_read(self):
         model = cases.build("Mixtral")
         handle = model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
-        assert live.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
+        assert bind.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
         handle.remove()
         model.model.layers[0].mlp.gate.bias = torch.nn.Parameter(torch.zeros(6))
-        assert live.bind(model) == "model.layers.0.mlp.gate: MixtralTopKRouter, not the family's own"
+        assert bind.bind(model) == "model.layers.0.mlp.gate: MixtralTopKRouter, not the family's own"
         model = cases.build("Mixtral", hidden_act="gelu")
-        assert live.bind(model) == "its activation is 'gelu', the kernels' is silu"
+        assert bind.bind(model) == "its activation is 'gelu', the kernels' is silu"
         other = cases.build("Mixtral", num_experts_per_tok=3)
         model = cases.build("Mixtral")
         model.model.layers[1].mlp = other.model.layers[1].mlp
-        assert live.bind(model) == "its sparse layers differ in experts or width"
+        assert bind.bind(model) == "its sparse layers differ in experts or width"
 
     def test_another_family(self):
         """Its experts have a shared one beside them."""
         config = transformers.Qwen2MoeConfig(**cases.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        assert live.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")
+        assert bind.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")

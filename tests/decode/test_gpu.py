@@ -114,9 +114,9 @@ def test_a_bucket_costs_little_memory():
 
 
 def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
-    from gpubound.decode import fused
+    from gpubound.decode.weights import own as module
 
-    own = fused.add_product
-    monkeypatch.setattr(fused, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
+    own = module.add_product
+    monkeypatch.setattr(module, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
     with pytest.raises(gb.GenerateError, match="they do not compute this model"):
         served(max_batch=1)

@@ -76,7 +76,7 @@ def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, capsys):
     """A CPU has no kernel for packed weights: they are unpacked once, which is said."""
     fast = served("Llama", weights=kind)
     assert f"no kernel reads {kind} weights on a CPU: the rounded numbers are kept in full" in capsys.readouterr().err
-    assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.original.bytes_read()
+    assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.live.bytes_read()
     monkeypatch.setattr(host, "fits", lambda device: False)
     packed = gb.decoder(fast.model, 4, cases.ROOM, weights=kind)
     assert packed.body.host is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import live
+from gpubound.decode import bind
 from gpubound.decode.steps import LaunchWay, run_steps
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
@@ -23,7 +23,7 @@ def sim(monkeypatch) -> torch.device:
     """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; the gpu tests below have the real one's")
-    monkeypatch.setattr(live, "_unreadable", lambda model: None)
+    monkeypatch.setattr(bind, "_unreadable", lambda model: None)
     return simgpu()
 
 

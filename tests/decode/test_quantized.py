@@ -8,25 +8,25 @@ import torch
 from torch.nn import functional as F
 
 from gpubound.decode import judge
+from gpubound.decode.bind import bind
 from gpubound.decode.certify import MARGIN
 from gpubound.decode.engine import LADDER, FastDecoder
+from gpubound.decode.fused import FusedBody
 from gpubound.decode.judge import accuracy
-from gpubound.decode.live import bind
-from gpubound.decode.quantized import QuantizedBody
 from gpubound.kernels.packed import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig
 
 from .cases import ALL, ROOM, VOCABULARY, build, prompts
 
 
-def make(model, kind: str, max_batch: int = 4) -> QuantizedBody:
+def make(model, kind: str, max_batch: int = 4) -> FusedBody:
     live = bind(model)
     assert not isinstance(live, str), live
-    return QuantizedBody(live, max_batch, ROOM, kind)
+    return FusedBody(live, max_batch, ROOM, weights=kind)
 
 
-def over(model, body: QuantizedBody) -> FastDecoder:
-    return FastDecoder(model, body, "", LADDER, None, "quick")
+def over(model, body: FusedBody) -> FastDecoder:
+    return FastDecoder(model, body, LADDER, None, "quick")
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def rounded(model, kind: str):
     return twin
 
 
-def greedy(body: QuantizedBody, prompt: list[int], new: int) -> list[int]:
+def greedy(body: FusedBody, prompt: list[int], new: int) -> list[int]:
     """By plain fp32 over the numbers that the packed weights stand for."""
     ids, exact = list(prompt), body.exact()
     for _ in range(new):
@@ -73,9 +73,9 @@ def test_more_rows_than_kernels_take_are_multiplied_unpacked(device, kind):
     model = build("Qwen3", device=device)
     body = make(model, kind, max_batch=10)
     texts = prompts(*range(2, 12))
-    before = body.live.unpacked
+    before = body.form.unpacked
     assert over(model, body).generate(texts, max_new_tokens=6).tokens == [greedy(body, text, 6) for text in texts]
-    assert body.live.unpacked > before
+    assert body.form.unpacked > before
     assert any("more than 8 rows" in part for part, _, _ in body.report())
 
 
@@ -110,7 +110,7 @@ def test_a_step_reads_the_packed_bytes(device):
 def test_int4_is_a_quarter_of_bf16_where_groups_are_full():
     model = Decoder(DecoderConfig(256, 512, 2, 4, 2, 384), dtype=torch.bfloat16).eval()
     live = bind(model)
-    sizes = {kind: QuantizedBody(live, 1, 32, kind).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
+    sizes = {kind: FusedBody(live, 1, 32, weights=kind).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
     assert sizes["int4"] == pytest.approx(0.258, abs=0.003)  # (4 bits + 16 / 128) / 16
     assert sizes["int8"] == pytest.approx(0.508, abs=0.003)
     assert sizes["fp8"] == pytest.approx(0.504, abs=0.005)
@@ -210,10 +210,10 @@ def test_what_writes_past_the_version_counter_is_told(device):
 def test_wrong_arguments_are_named():
     model = build("Llama")
     live = bind(model)
-    body = QuantizedBody(live, 1, ROOM, "int8")
+    body = FusedBody(live, 1, ROOM, weights="int8")
     for call, sentence in (
         (
-            lambda: QuantizedBody(live, 1, ROOM, "int2"),
+            lambda: FusedBody(live, 1, ROOM, weights="int2"),
             "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",
         ),
         (

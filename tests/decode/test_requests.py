@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.live import bind
+from gpubound.decode.bind import bind
 
 from . import cases
 

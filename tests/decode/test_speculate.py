@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import gpubound as gb
+from gpubound.decode.bind import bind
 from gpubound.decode.fused import FusedBody
-from gpubound.decode.live import bind
 from gpubound.decode.steps import LaunchWay
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch

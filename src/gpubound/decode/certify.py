@@ -13,18 +13,15 @@ cache    filled with NaN before all of it: what lies beyond the live length is n
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import GenerateError
 from . import judge
-from .experts import ExpertsBody
-from .fused import FusedBody
 from .judge import Choices, listening
 from .request import Choice, Request, pad
 from .steps import LaunchWay, run_steps
@@ -76,10 +73,9 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     ids = torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     errors: tuple[float | None, ...] = (None, None, None)
-    if isinstance(body, FusedBody):
-        if not quick:
-            errors = _compare_logits(decoder, body, ids.to(body.device))
-        body.cache.poison()
+    if not quick and body.exact() is not None:
+        errors = _compare_logits(decoder, body, ids.to(body.device))
+    body.poison()
     count = _compare_tokens(decoder, ids[:TOKENS].tolist())
     if body.device.type == "cuda":
         torch.cuda.synchronize(body.device)
@@ -87,15 +83,16 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tuple[float, float, float | None]:
+def _compare_logits(decoder: "FastDecoder", body: Any, ids: Tensor) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
-    with listening(decoder.model, isinstance(body, ExpertsBody)) as choices:
+    with listening(decoder.model) as choices:
         output = decoder.model(ids[None])
     own = getattr(output, "logits", output)[0].float()
-    whole = judge.logits(body.exact(), ids, choices)
-    own_missed = choices.missed  # before fp32 over a rounded cache has judged them too
-    truth = whole if body.cache.kind is None else judge.logits(body.exact(), ids, choices, body.cache.rounded)
-    model_truth = whole if body.exact() is body.original else judge.logits(body.original, ids)
+    exact = body.exact()
+    model_truth = judge.logits(body.live, ids, choices)
+    own_missed = choices.missed  # before rounded weights and a rounded cache have judged them too
+    whole = model_truth if exact is body.live else judge.logits(exact, ids, choices)
+    truth = whole if body.cache.kind is None else judge.logits(exact, ids, choices, body.cache.rounded)
     if not (truth.isfinite().all() and own.isfinite().all()):
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -122,7 +119,7 @@ def _compare_logits(decoder: "FastDecoder", body: FusedBody, ids: Tensor) -> tup
     return our_error, model_error, cached
 
 
-def _truth_of(body: FusedBody, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
+def _truth_of(body: Any, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
     """What `_all_logits` approaches: after each token, and after the last one again."""
     rounded = body.cache.rounded
     steps, prefilled = (judge.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
@@ -146,16 +143,16 @@ def _distance(x: Tensor, truth: Tensor) -> float:
     return ((x - truth).norm() / truth.norm()).item()
 
 
-def _all_logits(body: FusedBody, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices]]:
+def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices]]:
     """Of the last of `rows` equal rows, after each token; then after the last one again, the others prefilled. And the experts
     that were chosen on either way."""
     body.cache.poison()
     limits = torch.zeros(rows, device=ids.device, dtype=torch.int32)
     limits[-1] = len(ids)  # whose logits are read: there may not be pages for all of them
     body.reserve(limits)
-    with _overhear(body) as singly:
+    with body.overhear() as singly:
         found = [_logits_after(body, ids, place, rows) for place in range(len(ids))]
-    with _overhear(body) as prefilled:
+    with body.overhear() as prefilled:
         if len(ids) > 1:
             body.cache.poison()
             body.prefill(ids[:-1].expand(rows, -1), torch.full((rows,), len(ids) - 1, device=ids.device))
@@ -163,11 +160,7 @@ def _all_logits(body: FusedBody, ids: Tensor, rows: int) -> tuple[Tensor, list[C
     return torch.stack(found), [singly, prefilled]
 
 
-def _overhear(body: FusedBody) -> AbstractContextManager[Choices]:
-    return body.overhear() if isinstance(body, ExpertsBody) else nullcontext(Choices())
-
-
-def _logits_after(body: FusedBody, ids: Tensor, place: int, rows: int) -> Tensor:
+def _logits_after(body: Any, ids: Tensor, place: int, rows: int) -> Tensor:
     token, position = (torch.full((rows,), value, device=ids.device, dtype=torch.int32) for value in (0, place))
     token.copy_(ids[place])
     body.begin(token)

@@ -21,7 +21,8 @@ WeightPlace = tuple[str, dict[str, Any], str]
 class Body(ABC):
     """`prefill` fills the cache, `step` gives the logits after one more token of every row.
 
-    A step may not wait for the device, may not allocate what outlives it, and uses the same addresses each time."""
+    A step may not wait for the device, may not allocate what outlives it, and uses the same addresses each time.
+    """
 
     vocab: int
     max_batch: int
@@ -32,6 +33,7 @@ class Body(ABC):
     best: Tensor | None = None  # partial maxima of the logits, and where they lie: see `finds_best`
     arg: Tensor | None = None
     captures_prefill = False  # whether `prefill` may lie in a graph
+    path = ""  # why it is not the fused kernels
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -43,6 +45,16 @@ class Body(ABC):
 
         A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
         """
+
+    @property
+    @abstractmethod
+    def kernels(self) -> str:
+        """What computes a step, in a few words."""
+
+    @property
+    def reads(self) -> str:
+        """Which weights, in a few words, where it is not the model's own forward that reads them."""
+        return ""
 
     @abstractmethod
     def report(self) -> list[tuple[str, str, str]]:
@@ -71,6 +83,9 @@ class Body(ABC):
     def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called before a request's prefill: how many tokens each of its rows may grow to, (B,) int32 on the device."""
 
+    def check_request(self, limits: list[int]) -> None:  # noqa: B027 (most bodies have nothing to do)
+        """That rows which may grow to so many tokens fit together."""
+
     def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called once before the first step of a batch."""
 
@@ -85,6 +100,20 @@ class Body(ABC):
     def finds_best(self, rows: int) -> bool:
         """Whether a step leaves partial maxima in `best` and `arg`."""
         return False
+
+    def exact(self) -> Any:
+        """The model as the judge reads it (judge.py), for a body whose logits the certificate compares with fp32; else None."""
+        return None
+
+    def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
+        """Fill the cache with NaN, where a body never reads beyond a row's live length."""
+
+    def accuracy(self, ids: Any) -> Any:
+        """What rounding costs on the token ids of a text (judge.Accuracy)."""
+        raise ValueError(
+            "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
+            "weights='int4' or cache='int8'."
+        )
 
 
 class Watched:

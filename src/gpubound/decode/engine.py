@@ -3,36 +3,32 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..device import label
 from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..models import Decoder
 from ..models.foreign import as_transformers
 from ..models.llama.weights import ends_of
 from ..trace import notice
+from .bind import bind, has_experts
 from .cache import PLAIN, CacheLayout
 from .certify import DecoderCertificate, certify
 from .contract import Body
-from .experts import ExpertsBody
 from .fused import NARROW, FusedBody
-from .judge import Accuracy, accuracy
-from .live import bind, has_experts
+from .judge import Accuracy
 from .loop import ActiveRequest
-from .quantized import QuantizedBody
-from .request import Choice, Request, check_count, check_prompts, check_stops, pad, read_prompts
+from .request import check_prompts, make_request, pad, read_prompts
 from .result import Generation
 from .slots import Slots
 from .speculate import Draft, speculator, tokens_a_step
 from .steps import StepGraphs
+from .weights import weight_format
 
-# What the fused body's first step calls; beside the model's own first forward they are compiled and tested sooner.
-OPS = ("norm_product", "add_product", "norm_gate_up")
-EXPERT_OPS = ("route", "routed_gate_up", "add_routed")
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
@@ -44,21 +40,19 @@ class FastDecoder:
         self,
         model: nn.Module,
         body: Body,
-        path: str,
         ladder: tuple[int, ...],
         tokenizer: Any,
         verify: bool | str,
         width: int = 1,
         drafting: Body | None = None,
     ) -> None:
-        self.model, self.body, self.path, self.ladder, self.tokenizer = model, body, path, ladder, tokenizer
+        self.model, self.body, self.ladder, self.tokenizer = model, body, ladder, tokenizer
         self.width = width  # tokens of a row that a step may bring
         self.slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         self.speculator = speculator(body, self.slots, width, drafting)
         self.graphs = StepGraphs(body, self.slots, self.speculator.run if self.speculator else None)
         self.certificate: DecoderCertificate | None = None
         self._busy = False
-        self.layout = body.cache.layout if isinstance(body, FusedBody) else PLAIN
         self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
@@ -75,9 +69,12 @@ class FastDecoder:
     @property
     def kernels(self) -> str:
         """What computes a step, in a few words."""
-        if self.path:
-            return f"the model's own forward: {self.path}"
-        return "plain torch" if isinstance(self.body, FusedBody) and self.body.host else "fused kernels"
+        return self.body.kernels
+
+    @property
+    def path(self) -> str:
+        """Why it is not the fused kernels that compute a step; empty where they do."""
+        return self.body.path
 
     @property
     def max_batch(self) -> int:
@@ -111,7 +108,8 @@ class FastDecoder:
 
     def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
         """A request checked and ready: `play()` yields what `stream` does; then `result()` is what `generate` gives."""
-        return ActiveRequest(self, self._request(prompts, **settings))
+        request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
+        return ActiveRequest(self, request)
 
     def score(self, prompts: Any) -> list[list[float]]:
         """The log-probability of every token of each sequence but its first, after what stands before it."""
@@ -136,17 +134,21 @@ class FastDecoder:
 
     def accuracy(self, text: Any) -> Accuracy:
         """What rounding costs on `text` (text or ids): KL a token and both perplexities. Printed in the table."""
-        if not isinstance(self.body, FusedBody) or not self.body.rounds:
-            raise ValueError(
-                "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
-                "weights='int4' or cache='int8'."
-            )
-        return accuracy(self.body, read_prompts(text, self.tokenizer)[0])
+        return self.body.accuracy(read_prompts(text, self.tokenizer)[0])
 
     def __repr__(self) -> str:
-        from .table import table
-
-        return table(self)
+        """Its path, kernels, sizes and certificate."""
+        body = self.body
+        head = (
+            f"decoder of {type(self.model).__name__} on {label(body.device)}: up to {self.max_batch} rows of "
+            f"{self.max_length} tokens, {' or '.join(str(k) for k in sorted(self.ladder))} "
+            f"{'tokens' if self.width == 1 else 'steps'} a launch"
+        )
+        rows = body.report() + (self.speculator.report() if self.speculator else [])
+        widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
+        lines = [f"  {part:{widths[0]}}  {what:{widths[1]}}  {why}".rstrip() for part, what, why in rows]
+        path = f"  path: {body.kernels}{f' over {body.reads}' if body.reads else ''}"
+        return "\n".join([head, path, *lines, f"  {self.certificate or 'not verified'}"])
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -158,42 +160,6 @@ class FastDecoder:
     def _check_free(self) -> None:
         if self._busy:
             raise GenerateError("a decoder runs one request at a time: finish or close the stream that is open first.")
-
-    def _request(
-        self,
-        prompts: Any,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        stop: Any = None,
-        seed: int = 0,
-        n: int = 1,
-        logprobs: bool = False,
-    ) -> Request:
-        check_count("n", n)
-        if max_new_tokens is not None:
-            check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
-        found = [prompt for prompt in read_prompts(prompts, self.tokenizer) for _ in range(n)]
-        check_prompts(found, self.body.vocab, self.max_batch, self.max_length)
-        self.layout.check_request([min(len(p) + (max_new_tokens or self.max_length), self.max_length) for p in found])
-        stop = self.ends if stop is None else stop
-        stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
-        strings = tuple(s for s in stops if isinstance(s, str))
-        if strings and self.tokenizer is None:
-            raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
-        if "" in strings:
-            raise ValueError("generate: a stop string is empty, which every text holds; leave it out.")
-        return Request(
-            found,
-            self.max_length if max_new_tokens is None else max_new_tokens,
-            Choice(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            check_stops([int(s) if isinstance(s, Integral) else s for s in stops if not isinstance(s, str)], self.body.vocab),
-            strings,
-            logprobs,
-        )
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
         self.body.reserve(self.slots.rows.limit[: len(ids)])
@@ -274,12 +240,13 @@ def decoder(
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     layout = CacheLayout(cache, pages)
     layout.check(max_batch, max_length)
-    ops = (layout.op, *OPS, *(EXPERT_OPS if has_experts(model) else ())) if fused else ()
+    form = weight_format(weights)
+    ops = (layout.op, *form.ops, *(form.expert_ops if has_experts(model) else ())) if fused else ()
     hasten(ops, first.device, first.dtype)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body, path = _body(model, max_batch, max_length, fused, width, weights, layout)
-        drafting = _body(speculate.model, max_batch, max_length, fused)[0] if isinstance(speculate, Draft) else None
-        return FastDecoder(model, body, path, ladder, tokenizer, verify, width, drafting)
+        body = _body(model, max_batch, max_length, fused, width, weights, layout)
+        drafting = _body(speculate.model, max_batch, max_length, fused) if isinstance(speculate, Draft) else None
+        return FastDecoder(model, body, ladder, tokenizer, verify, width, drafting)
 
 
 def _body(
@@ -290,8 +257,8 @@ def _body(
     tokens: int = 1,
     weights: str | None = None,
     layout: CacheLayout = PLAIN,
-) -> tuple[Body, str]:
-    """What runs the model, and why it is not the fused kernels."""
+) -> Body:
+    """What runs the model."""
     together = weights is None and max_batch * tokens > NARROW
     live = bind(model, neighbours=together) if fused else "fused=False was asked for"
     for name, value in (("weights", weights), ("cache", layout.kind), ("pages", layout.pages)):
@@ -301,11 +268,5 @@ def _body(
         own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
         from .any_model.body import StaticBody
 
-        return StaticBody(own, max_batch, max_length, tokens), live
-    if live.shape.routing is not None:
-        if weights is not None:
-            raise ValueError(f"decoder: weights: got {weights!r}, but a mixture of experts is read as it is; leave it out.")
-        return ExpertsBody(live, max_batch, max_length, tokens, cache=layout), ""
-    if weights is not None:
-        return QuantizedBody(live, max_batch, max_length, weights, tokens, cache=layout), ""
-    return FusedBody(live, max_batch, max_length, tokens, cache=layout), ""
+        return StaticBody(own, max_batch, max_length, tokens, live)
+    return FusedBody(live, max_batch, max_length, tokens, weights=weights, cache=layout)

@@ -1,132 +1,96 @@
-"""The body for Llama-shaped models: a decoding step as five launches a layer over the live weights.
+"""The body for Llama-shaped models: a list of layers between an embedding and a head, by the fused kernels.
 
 Up to NARROW rows, every product is a kernel that reads the weights once (kernels/decode_product.py), in a chain where each
-may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them.
+may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them. What a layer is
+made of is its own affair (layer.py, experts.py); how weights are held, that of their format (weights/).
 
 Legend: B rows, T tokens of a prompt.
 """
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import can_launch
-from ..kernels import add_product, add_rms_norm, norm_gate_up, norm_product, norm_rows, rms_norm, rope, swiglu
+from ..kernels import add_rms_norm, norm_rows, rms_norm
 from ..kernels.decode_product import EARLY, LATE
-from ..layers.attention import attend
-from ..layers.linear_site import fused_linear
-from . import host, judge
+from . import host
+from .bind import BoundModel, LayerWeights
 from .cache import PLAIN, Cache, CacheLayout
 from .contract import Body, check_room
-from .judge import Accuracy
-from .live import BoundModel, Layer
+from .judge import Accuracy, Choices, accuracy, first_not_finite
+from .layer import Attention, Bench
+from .weights import weight_format
 
 NARROW = 8  # rows
-SPLITS = 16  # programs over which the keys of a row and kv head may spread
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
-# Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437
-# LATE, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
-EARLY_BYTES = 96 << 20
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
+
+
+class Layer(NamedTuple):
+    attention: Attention
+    mlp: Any  # a part with the methods of layer.DenseMLP
 
 
 class FusedBody(Body):
     """`step` after `begin`, as often as wanted. The buffers are its own, made once; the weights are the model's."""
 
-    captures_prefill = True
     x: Tensor
     best: Tensor
     arg: Tensor
-    kind: str | None = None  # what the weights are rounded to
     measured: Accuracy | None = None
 
     def __init__(
-        self, live: BoundModel, max_batch: int, max_length: int, tokens: int = 1, *, cache: CacheLayout = PLAIN
-    ) -> None:  # fmt: skip
-        self.original = live  # the model's own weights
-        self.live, self.max_batch, self.max_length = live, max_batch, max_length
+        self,
+        live: BoundModel,
+        max_batch: int,
+        max_length: int,
+        tokens: int = 1,
+        *,
+        weights: str | None = None,
+        cache: CacheLayout = PLAIN,
+    ) -> None:
+        self.live, self.max_batch, self.max_length, self.tokens = live, max_batch, max_length, tokens
         self.device, self.vocab = live.device, live.shape.vocab
+        self.form = weight_format(weights)
         s, B = live.shape, max_batch * tokens
         cache.check(max_batch, max_length)
         held = cache.nbytes(len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype)
         tables = 4 * max_length * s.head_dim // 2 * 4  # cos and sin, and those of layers that do not turn
         check_room(held + tables + 4 * B * self.vocab, self.device, max_batch, max_length)
-        self.cos, self.sin = live.rope(max_length)
-        self.still = torch.ones_like(self.cos), torch.zeros_like(self.sin)  # for layers that do not turn their heads
         self.cache = Cache(
             cache, len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype, self.device
         )  # fmt: skip
-        wide: Any
-        half: Any
-        wide, half = {"device": self.device, "dtype": torch.float32}, {"device": self.device, "dtype": live.dtype}
+        self.bench = Bench(s, self.cache, live.rope(max_length), B, live.dtype, self.device)
+        wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
-        self.qkv = torch.zeros(B, (s.heads + 2 * s.kv_heads) * s.head_dim, **wide)
-        self.normed = torch.zeros(B, s.hidden, **half)
-        self.mixed = torch.zeros(B, s.heads * s.head_dim, **half)
-        self.gated = torch.zeros(B, s.intermediate, **half)
+        self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
-        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and s.routing is None
+        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and all(w.mlp.on_host for w in live.layers)
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
-        self.partial = torch.zeros(B, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2, **wide)
-        self.count = torch.zeros(B * s.kv_heads, device=self.device, dtype=torch.int32)
         self.host = host.HostStep(self) if on_host else None
+        self.layers: list[Layer] = []
+        self._take()
 
-    @property
-    def embed(self) -> Tensor:  # type: ignore[override]
-        return self.live.embed
-
-    def exact(self) -> BoundModel:
-        """The weights that the kernels read, for judge.py."""
-        return self.live
-
-    @property
-    def rounds(self) -> str:
-        """What is rounded to less than the model's dtype: weights, cache, both, or nothing."""
-        held = self.cache.layout.kind
-        return ", ".join(part for part in (self.kind, held and f"{held} cache") if part)
-
-    def moved(self) -> str | None:
-        return self.live.moved()
-
-    def rebind(self) -> None:
-        self.live.refresh()
-        for table, now in zip((self.cos, self.sin), self.live.rope(self.max_length)):
-            table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
+    def _take(self) -> None:
+        """Take the weights as they are now. What was made of them before is dropped layer by layer."""
+        self.form.begin(self.live.model, kept=self.host is not None)
+        for number, weights in enumerate(self.live.layers):
+            given = number, self.form, self.bench
+            self.layers[number : number + 1] = [Layer(weights.attention.part(*given), weights.mlp.part(*given))]
+        self.head = self.form.head(self.live.head)
+        self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
+        self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
+        self.measured = None
         if self.host:
             self.host.forget()
-
-    def bytes_a_step(self, live: list[int]) -> int:
-        return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
-
-    def locate(self, ids: Tensor) -> str:
-        return judge.first_not_finite(self.live, ids)
-
-    def narrow(self, rows: int) -> bool:
-        return rows <= NARROW
-
-    def chained(self, rows: int) -> bool:
-        return self._dependent(rows) > 0
-
-    def _dependent(self, rows: int) -> int:
-        """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
-        if not self.narrow(rows) or self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
-            return 0
-        return EARLY if 2 * self.live.layers[0].gate.nbytes <= EARLY_BYTES else LATE
-
-    def finds_best(self, rows: int) -> bool:
-        return self.host is not None or self.narrow(rows)
-
-    def same_kernels(self, rows: int) -> bool:
-        return self.narrow(rows) and self.host is None
-
-    def begin(self, token: Tensor) -> None:
-        """Embed the first tokens; from then on the sampler does."""
-        self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache.
@@ -137,62 +101,54 @@ class FusedBody(Body):
         if self.host:
             return self.host.step(token, position)
         rows = token.numel()
-        block = self._narrow_block if self.narrow(rows) else self._wide_block
-        for number in range(len(self.live.layers)):
-            block(number, position)
-        return self._head(rows)
-
-    def _narrow_block(self, number: int, position: Tensor) -> None:
-        rows, layer = position.numel(), self.live.layers[number]
-        x, qkv, mixed, mode = self.x[:rows], self.qkv[:rows], self.mixed[:rows], self._dependent(rows)
-        norm_product(
-            x, layer.norm, self.live.shape.eps, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias, qkv,
-            dependent=mode,
-        )  # fmt: skip
-        self._attend(number, qkv, position, mode)
-        add_product(mixed, layer.o, layer.o_bias, x, mode)
-        self._narrow_mlp(number, x, mode)
-
-    def _narrow_mlp(self, number: int, x: Tensor, mode: int) -> None:
-        layer, gated = self.live.layers[number], self.gated[: len(x)]
-        norm_gate_up(x, layer.mlp_norm, self.live.shape.eps, layer.gate, layer.up, layer.gate_bias, layer.up_bias, gated, mode)
-        add_product(gated, layer.down, layer.down_bias, x, mode)
-
-    def _wide_block(self, number: int, position: Tensor) -> None:
-        rows, layer = position.numel(), self.live.layers[number]
-        x, mixed = self.x[:rows], self.mixed[:rows]
-        h = norm_rows(x, layer.norm, self.live.shape.eps, self.normed[:rows])
-        biases = [b for b in (layer.q_bias, layer.k_bias, layer.v_bias) if b is not None]
-        qkv = fused_linear(h, [layer.q, layer.k, layer.v], biases or None)
-        self._attend(number, qkv, position, 0)
-        accumulate(x, mixed, layer.o, layer.o_bias)
-        self._wide_mlp(number, x)
-
-    def _wide_mlp(self, number: int, x: Tensor) -> None:
-        layer = self.live.layers[number]
-        h = norm_rows(x, layer.mlp_norm, self.live.shape.eps, self.normed[: len(x)])
-        biases = [b for b in (layer.gate_bias, layer.up_bias) if b is not None]
-        accumulate(x, swiglu(fused_linear(h, [layer.gate, layer.up], biases or None)), layer.down, layer.down_bias)
-
-    def _attend(self, number: int, qkv: Tensor, position: Tensor, mode: int) -> None:
-        s, rows, layer = self.live.shape, position.numel(), self.live.layers[number]
-        cos, sin = (self.cos, self.sin) if layer.turned else self.still
-        self.cache.attend(
-            number, qkv, position, cos, sin, layer.q_norm, layer.k_norm, s.head_eps, s.scale, layer.window,
-            self.partial[:rows], self.count[: rows * s.kv_heads], self.mixed[:rows], mode,
-        )  # fmt: skip
-
-    def _head(self, rows: int) -> Tensor:
-        x, logits, eps = self.x[:rows], self.logits[:rows], self.live.shape.eps
+        x, mode = self.x[:rows], self.mode(rows)
         if self.narrow(rows):
-            best, arg = self.best[:rows], self.arg[:rows]
-            return norm_product(
-                x, self.live.norm, eps, self.live.head, out=logits, best=best, arg=arg, dependent=self._dependent(rows)
-            )
-        h = norm_rows(x, self.live.norm, eps, self.normed[:rows])
+            for layer in self.layers:
+                layer.attention.step(x, position, mode)
+                layer.mlp.step(x, mode)
+            return self._narrow_head(x, mode)
+        for layer in self.layers:
+            layer.attention.wide_step(x, position)
+            layer.mlp.wide_step(x)
+        return self._wide_head(x)
+
+    def _narrow_head(self, x: Tensor, mode: int) -> Tensor:
+        rows, eps = len(x), self.live.shape.eps
+        return self.head.norm_product(x, self.live.norm, eps, self.logits[:rows], mode, self.best[:rows], self.arg[:rows])
+
+    def _wide_head(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        h, logits = norm_rows(x, self.live.norm, self.live.shape.eps, self.normed[:rows]), self.logits[:rows]
+        (weight,) = self.head.matrices()
         if h.is_cuda and h.dtype != torch.float32:
-            return torch.mm(h, self.live.head.t(), out_dtype=torch.float32, out=logits)
-        return logits.copy_(F.linear(h, self.live.head))
+            return torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
+        return logits.copy_(F.linear(h, weight))
+
+    def narrow(self, rows: int) -> bool:
+        return rows <= NARROW
+
+    def mode(self, rows: int) -> int:
+        """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
+        if not self.narrow(rows) or self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
+            return 0
+        return EARLY if self.gate_up_bytes <= self.form.early_bytes else LATE
+
+    def chained(self, rows: int) -> bool:
+        return self.mode(rows) > 0
+
+    def finds_best(self, rows: int) -> bool:
+        return self.host is not None or self.narrow(rows)
+
+    def same_kernels(self, rows: int) -> bool:
+        return self.narrow(rows) and self.host is None
+
+    @property
+    def embed(self) -> Tensor:  # type: ignore[override]
+        return self.live.embed
+
+    def begin(self, token: Tensor) -> None:
+        """Embed the first tokens; from then on the sampler does."""
+        self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def reserve(self, limits: Tensor) -> None:
         self.cache.reserve(limits)
@@ -208,23 +164,15 @@ class FusedBody(Body):
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
-        s, eps = self.live.shape, self.live.shape.eps
-        end = start + ids.shape[1]
+        eps, end = self.live.shape.eps, start + ids.shape[1]
         x, pending = F.embedding(ids, self.live.embed), None
-        for number, layer in enumerate(self.live.layers):
-            h, x = (rms_norm(x, layer.norm, eps), x) if pending is None else add_rms_norm(x, pending, layer.norm, eps)
-            q, k, v = self._project(layer, h, start, end)
-            k, v = self.cache.extend(number, start, k, v)
-            mixed = attend(q.transpose(1, 2), k, v, _mask(start, end, layer.window, x.device), s.scale)
-            h, x = add_rms_norm(x, F.linear(mixed.flatten(2), layer.o, layer.o_bias), layer.mlp_norm, eps)
-            pending = self._prompt_mlp(number, h)
+        for attention, mlp in self.layers:
+            norm = attention.weights.norm
+            h, x = (rms_norm(x, norm, eps), x) if pending is None else add_rms_norm(x, pending, norm, eps)
+            h, x = add_rms_norm(x, attention.prompt(h, start, end), mlp.weights.norm, eps)
+            pending = mlp.prompt(h)
         assert pending is not None
         return add_rms_norm(x, pending, self.live.norm, eps)[0]
-
-    def _prompt_mlp(self, number: int, h: Tensor) -> Tensor:
-        layer = self.live.layers[number]
-        gated = swiglu(F.linear(h, layer.gate, layer.gate_bias), F.linear(h, layer.up, layer.up_bias))
-        return F.linear(gated, layer.down, layer.down_bias)
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
@@ -234,36 +182,81 @@ class FusedBody(Body):
             piece = ids[start : min(start + CHUNK, len(ids) - 1)]
             hidden = self.hidden(piece[None], start)[0]
             for at in range(0, len(piece), SCORED):
-                logits = F.linear(hidden[at : at + SCORED], self.live.head).float()
+                logits = F.linear(hidden[at : at + SCORED], self.head.matrices()[0]).float()
                 next_ids = ids[start + at + 1 : start + at + 1 + len(logits)]
                 found.append(logits.log_softmax(-1).gather(-1, next_ids[:, None])[:, 0])
         return torch.cat(found)
 
-    def _project(self, layer: Layer, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        s = self.live.shape
-        pairs = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
-        q, k, v = (F.linear(h, w, b).unflatten(-1, (-1, s.head_dim)) for w, b in pairs)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, s.head_eps), rms_norm(k, layer.k_norm, s.head_eps)
-        if layer.turned:
-            q, k = rope(q, k, self.cos[start:end], self.sin[start:end])
-        return q, k, v
+    def moved(self) -> str | None:
+        return self.live.moved() or self.form.changed()
+
+    def rebind(self) -> None:
+        self.live.refresh()
+        for table, now in zip(self.bench.turned, self.live.rope(self.max_length)):
+            table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
+        self._take()
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """Weights once, whole ones and of experts those that are chosen; keys and values of rows with these lengths."""
+        chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.layers)
+        return self._read_whole() + self.cache.bytes_a_token * sum(live) + round(chosen)
+
+    def _read_whole(self) -> int:
+        tensors = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
+        return sum({t.data_ptr(): t.nbytes for t in (*tensors, self.live.norm, *self.head.tensors())}.values())
+
+    def exact(self) -> Any:
+        return self.live if self.form.kind is None else RoundedModel(self)
+
+    @property
+    def rounds(self) -> str:
+        """What is rounded to less than the model's dtype: weights, cache, both, or nothing."""
+        held = self.cache.layout.kind
+        return ", ".join(part for part in (self.form.kind, held and f"{held} cache") if part)
+
+    def accuracy(self, ids: Any) -> Accuracy:
+        return accuracy(self, ids) if self.rounds else super().accuracy(ids)
+
+    def locate(self, ids: Tensor) -> str:
+        return first_not_finite(self.exact(), ids)
+
+    def poison(self) -> None:
+        self.cache.poison()
+
+    @contextmanager
+    def overhear(self) -> Iterator[Choices]:
+        """The choices for the last row of all steps and prefills meanwhile."""
+        self.bench.overheard = found = Choices()
+        try:
+            yield found
+        finally:
+            self.bench.overheard = None
+
+    def check_request(self, limits: list[int]) -> None:
+        self.cache.layout.check_request(limits)
+
+    @property
+    def kernels(self) -> str:
+        return "plain torch" if self.host else "fused kernels"
+
+    @property
+    def reads(self) -> str:
+        return self.form.reads
 
     def report(self) -> list[tuple[str, str, str]]:
+        wide = len(self.x) > NARROW
+        weights = self.form.report(self._read_whole(), self.live.bytes_read(), f", more than {NARROW} rows" * wide)
         if self.host:
-            return [(f"{len(self.live.layers)} layers, head", "torch", "a CPU has no kernels of ours"), *self._rounding()]
-        kernel = "triton" if can_launch(self.device) else "reference"
-        layers = len(self.live.layers)
-        rows = [
-            (f"{layers} x norm, q k v", f"{kernel}: norm_product", ""),
-            (f"{layers} x rotation, cache, attention", f"{kernel}: {self.cache.layout.op.split('.')[-1]}", ""),
-            *self._mlp_report(kernel),
-            ("norm, head", f"{kernel}: norm_product", ""),
-        ]
-        if len(self.x) > NARROW:
+            rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
+            return [*rows, *weights, *self._rounding()]
+        counted = Counter(row for layer in self.layers for part in layer for row in part.report())
+        rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
+        rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
+        if wide:
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
-        return [*rows, *self._rounding()]
+        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_wide(wide))
+        return [*rows, *special, *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
         """What the cache is, if it is no plain one, and what all the rounding costs."""
@@ -272,27 +265,21 @@ class FusedBody(Body):
             rows.append(("accuracy", "measured" if self.measured else "not measured", str(self.measured or "")))
         return rows
 
-    def _mlp_report(self, kernel: str) -> list[tuple[str, str, str]]:
-        layers = len(self.live.layers)
-        return [
-            (f"{layers} x output, down", f"{kernel}: add_product", ""),
-            (f"{layers} x norm, gate, up", f"{kernel}: norm_gate_up", ""),
-        ]
 
+class RoundedModel:
+    """The numbers that a body's rounded weights stand for, in fp32: it reads as a BoundModel, layer by layer."""
 
-def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """x (fp32) += h weightᵀ + bias, summed in fp32."""
-    if h.is_cuda and h.dtype != torch.float32:
-        torch.addmm(x, h, weight.t(), out_dtype=torch.float32, out=x)
-        if bias is not None:
-            x.add_(bias)
-    else:
-        x.add_(F.linear(h, weight, bias))
+    def __init__(self, body: FusedBody) -> None:
+        self.body, self.shape, self.embed, self.norm = body, body.live.shape, body.live.embed, body.live.norm
 
+    @property
+    def layers(self) -> Iterator[LayerWeights]:
+        return (LayerWeights(attention.exact(), mlp.exact()) for attention, mlp in self.body.layers)
 
-def _mask(start: int, end: int, window: int, device: torch.device) -> Tensor | None:
-    """Who sees whom among the places start..end and all before: None for plain causal from the beginning."""
-    if start == 0 and not (window and end > window):
-        return None
-    age = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)
-    return (age >= 0) & (age < (window or end))
+    @property
+    def head(self) -> Tensor:
+        (weight,) = self.body.head.exact()
+        return weight
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        return self.body.live.rope(length)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
+from .layer import AttentionWeights, DenseWeights, turn
 
 if TYPE_CHECKING:
     from .fused import FusedBody
@@ -27,9 +28,12 @@ def fits(device: torch.device) -> bool:
 
 
 class HostLayer(NamedTuple):
-    layer: Any  # a Layer
+    attention: AttentionWeights
+    mlp: DenseWeights
     qkv: list[tuple[Tensor, Tensor | None]]  # (weight, bias): one of all three where they are neighbours, else each
+    o: Tensor
     gate_up: list[tuple[Tensor, Tensor | None]]
+    down: Tensor
 
 
 class HostStep:
@@ -48,11 +52,14 @@ class HostStep:
     def _read(self) -> list[HostLayer]:
         return [
             HostLayer(
-                layer,
-                _joined([(layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)]),
-                _joined([(layer.gate, layer.gate_bias), (layer.up, layer.up_bias)]),
+                attention.weights,
+                mlp.weights,
+                _joined(attention.qkv),
+                attention.o.matrices()[0],
+                _joined(mlp.gate_up),
+                mlp.down.matrices()[0],
             )
-            for layer in self.body.live.layers
+            for attention, mlp in self.body.layers
         ]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -65,35 +72,37 @@ class HostStep:
             for cache in (body.cache.k, body.cache.v):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
-        seen = {w: _seen(position, low, end, w) for w in {layer.layer.window for layer in self.layers}}
+        seen = {w: _seen(position, low, end, w) for w in {layer.attention.window for layer in self.layers}}
         place = position.long()
-        cos, sin = (table[place][:, None].to(body.live.dtype) for table in (body.cos, body.sin))
+        cos, sin = (table[place][:, None].to(body.live.dtype) for table in body.bench.turned)
         x = F.embedding(token, body.live.embed)
-        for number, (layer, qkv, gate_up) in enumerate(self.layers):
-            h = F.rms_norm(x, (s.hidden,), layer.norm, s.eps)
-            q, k, v = self._heads(layer, _products(h, qkv, layer.q, layer.k, layer.v), cos, sin)
-            mixed = self._attend(number, place, q, k, v, low == high, end, *seen[layer.window])
-            x = x + F.linear(mixed, layer.o, layer.o_bias)
-            gate, up = _products(F.rms_norm(x, (s.hidden,), layer.mlp_norm, s.eps), gate_up, layer.gate, layer.up)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
-        h, logits = F.rms_norm(x, (s.hidden,), body.live.norm, s.eps), body.logits[:rows]
+        heads = [count * s.head_dim for count in (s.heads, s.kv_heads, s.kv_heads)]
+        for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
+            h = F.rms_norm(x, (s.hidden,), attention.norm, s.eps)
+            q, k, v = self._heads(attention, _products(h, qkv, heads), cos, sin)
+            mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window])
+            x = x + F.linear(mixed, o, attention.o_bias)
+            h = F.rms_norm(x, (s.hidden,), mlp.norm, s.eps)
+            gate, up = _products(h, gate_up, [len(mlp.gate), len(mlp.up)])
+            x = x + F.linear(F.silu(gate).mul_(up), down, mlp.down_bias)
+        h, logits, (head,) = F.rms_norm(x, (s.hidden,), body.live.norm, s.eps), body.logits[:rows], body.head.matrices()
         if h.dtype == logits.dtype:
-            torch.mm(h, body.live.head.detach().t(), out=logits)
+            torch.mm(h, head.detach().t(), out=logits)
         else:
-            logits.copy_(F.linear(h, body.live.head))
+            logits.copy_(F.linear(h, head))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.found[:rows]))
         body.arg[:rows] = self.found[:rows]
         return logits
 
-    def _heads(self, layer: Any, qkv: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: AttentionWeights, qkv: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, D), k and v (B, K, D), normed and turned."""
         s = self.body.live.shape
         q, k, v = (part.unflatten(-1, (-1, s.head_dim)) for part in qkv)
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             q = F.rms_norm(q, (s.head_dim,), layer.q_norm, s.head_eps)
             k = F.rms_norm(k, (s.head_dim,), layer.k_norm, s.head_eps)
         if layer.turned:
-            q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+            q, k = turn(q, cos, sin), turn(k, cos, sin)
         return q, k, v
 
     def _attend(
@@ -125,21 +134,16 @@ def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tenso
     return start, sees[:, None, None]
 
 
-def _joined(parts: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
-    weights, biases = [w.detach() for w, _ in parts], [b.detach() for _, b in parts if b is not None]
+def _joined(product: Any) -> list[tuple[Tensor, Tensor | None]]:
+    weights, biases = ([t.detach() for t in tensors] for tensors in (product.matrices(), product.biases))
     whole = join_rows(weights)
     bias = join_rows(biases) if biases else None
     if whole is None or (biases and bias is None):
-        return [(w.detach(), None if b is None else b.detach()) for w, b in parts]
+        return list(zip(weights, biases or [None] * len(weights)))
     return [(whole, bias)]
 
 
-def _products(x: Tensor, parts: list[tuple[Tensor, Tensor | None]], *weights: Tensor) -> Sequence[Tensor]:
-    """x times each of the weights, which `parts` holds joined or one by one."""
+def _products(x: Tensor, parts: list[tuple[Tensor, Tensor | None]], sizes: list[int]) -> Sequence[Tensor]:
+    """x times weights of these sizes, which `parts` holds joined or one by one."""
     found = [F.linear(x, weight, bias) for weight, bias in parts]
-    return found[0].split([len(weight) for weight in weights], -1) if len(found) < len(weights) else found
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return found[0].split(sizes, -1) if len(found) < len(sizes) else found

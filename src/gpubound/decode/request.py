@@ -11,6 +11,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from .contract import Body
+
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
 STOPS = 32  # stop tokens that a request may name
 
@@ -57,6 +59,46 @@ class Request:
     @property
     def lengths(self) -> list[int]:
         return [len(prompt) for prompt in self.prompts]
+
+
+def make_request(
+    prompts: Any,
+    tokenizer: Any,
+    body: Body,
+    ends: list[int],
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Any = None,
+    seed: int = 0,
+    n: int = 1,
+    logprobs: bool = False,
+) -> Request:
+    """What `generate` was given, checked: of one that is not accepted, nothing has been launched."""
+    check_count("n", n)
+    if max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
+    found = [prompt for prompt in read_prompts(prompts, tokenizer) for _ in range(n)]
+    check_prompts(found, body.vocab, body.max_batch, body.max_length)
+    body.check_request([min(len(p) + (max_new_tokens or body.max_length), body.max_length) for p in found])
+    stop = ends if stop is None else stop
+    stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
+    strings = tuple(s for s in stops if isinstance(s, str))
+    if strings and tokenizer is None:
+        raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
+    if "" in strings:
+        raise ValueError("generate: a stop string is empty, which every text holds; leave it out.")
+    return Request(
+        found,
+        body.max_length if max_new_tokens is None else max_new_tokens,
+        Choice(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+        check_stops([int(s) if isinstance(s, Integral) else s for s in stops if not isinstance(s, str)], body.vocab),
+        strings,
+        logprobs,
+    )
 
 
 def read_prompts(given: Any, tokenizer: Any) -> list[list[int]]:

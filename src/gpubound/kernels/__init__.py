@@ -27,6 +27,8 @@ from .ops import reference as reference
 from .quantize import quantize as quantize
 from .quantize import quantize_swiglu as quantize_swiglu
 from .quantize import quantize_swiglu_backward as quantize_swiglu_backward
+from .quantized_experts import quantized_add_routed as quantized_add_routed
+from .quantized_experts import quantized_routed_gate_up as quantized_routed_gate_up
 from .quantized_product import dequantize as dequantize
 from .quantized_product import quantized_add_product as quantized_add_product
 from .quantized_product import quantized_norm_gate_up as quantized_norm_gate_up

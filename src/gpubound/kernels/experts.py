@@ -82,12 +82,12 @@ def routed_gate_up(
     """
     check_stream("routed_gate_up", x, norm)
     _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1], x.device)
-    _check_ids("routed_gate_up", ids, x.shape[0], x.device)
+    check_ids("routed_gate_up", ids, x.shape[0], x.device)
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, gate_up.shape[1] // 2), x.device, WRITTEN)
     return implementation("routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
 
 
-@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), _routes()[0], torch.zeros(2, 3, 40)))
+@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], torch.zeros(2, 3, 40)))
 @torch.no_grad()
 def routed_gate_up_reference(
     x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
@@ -105,7 +105,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     h (B, S, I), down (E, hidden, I), ids and weights (B, S). Dependent, it reads ids and weights while the kernel before it
     still runs: that must be the `routed_gate_up` that read them too.
     """
-    _check_ids("add_routed", ids, h.shape[0], x.device)
+    check_ids("add_routed", ids, h.shape[0], x.device)
     _check_stack("add_routed", "down", down, h.shape[-1], x.device)
     require(
         "add_routed", "h", h, None, (*ids.shape, down.shape[2]), x.device, "a row of it belongs to each expert that was chosen"
@@ -115,7 +115,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     return implementation("add_routed", down)(h, down, ids, weights, x, dependent)
 
 
-@definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *_routes(), draw(g, 2, 48).detach()))
+@definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), draw(g, 2, 48).detach()))
 @torch.no_grad()
 def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     products = [_times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
@@ -141,7 +141,7 @@ def _check_stack(op: str, name: str, stack: Tensor, columns: int, device: torch.
     require(op, name, stack, None, tuple(stack.shape), device, "an expert's weight follows the other's")
 
 
-def _check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
+def check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
     if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(
             f"{op}: ids must be a contiguous torch.int32 ({rows}, slots), got {ids.dtype} {tuple(ids.shape)}; route writes it."
@@ -149,7 +149,7 @@ def _check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
     require(op, "ids", ids, torch.int32, tuple(ids.shape), device, "route writes it")
 
 
-def _routes() -> tuple[Tensor, Tensor]:
+def draw_routes() -> tuple[Tensor, Tensor]:
     """Ids and weights: three of five experts for each of two rows."""
     return ints(4, 0, 2, 2, 3, 1).view(2, 3), doubles(0.5, 0.3, 0.2, 0.4, 0.3, 0.1).float().view(2, 3)
 

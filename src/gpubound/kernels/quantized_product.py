@@ -23,7 +23,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
     turns   of a weight whose rows are so many weights' by turns, those come out below each other: 2 for gate and up
     """
-    _check_packed("dequantize", weight)
+    check_packed("dequantize", weight)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
@@ -50,7 +50,7 @@ def quantized_norm_product(
     """out (B, rows, fp32) = rms_norm(x) times a packed weight. `best` and `arg` as in norm_product."""
     if out is None:
         out = torch.empty(x.shape[0], weight.rows, device=x.device, dtype=torch.float32)
-    _check("quantized_norm_product", x, norm, weight)
+    check_packed_stream("quantized_norm_product", x, norm, weight)
     _check_bias("quantized_norm_product", bias, weight)
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
@@ -79,7 +79,7 @@ def quantized_norm_gate_up(
     """out (B, rows / 2, in norm's dtype or its own) = silu(n gateᵀ) · (n upᵀ), n the RMSNorm of x; bias by turns."""
     if out is None:
         out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=norm.dtype)
-    _check("quantized_norm_gate_up", x, norm, gate_up)
+    check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
     if gate_up.rows % 2:
         raise ValueError(
             f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted gate and up by turns; use pack_gate_up."
@@ -106,7 +106,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
             f"quantized_add_product: h must be contiguous (rows, {weight.columns}) to match weight, got {tuple(h.shape)}."
         )
     require("quantized_add_product", "h", h, None, tuple(h.shape), weight.words.device, "the kernel reads row after row")
-    _check_packed("quantized_add_product", weight)
+    check_packed("quantized_add_product", weight)
     _check_bias("quantized_add_product", bias, weight)
     require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
     return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
@@ -118,7 +118,7 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
     return add_product_reference(h, unpack(weight), bias, x)
 
 
-def _check(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
+def check_packed_stream(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm.shape != x.shape[1:]:
@@ -126,11 +126,11 @@ def _check(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
     require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
-    _check_packed(op, weight)
+    check_packed(op, weight)
     require(op, "the weight's words", weight.words, torch.int32, tuple(weight.words.shape), x.device, "move the weight to x")
 
 
-def _check_packed(op: str, weight: Packed) -> None:
+def check_packed(op: str, weight: Packed) -> None:
     """What `pack` made, whole: rows of it are read one behind the other."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")

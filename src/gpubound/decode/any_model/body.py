@@ -61,9 +61,9 @@ class StaticBody(Body):
     The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int, tokens: int = 1):
+    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int, tokens: int = 1, path: str = ""):
         config, likes = examine(model, max_batch, max_length)
-        self.model, self.config = model, config
+        self.model, self.config, self.path = model, config, path
         self.max_batch, self.max_length, self.tokens = max_batch, max_length, tokens
         weight = cast(Tensor, model.get_input_embeddings().weight)
         self.device, self.dtype = weight.device, weight.dtype
@@ -249,6 +249,10 @@ class StaticBody(Body):
                 f"StaticBody: model: got {name}, whose forward fails with a static cache ({type(failure).__name__}: {said}), "
                 f"wanted one that takes a mask and a position for every row."
             ) from failure
+
+    @property
+    def kernels(self) -> str:
+        return f"the model's own forward: {self.path}"
 
     def report(self) -> list[tuple[str, str, str]]:
         """(part, what runs, why) for the decoder's table."""

@@ -1,83 +1,43 @@
-"""The weights of a model as decoding reads them: the live tensors, by their places in the model, without a copy.
+"""A model bound for the fused kernels: which families they read, and where the weights of each lie.
 
-`bind` says what the fused kernels need to know of a Llama-shaped model, or in one sentence why they cannot run it. Layers may
-be sparse (live_experts.py). The tensors are the model's own parameters: an optimizer's step, a load in place, a merge is seen
-by the next launch. What puts another tensor in a place, or moves one (`.to()`, `assign=True`, resharding, tying anew), is seen
-by `BoundModel.moved`.
+`bind` says what the kernels need to know of a model, or in one sentence why they cannot run it. The tensors are the model's own
+parameters, taken without a copy: an optimizer's step, a load in place, a merge is seen by the next launch. What puts another
+tensor in a place, or moves one (`.to()`, `assign=True`, resharding, tying anew), is seen by `BoundModel.moved`.
+
+Of mixtures of experts, Mixtral and Qwen3-MoE are read: a sparse block has a router (`gate`) and its experts' weights stacked in
+two parameters. Qwen3-MoE may have dense layers between; Mixtral has none, and always divides the shares of the chosen experts
+by their sum.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import GenerateError
-from ..layers import MLP, Attention, RotaryAngles
+from ..layers import MLP, RotaryAngles
+from ..layers import Attention as AttentionModule
 from ..layers.stacked import Stacked, describe, plain
 from ..models import Decoder
 from ..models.placing import ACTIVATIONS
 from ..models.registry import role_of
 from ..models.rotary import FIXED, HFAngles
-from . import live_experts
 from .contract import Watched, WeightPlace
-from .live_experts import Experts, Routing
+from .experts import ExpertWeights
+from .layer import AttentionWeights, DenseWeights, Shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SPARSE = {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
 
-@dataclass(frozen=True)
-class Block:
-    """One block's weights, but for its MLP's; biases and head norms may be None."""
-
-    norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    mlp_norm: Tensor
-    window: int  # 0: all keys
-    turned: bool  # False: a layer without positions
+class LayerWeights(NamedTuple):
+    attention: AttentionWeights
+    mlp: DenseWeights | ExpertWeights
 
     def tensors(self) -> list[Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, Tensor)]
-
-
-@dataclass(frozen=True)
-class Layer(Block):
-    gate: Tensor
-    up: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class SparseLayer(Experts, Block):
-    """A block with experts in its MLP's place."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    eps: float
-    head_eps: float  # of the normed q and k heads
-    scale: float
-    routing: Routing | None = None  # of sparse layers
+        return [*self.attention.tensors(), *self.mlp.tensors()]
 
 
 class BoundModel:
@@ -113,7 +73,7 @@ class BoundModel:
         self.embed: Tensor = _weight(trunk.embed_tokens)
         self.norm: Tensor = _weight(trunk.norm)
         self.head: Tensor = _weight(self.model.lm_head)
-        self.layers: list[Any] = [_layer(block) for block in trunk.layers]  # each a Layer or a SparseLayer
+        self.layers = [_layer(block) for block in trunk.layers]
         self.dtype, self.device = self.embed.dtype, self.embed.device
 
     def moved(self) -> str | None:
@@ -122,7 +82,7 @@ class BoundModel:
 
     def bytes_read(self) -> int:
         """Of weights, once each, in one step: all but the embedding, of which a step reads single rows, and the experts."""
-        read = {t.data_ptr(): t.nbytes for layer in self.layers for t in layer.tensors() if t.dim() < 3}
+        read = {t.data_ptr(): t.nbytes for layer in self.layers for t in layer.tensors()}
         return sum((read | {self.norm.data_ptr(): self.norm.nbytes, self.head.data_ptr(): self.head.nbytes}).values())
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
@@ -154,14 +114,14 @@ def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether it is a causal language model of a family with sparse layers."""
-    return live_experts.known_as(model) == "ForCausalLM"
+    return _known_as(model) == "ForCausalLM"
 
 
 def _settle(model: nn.Module) -> None:
     """Let parts that keep their weights in one buffer fill it now: their first forward would move the weights later."""
     for module in model.modules():
-        if isinstance(module, (Attention, MLP)):
-            names = ("q_proj", "k_proj", "v_proj") if isinstance(module, Attention) else ("gate_proj", "up_proj")
+        if isinstance(module, (AttentionModule, MLP)):
+            names = ("q_proj", "k_proj", "v_proj") if isinstance(module, AttentionModule) else ("gate_proj", "up_proj")
             module.stacked.joined([module._modules[name] for name in names])
 
 
@@ -187,20 +147,16 @@ def _make_neighbours(model: Any, stacks: Mapping[tuple[int, int], Stacked]) -> s
 
 def _own(model: Decoder) -> tuple[Shape, Callable]:
     c = model.config
-    shape = Shape(
-        c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.eps, c.eps, c.head_dim**-0.5
-    )  # fmt: skip
+    shape = Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.eps, c.eps, c.head_dim**-0.5)
     return shape, RotaryAngles(c.head_dim, c.rope_theta)
 
 
 def _hugging_face(model: Any) -> tuple[Shape, Callable]:
-
     c, first = model.config, model.model.layers[0]
     attention = first.self_attn
     q_norm = getattr(attention, "q_norm", None)
     shape = Shape(
         hidden=c.hidden_size,
-        intermediate=c.intermediate_size,
         heads=c.num_attention_heads,
         kv_heads=c.num_key_value_heads,
         head_dim=attention.head_dim,
@@ -208,7 +164,6 @@ def _hugging_face(model: Any) -> tuple[Shape, Callable]:
         eps=_eps(model.model.norm),
         head_eps=0.0 if q_norm is None else _eps(q_norm),
         scale=attention.scaling,
-        routing=live_experts.routing(model),
     )
     return shape, HFAngles(model.model.rotary_emb)
 
@@ -247,36 +202,39 @@ def _unreadable(model: nn.Module) -> str | None:
     if next(iter(kinds))[0] not in DTYPES:
         return f"its weights are {next(iter(kinds))[0]}; the kernels take fp32, fp16 and bf16"
     loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
-    return f"{loose[0]} is not a plain, contiguous parameter" if loose else live_experts.unreadable(model)
+    return f"{loose[0]} is not a plain, contiguous parameter" if loose else _unreadable_experts(model)
 
 
 def _attentions(model: Any) -> list[Any]:
     return [block.self_attn for block in model.model.layers]
 
 
-def _layer(block: Any) -> Layer | SparseLayer:
+def _layer(block: Any) -> LayerWeights:
     attention, mlp = block.self_attn, block.mlp
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    shared = Block(
-        norm=_weight(block.input_layernorm),
-        q=_weight(attention.q_proj),
-        k=_weight(attention.k_proj),
-        v=_weight(attention.v_proj),
-        q_bias=attention.q_proj.bias,
-        k_bias=attention.k_proj.bias,
-        v_bias=attention.v_proj.bias,
-        q_norm=None if q_norm is None else _weight(q_norm),
-        k_norm=None if k_norm is None else _weight(k_norm),
-        o=_weight(attention.o_proj),
-        o_bias=attention.o_proj.bias,
-        mlp_norm=_weight(block.post_attention_layernorm),
-        window=_window(attention),
-        turned=bool(getattr(attention, "use_rope", True)),
+    return LayerWeights(
+        AttentionWeights(
+            norm=_weight(block.input_layernorm),
+            q=_weight(attention.q_proj),
+            k=_weight(attention.k_proj),
+            v=_weight(attention.v_proj),
+            q_bias=attention.q_proj.bias,
+            k_bias=attention.k_proj.bias,
+            v_bias=attention.v_proj.bias,
+            q_norm=None if q_norm is None else _weight(q_norm),
+            k_norm=None if k_norm is None else _weight(k_norm),
+            o=_weight(attention.o_proj),
+            o_bias=attention.o_proj.bias,
+            window=_window(attention),
+            turned=bool(getattr(attention, "use_rope", True)),
+        ),
+        (_experts if is_sparse(mlp) else _dense)(mlp, _weight(block.post_attention_layernorm)),
     )
-    if live_experts.is_sparse(mlp):
-        return SparseLayer(**vars(shared), **vars(live_experts.read(mlp)))
-    return Layer(
-        **vars(shared),
+
+
+def _dense(mlp: Any, norm: Tensor) -> DenseWeights:
+    return DenseWeights(
+        norm=norm,
         gate=_weight(mlp.gate_proj),
         up=_weight(mlp.up_proj),
         gate_bias=mlp.gate_proj.bias,
@@ -284,6 +242,52 @@ def _layer(block: Any) -> Layer | SparseLayer:
         down=_weight(mlp.down_proj),
         down_bias=mlp.down_proj.bias,
     )
+
+
+def _experts(mlp: Any, norm: Tensor) -> ExpertWeights:
+    return ExpertWeights(
+        norm=norm,
+        router=_weight(mlp.gate),
+        gate_up=mlp.experts._parameters["gate_up_proj"],
+        down=mlp.experts._parameters["down_proj"],
+        slots=int(mlp.gate.top_k),
+        normalise=bool(getattr(mlp.gate, "norm_topk_prob", True)),
+    )
+
+
+def sparse_mlps(model: Any) -> dict[int, Any]:
+    """The sparse blocks of a causal language model, by the numbers of their layers."""
+    return {number: block.mlp for number, block in enumerate(model.model.layers) if is_sparse(block.mlp)}
+
+
+def is_sparse(mlp: nn.Module) -> bool:
+    return _known_as(mlp) == "SparseMoeBlock"
+
+
+def _known_as(module: nn.Module) -> str | None:
+    """'ForCausalLM', 'SparseMoeBlock', 'Experts', ... for a module of the families with experts, else None."""
+    kind = type(module)
+    for family, prefix in SPARSE.items():
+        if kind.__module__ == f"transformers.models.{family}.modeling_{family}":
+            return kind.__name__.removeprefix(prefix)
+    return None
+
+
+def _unreadable_experts(model: Any) -> str | None:
+    """Why the kernels may not read the experts, where they may not."""
+    for number, block in sparse_mlps(model).items():
+        name = f"model.layers.{number}.mlp"
+        for part, kind, names in (("gate", "TopKRouter", {"weight"}), ("experts", "Experts", {"gate_up_proj", "down_proj"})):
+            module = getattr(block, part)
+            if _known_as(module) != kind or set(module._parameters) != names:
+                return f"{name}.{part}: {type(module).__name__}, not the family's own"
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"{name}.{part}: it carries hooks"
+        if getattr(block.experts, "_is_expert_parallel", False):
+            return f"{name}.experts: shared out among several devices"
+    if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse_mlps(model).values()}) > 1:
+        return "its sparse layers differ in experts or width"
+    return None
 
 
 def _window(attention: Any) -> int:

@@ -1,0 +1,29 @@
+"""Weight formats: what a layer's matrices are when a step multiplies by them. One file a format.
+
+A format takes weights from the model and gives back what the parts of a layer multiply by:
+
+stacked(weights, biases)    weights below each other that read one x (q, k and v; o; down)
+gate_up(gate, up, biases)   the two halves of a gated MLP
+head(weight)                the same as one alone, but too large to keep a second time
+experts(gate_up, down)      those of a sparse MLP, stacked by expert
+
+Each of them has the products of a step under the names of their kernels; `matrices()` in the model's dtype for many rows at
+once, with `biases`; `exact()` in full for the judge; and `tensors()`, which a step reads. A format also says with how many
+bytes kernels let their successors in at once (`early_bytes`), which of its kernels to compile first (`ops`), whether its copies
+are out of date (`changed`), and what it adds to the decoder's table (`report`).
+"""
+
+from typing import Any
+
+from ...kernels.packed import KINDS
+from .own import OwnWeights
+from .packed import PackedWeights
+
+FORMATS: dict[str | None, Any] = {None: OwnWeights, **dict.fromkeys(KINDS, PackedWeights)}
+
+
+def weight_format(kind: str | None) -> OwnWeights | PackedWeights:
+    """The format of that name; None is the model's own."""
+    if kind not in FORMATS:
+        raise ValueError(f"decoder: weights: got {kind!r}, wanted one of {', '.join(KINDS)}, or None for the live ones.")
+    return FORMATS[kind](kind)

@@ -1,0 +1,116 @@
+"""The model's own weights, read where they lie: no copy, and nothing to make again when they change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...kernels import add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
+
+
+class OwnWeights:
+    kind: str | None = None
+    prefix = ""  # of its kernels' names
+    reads = "the live weights"
+    # Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437
+    # late, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
+    early_bytes = 96 << 20
+    ops = ("norm_product", "add_product", "norm_gate_up")
+    expert_ops = ("route", "routed_gate_up", "add_routed")
+
+    def __init__(self, kind: None = None) -> None:
+        pass
+
+    def begin(self, model: nn.Module, kept: bool) -> None:
+        """The weights of `model` are taken from here on; `kept`: on a CPU, whose step has no kernel for packed ones."""
+
+    def changed(self) -> str | None:
+        return None
+
+    def stacked(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> "OwnProduct":
+        return OwnProduct(weights, biases)
+
+    def gate_up(self, gate: Tensor, up: Tensor, biases: Sequence[Tensor | None]) -> "OwnProduct":
+        return OwnProduct([gate, up], biases)
+
+    def head(self, weight: Tensor) -> "OwnProduct":
+        return OwnProduct([weight], [None])
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> "OwnExperts":
+        return OwnExperts(gate_up, down)
+
+    def report(self, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
+        return []
+
+
+class OwnProduct:
+    """Up to three weights that read one x."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self.weights = list(weights)
+        self.biases = [bias for bias in biases if bias is not None]
+        self._given: list[Any] = [(*parts, None, None)[:3] for parts in (weights, biases)]
+
+    def norm_product(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        out: Tensor,
+        mode: int,
+        best: Tensor | None = None,
+        arg: Tensor | None = None,
+    ) -> Tensor:
+        (q, k, v), (q_bias, k_bias, v_bias) = self._given
+        return norm_product(x, norm, eps, q, k, v, q_bias, k_bias, v_bias, out, best, arg, mode)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, mode: int) -> None:
+        (gate, up, _), (gate_bias, up_bias, _) = self._given
+        norm_gate_up(x, norm, eps, gate, up, gate_bias, up_bias, out, mode)
+
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+        add_product(h, self.weights[0], self._given[1][0], x, mode)
+
+    def matrices(self) -> list[Tensor]:
+        return self.weights
+
+    def exact(self) -> list[Tensor]:
+        return self.weights
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.weights, *self.biases]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+
+class OwnExperts:
+    """gate_up (E, 2 I, hidden) and down (E, hidden, I)."""
+
+    wide_steps = True  # many rows at once are worth products grouped by expert
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
+        routed_gate_up(x, norm, eps, self.gate_up, ids, out, mode)
+
+    def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
+        add_routed(h, self.down, ids, shares, x, mode)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def exact(self) -> tuple[Any, Any]:
+        return self.gate_up, self.down
+
+    @property
+    def gate_up_bytes(self) -> int:
+        """Of one expert."""
+        return self.gate_up[0].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of one expert."""
+        return self.gate_up[0].nbytes + self.down[0].nbytes

@@ -1,0 +1,208 @@
+"""Packed weights: int8, int4 or fp8 copies of a model's matrices, made when the decoder is.
+
+A step reads the packed weights alone (kernels/packed.py says how they lie). Prompts, and many rows at once, have products for
+tensor cores: a layer's weights are unpacked to a scratch that all layers share, and multiplied there. The embedding, norms and
+biases are not packed.
+
+The copies are of the weights as they were. A weight that is changed in place raises its version counter: `changed` names it at
+the next request, and all of them are packed again, a layer at a time. Two ways to change a weight count as no version: writing
+through `.data`, and the replay of a graph that holds an optimizer's step. After those, call `rebind`, or tell torch by
+`torch.autograd.graph.increment_version(parameters)`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...device import can_launch
+from ...kernels import (
+    dequantize,
+    quantized_add_product,
+    quantized_add_routed,
+    quantized_norm_gate_up,
+    quantized_norm_product,
+    quantized_routed_gate_up,
+)
+from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
+from ...trace import notice
+
+
+class PackedWeights:
+    prefix = "quantized_"
+    # As of own weights, of packed bytes. Unpacking needs the multiprocessors that a waiting successor sits on: int4 at 8b (58
+    # MB) 2.15 ms a token early and 1.91 late, int8 (117 MB) 2.65 and 2.43.
+    early_bytes = 32 << 20
+    ops = ("quantized_norm_product", "quantized_add_product", "quantized_norm_gate_up")
+    expert_ops = ("route", "quantized_routed_gate_up", "quantized_add_routed")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.kept = False
+        self.unpacked = 0  # weights, by calls; the replays of a graph are not seen
+        self.dtype = torch.float32
+        self._versions: list[tuple[str, Tensor, int]] = []
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def reads(self) -> str:
+        return f"{self.kind} copies of the weights"
+
+    def begin(self, model: nn.Module, kept: bool) -> None:
+        """The weights of `model` are taken from here on; `kept`: their rounded numbers stay in full, for a CPU's own step."""
+        again, self.kept = bool(self._versions), kept
+        self._versions = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+        self.dtype = next(model.parameters()).dtype
+        if again:
+            notice(f"decoder: the weights have changed since they were rounded to {self.kind}: rounded again")
+        if kept:  # unpacking takes longer than a step there, and so do the kernels' references
+            notice(
+                f"decoder: no kernel reads {self.kind} weights on a CPU: the rounded numbers are kept in full, nothing is saved"
+            )
+
+    def changed(self) -> str | None:
+        return next((name for name, weight, version in self._versions if weight._version != version), None)
+
+    def stacked(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> "PackedProduct":
+        given = [bias for bias in biases if bias is not None]
+        together = torch.cat(given).detach() if len(given) > 1 else given[0] if given else None
+        return PackedProduct(self, pack_stacked(list(weights), self.kind), [len(w) for w in weights], given, together)
+
+    def gate_up(self, gate: Tensor, up: Tensor, biases: Sequence[Tensor | None]) -> "PackedProduct":
+        given = [bias for bias in biases if bias is not None]
+        by_turns = torch.stack(given, 1).flatten().detach() if given else None
+        return PackedProduct(self, pack_gate_up(gate, up, self.kind), [len(gate), len(up)], given, by_turns, turns=2)
+
+    def head(self, weight: Tensor) -> "PackedProduct":
+        """Unpacked anew each time: kept, it would be the largest scratch of all."""
+        return PackedProduct(self, pack(weight, self.kind), [len(weight)], [], None, shared=False)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
+        return PackedExperts(self, gate_up, down)
+
+    def scratch(self, weight: Packed) -> Tensor:
+        """Where matrices of this size are unpacked, the next layer's over this one's."""
+        size = weight.rows, weight.columns
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, device=weight.words.device, dtype=self.dtype)
+        return self._scratch[size]
+
+    def unpack(self, weight: Packed, to: Tensor, turns: int = 1) -> Tensor:
+        self.unpacked += 1
+        return dequantize(weight, to, turns)
+
+    def report(self, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
+        if self.kept:
+            return [("weights", f"rounded to {self.kind}", "kept in full: no kernel reads packed ones on a CPU")]
+        return [
+            (f"prompts{wide}", f"{source()}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
+            ("weights", self.kind, f"{read / 1e6:,.3g} MB a step, {whole / 1e6:,.3g} as they were"),
+        ]
+
+
+def source() -> str:
+    return "triton" if can_launch(torch.device("cuda" if torch.cuda.is_available() else "cpu")) else "reference"
+
+
+class PackedProduct:
+    """Weights that read one x, packed as one: `counts` rows of each, below each other or by `turns`."""
+
+    def __init__(
+        self,
+        form: PackedWeights,
+        packed: Packed,
+        counts: list[int],
+        biases: list[Tensor],
+        bias: Tensor | None,
+        turns: int = 1,
+        shared: bool = True,
+    ) -> None:
+        self.form, self.packed, self.counts, self.turns = form, packed, counts, turns
+        self.biases, self.bias = biases, bias  # each by itself; all as the kernels take them
+        self._scratch = form.scratch(packed) if shared and not form.kept else None  # made now: no graph may hold its making
+        self._kept = self._unpacked(self._empty(form.dtype)) if form.kept else None
+
+    def norm_product(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        out: Tensor,
+        mode: int,
+        best: Tensor | None = None,
+        arg: Tensor | None = None,
+    ) -> Tensor:
+        return quantized_norm_product(x, norm, eps, self.packed, self.bias, out, best, arg, mode)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, mode: int) -> None:
+        quantized_norm_gate_up(x, norm, eps, self.packed, self.bias, out, mode)
+
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+        quantized_add_product(h, self.packed, self.bias, x, mode)
+
+    def matrices(self) -> list[Tensor]:
+        if self._kept is not None:
+            return self._kept
+        return self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
+
+    def exact(self) -> list[Tensor]:
+        return self._unpacked(self._empty(torch.float32))
+
+    def tensors(self) -> list[Tensor]:
+        return [*(self._kept or (self.packed.words, self.packed.scale)), *self.biases]
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.packed.rows, self.packed.columns, device=self.packed.words.device, dtype=dtype)
+
+    def _unpacked(self, to: Tensor) -> list[Tensor]:
+        return list(self.form.unpack(self.packed, to, self.turns).split(self.counts))
+
+
+class PackedExperts:
+    """gate_up (E, 2 I, hidden) and down (E, hidden, I), each packed as one weight whose rows are the experts' in turn."""
+
+    wide_steps = False  # unpacking every expert would read and write more than the chosen ones' packed bytes, row by row
+
+    def __init__(self, form: PackedWeights, gate_up: Tensor, down: Tensor) -> None:
+        self.form, self.shapes, self.count = form, (gate_up.shape, down.shape), len(gate_up)
+        self.gate_up, self.down = (pack(stack.flatten(0, 1), form.kind) for stack in (gate_up, down))
+        self._scratch = [form.scratch(weight) for weight in (self.gate_up, self.down)]
+
+    def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
+        quantized_routed_gate_up(x, norm, eps, self.gate_up, ids, out, mode)
+
+    def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
+        quantized_add_routed(h, self.down, ids, shares, x, mode)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        weights = zip((self.gate_up, self.down), self._scratch, self.shapes)
+        gate_up, down = (self.form.unpack(weight, to).view(shape) for weight, to, shape in weights)
+        return gate_up, down
+
+    def exact(self) -> tuple[Any, Any]:
+        return UnpackedExperts(self.gate_up, self.shapes[0]), UnpackedExperts(self.down, self.shapes[1])
+
+    @property
+    def gate_up_bytes(self) -> int:
+        return self.gate_up.nbytes // self.count
+
+    @property
+    def nbytes(self) -> int:
+        return (self.gate_up.nbytes + self.down.nbytes) // self.count
+
+
+class UnpackedExperts:
+    """Stacked experts of which the judge unpacks the chosen ones alone: all of a layer in fp32 would be gigabytes."""
+
+    def __init__(self, packed: Packed, shape: torch.Size) -> None:
+        self.packed, self.shape = packed, shape
+
+    def index_select(self, dim: int, ids: Tensor) -> Tensor:
+        words, scale = (t.view(*self.shape[:2], -1).index_select(dim, ids) for t in (self.packed.words, self.packed.scale))
+        chosen = self.packed._replace(words=words.flatten(0, 1), scale=scale.flatten(0, 1))
+        return unpack(chosen).view(len(ids), *self.shape[1:])

@@ -1,0 +1,113 @@
+"""A sparse MLP over packed weights: parity with the reference, equal bits in any batch, ids that no expert has, sentences."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.ops import load
+from gpubound.kernels.packed import KINDS, Packed, pack
+
+from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .test_experts import some_ids
+from .test_quantized_product import PARITY
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+# (rows, slots, experts, hidden, width): one group each, groups cut short, widths that no program divides
+SHAPES = [(1, 2, 4, 128, 32), (3, 2, 3, 200, 19)]
+
+
+def run(source: str, op: str, *arguments):
+    return load(source, op)(*arguments)
+
+
+def experts(device, kind: str, count: int, rows: int, columns: int, seed: int = 1) -> Packed:
+    return pack(draw(device, torch.float32, count * rows, columns, seed=seed) * columns**-0.5, kind)
+
+
+@KIND
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_agree_with_the_reference(device, kind, shape, dtype):
+    rows, slots, count, hidden, width = shape
+    x, norm = draw(device, torch.float32, rows, hidden), draw(device, dtype, hidden, seed=2)
+    gate_up, ids = experts(device, kind, count, 2 * width, hidden), some_ids(device, rows, slots, count)
+    results = []
+    for source in ("triton", "reference"):
+        whole, out = banded((rows, slots, width), device, dtype)
+        run(source, "quantized_routed_gate_up", x, norm, 1e-5, gate_up, ids, out)
+        assert_inside(whole, out)
+        results.append(out)
+    same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
+
+
+@KIND
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_product_agrees_with_the_reference(device, kind, shape, dtype):
+    rows, slots, count, hidden, width = shape
+    h, down = draw(device, dtype, rows, slots, width), experts(device, kind, count, hidden, width)
+    ids = some_ids(device, rows, slots, count)
+    weights = draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
+    results = []
+    for source in ("triton", "reference"):
+        whole, x = banded((rows, hidden), device)
+        x.copy_(draw(device, torch.float32, rows, hidden, seed=3))
+        run(source, "quantized_add_routed", h, down, ids, weights, x)
+        assert_inside(whole, x)
+        results.append(x)
+    same("stream", *results, 2 * PARITY[kind])
+
+
+@KIND
+def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
+    rows, slots, count, hidden, width = 3, 2, 3, 72, 20
+    x, norm = draw(device, torch.float32, rows, hidden), draw(device, torch.float32, hidden, seed=2)
+    gate_up, down = experts(device, kind, count, 2 * width, hidden), experts(device, kind, count, hidden, width)
+    ids, shares = some_ids(device, rows, slots, count), torch.full((rows, slots), 0.5, device=device)
+
+    def mlp(of: slice) -> torch.Tensor:
+        stream, gated = x[of].clone(), x.new_zeros(len(x[of]), slots, width)
+        run("triton", "quantized_routed_gate_up", stream, norm, 1e-5, gate_up, ids[of], gated)
+        return run("triton", "quantized_add_routed", gated, down, ids[of], shares[of], stream)
+
+    together = mlp(slice(None))
+    for row in range(rows):
+        assert torch.equal(mlp(slice(row, row + 1))[0], together[row])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("unknown", [-1, 3])
+def test_an_id_that_no_expert_has_makes_its_row_nan(device, source, unknown):
+    x, norm = draw(device, torch.float32, 2, 64), torch.ones(64, device=device)
+    ids = torch.tensor([[0, 1], [2, unknown]], device=device, dtype=torch.int32)
+    out, shares = torch.zeros(2, 2, 16, device=device), torch.full((2, 2), 0.5, device=device)
+    run(source, "quantized_routed_gate_up", x, norm, 1e-5, experts(device, "int8", 3, 32, 64), ids, out)
+    assert out.isnan().flatten(2).all(2).tolist() == [[False, False], [False, True]]
+    run(source, "quantized_add_routed", torch.zeros_like(out), experts(device, "int8", 3, 64, 16), ids, shares, x)
+    assert x.isnan().all(1).tolist() == x.isnan().any(1).tolist() == [False, True]
+
+
+def test_wrong_arguments_are_named(device):
+    x, norm, ids = torch.zeros(2, 64, device=device), torch.ones(64, device=device), some_ids(device, 2, 2, 3)
+    gate_up, down = experts(device, "int8", 3, 32, 64), experts(device, "int8", 3, 64, 16)
+    out, shares = torch.zeros(2, 2, 16, device=device), torch.zeros(2, 2, device=device)
+    for call, sentence in (
+        (
+            lambda: kernels.quantized_routed_gate_up(x, norm, 1e-5, gate_up, ids, out[..., :5].contiguous()),
+            "quantized_routed_gate_up: gate_up has 96 rows, wanted 10 for each expert; pack the experts' weights as one, "
+            "pack(stack.flatten(0, 1), kind).",
+        ),
+        (
+            lambda: kernels.quantized_add_routed(out, down, ids, shares, x[:, :50].contiguous()),
+            "quantized_add_routed: down has 192 rows, wanted 50 for each expert; pack the experts' weights as one, "
+            "pack(stack.flatten(0, 1), kind).",
+        ),
+        (
+            lambda: kernels.quantized_add_routed(out, down, ids.long(), shares, x),
+            "quantized_add_routed: ids must be a contiguous torch.int32 (2, slots), got torch.int64 (2, 2); route writes it.",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == sentence
