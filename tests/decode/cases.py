@@ -97,6 +97,14 @@ def greedy_by_forwards(model, prompt: list[int], new: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def likeliest(model, prompt: list[int], tokens: list[int]) -> list[int]:
+    """The likeliest token after the prompt and after each of `tokens` but the last, by one forward.
+
+    They are `tokens` themselves exactly where those are what greedy decoding gives.
+    """
+    return logits(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
 class Bytes:
     """A tokenizer whose tokens are bytes, as far as the vocabulary goes: a letter beyond ASCII takes two."""
 

@@ -47,26 +47,24 @@ def emulated_logits(model, ids: list[int], kind: str) -> torch.Tensor:
     return model(given, past_key_values=Rounding(kind), use_cache=True).logits[0].float()
 
 
-def emulated(model, prompt: list[int], new: int, kind: str) -> list[int]:
-    ids = list(prompt)
-    for _ in range(new):
-        ids.append(int(emulated_logits(model, ids, kind)[-1].argmax()))
-    return ids[len(prompt) :]
+def emulated(model, prompt: list[int], tokens: list[int], kind: str) -> list[int]:
+    """The likeliest after the prompt and after each of `tokens` but the last: themselves, where they are greedy ones."""
+    return emulated_logits(model, [*prompt, *tokens[:-1]], kind)[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def tokens(fast, prompts, **settings):
-    return fast.generate(prompts, **{"max_new_tokens": 24, **settings}).tokens
+    return fast.generate(prompts, **{"max_new_tokens": 10, **settings}).tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [*cases.FAMILIES, *cases.SPARSE])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "SmolLM3", "Qwen3Moe"])  # others: test_combinations.py
 def test_tokens_are_those_of_a_model_whose_keys_and_values_are_rounded(family, kind, device):
-    """Ragged rows, prefilled and stepped; a window, normed heads, biases, a layer without positions, experts."""
+    """Ragged rows, prefilled and stepped; normed heads, biases, a layer without positions, experts in some layers."""
     fast = cases.shared(family, str(device), cache=kind)
     given = cases.prompts(1, 19, 30)
     found = tokens(fast, given)
     assert found == [tokens(fast, prompt)[0] for prompt in given]
-    assert found == [emulated(fast.model, prompt, 24, kind) for prompt in given]
+    assert found == [emulated(fast.model, prompt, row, kind) for prompt, row in zip(given, found)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,9 +118,9 @@ def test_speculation_gives_the_tokens_of_plain_steps(form, draft, device):
     """Drafts go back and beyond a row's end: what they wrote there is nobody's."""
     model = cases.build("Mistral", device=device)
     with_draft = gb.Draft(cases.build("Mistral", device=device, num_hidden_layers=1), 3) if draft else 4
-    plain = gb.decoder(model, 2, cases.ROOM, **form)
-    fast = gb.decoder(model, 2, cases.ROOM, speculate=with_draft, **form)
-    for given, new in ((cases.prompts(60), None), (cases.prompts(50, 7), 14)):
+    plain = gb.decoder(model, 2, 70, **form, verify=False)
+    fast = gb.decoder(model, 2, 70, speculate=with_draft, **form, verify="quick")
+    for given, new in ((cases.prompts(60), None), (cases.prompts(50, 7), 10)):
         for how in ({}, SAMPLED):
             found = fast.generate(given, max_new_tokens=new, **how)
             assert found.tokens == tokens(plain, given, max_new_tokens=new, **how)
@@ -134,7 +132,8 @@ def test_wide_batches(form, device):
     model = cases.build("Qwen3", device=device)
     fast = gb.decoder(model, 11, cases.ROOM, **form | ({"pages": 12} if "pages" in form else {}))
     given = cases.prompts(*range(1, 12))
-    assert tokens(fast, given) == [tokens(cases.shared("Qwen3", str(device), **form), prompt)[0] for prompt in given]
+    want = [tokens(cases.shared("Qwen3", str(device), **form), prompt, max_new_tokens=5)[0] for prompt in given]
+    assert tokens(fast, given, max_new_tokens=5) == want
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

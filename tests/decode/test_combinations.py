@@ -16,7 +16,7 @@ from gpubound.kernels.packed import KINDS as WEIGHTS
 from gpubound.kernels.packed import pack, unpack
 
 from . import cases
-from .test_cache import emulated_logits
+from .test_cache import emulated
 
 FORMS = {"side by side": {}, "pages": {"pages": 4}, "window": {}}
 FAMILIES = {"dense": "Mistral", "experts": "Mixtral", "dense and experts": "Qwen3Moe"}
@@ -49,9 +49,7 @@ def twin_of(mlp: str, window: bool, weights: str | None, device: str) -> torch.n
 
 def assert_greedy(twin: torch.nn.Module, prompt: list[int], tokens: list[int], cache: str | None) -> None:
     """Each token is the likeliest after all before it, by one forward over the whole text."""
-    ids = [*prompt, *tokens[:-1]]
-    logits = cases.logits(twin, ids) if cache is None else emulated_logits(twin, ids, cache)
-    assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
+    assert tokens == (cases.likeliest(twin, prompt, tokens) if cache is None else emulated(twin, prompt, tokens, cache))
 
 
 @pytest.mark.parametrize("speculate", [None, 3], ids=["plain", "speculative"])

@@ -35,8 +35,15 @@ def model_of(kind: str, draft: str) -> torch.nn.Module:
     return cases.build("Qwen2", vocab_size=70, num_hidden_layers=1) if draft == "other" else cases.build(kind)
 
 
+_plain: dict[tuple, gb.decode.Generation] = {}
+
+
 def compare(fast: gb.FastDecoder, plain: gb.FastDecoder, prompts, **settings) -> gb.decode.Generation:
-    found, want = (of.generate(prompts, **settings) for of in (fast, plain))
+    """What `fast` gives, after it was compared with what `plain`, whose weights stay, gives: asked once."""
+    key = (plain, repr(prompts), repr(settings))
+    if key not in _plain:
+        _plain[key] = plain.generate(prompts, **settings)
+    found, want = fast.generate(prompts, **settings), _plain[key]
     assert found.tokens == want.tokens
     assert [s.finish for s in found.sequences] == [s.finish for s in want.sequences]
     for got, wanted in zip(found.sequences, want.sequences):
@@ -50,14 +57,14 @@ def compare(fast: gb.FastDecoder, plain: gb.FastDecoder, prompts, **settings) ->
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3"])
 def test_the_tokens_of_plain_steps(kind, how, draft):
     """A ragged batch of three, launched as four; a window shorter than the texts; normed heads."""
-    found = compare(shared(kind, draft), cases.shared(kind), cases.prompts(), max_new_tokens=40, **how)
+    found = compare(shared(kind, draft), cases.shared(kind), cases.prompts(), max_new_tokens=24, **how)
     assert draft != "same" or found.tokens_a_step > 4
 
 
 @DRAFTS
 def test_log_probabilities_come_with_their_tokens(draft):
-    compare(shared("Qwen3", draft), cases.shared("Qwen3"), cases.prompts(), max_new_tokens=30, logprobs=True, **SAMPLED)
-    compare(shared("Qwen3", draft), cases.shared("Qwen3"), cases.prompts(), max_new_tokens=30, logprobs=True)
+    compare(shared("Qwen3", draft), cases.shared("Qwen3"), cases.prompts(), max_new_tokens=16, logprobs=True, **SAMPLED)
+    compare(shared("Qwen3", draft), cases.shared("Qwen3"), cases.prompts(), max_new_tokens=16, logprobs=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 15])
@@ -110,7 +117,7 @@ def test_limits_in_the_middle_of_what_was_accepted(draft):
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "all settings"])
 def test_up_to_the_last_place_of_the_cache(how, draft):
     """Rows reach max_length at different times; what they draft beyond it comes to nothing."""
-    given = cases.prompts(90, 40, 95, 1)
+    given = cases.prompts(90, 78, 95, 84)
     found = compare(shared("Qwen3", draft), cases.shared("Qwen3"), given, **how)
     assert [len(p) + len(t) for p, t in zip(given, found.tokens)] == [cases.ROOM] * 4
 
@@ -125,10 +132,10 @@ def test_a_cache_shorter_than_a_step(draft):
 @DRAFTS
 def test_neighbours_order_and_earlier_requests_do_not_matter(draft):
     fast, given = shared("Mistral", draft), cases.prompts(5, 1, 19, 6)
-    how = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3}
+    how = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
     together = fast.generate(given, **how).tokens
     assert fast.generate([given[row] for row in (2, 0, 3, 1)], **how).tokens == [together[row] for row in (2, 0, 3, 1)]
-    fast.generate(cases.prompts(60, 50, 40, 30), max_new_tokens=20)
+    fast.generate(cases.prompts(60, 50, 40, 30), max_new_tokens=8)
     assert [fast.generate(prompt, **how).tokens[0] for prompt in given] == together
 
 
@@ -260,7 +267,7 @@ class TestOnThePretendGpu:
     def test_steps_never_wait_for_the_device(self, draft, sim):
         how = 3 if draft == "text" else gb.Draft(cases.build("Llama", device=sim), 3)
         fast = gb.decoder(cases.build("Qwen3", device=sim), 2, 32, speculate=how, verify=False)
-        settings = {"max_new_tokens": 6, "temperature": 1.0, "repetition_penalty": 1.1}
+        settings = {"max_new_tokens": 4, "temperature": 1.0, "repetition_penalty": 1.1}
         want = cases.shared("Qwen3").generate(cases.prompts(5, 3), **settings).tokens
         assert fast.generate(cases.prompts(5, 3), **settings).tokens == want
         with no_stall(), torch.no_grad(), watch() as ledger:

@@ -1,4 +1,8 @@
-"""gpubound.decoder: generation from the live weights, with no host in the loop. loop.py follows a request on its way."""
+"""gpubound.decoder: generation from the live weights, with no host in the loop.
+
+The way of a token: loop.py launches for a request and reads what comes; steps.py runs k steps and chooses; fused.py is a step,
+layer by layer, by the parts in layer.py.
+"""
 
 import math
 from collections.abc import Iterator

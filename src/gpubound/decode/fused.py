@@ -245,7 +245,8 @@ class FusedBody(Body):
 
     def report(self) -> list[tuple[str, str, str]]:
         wide = len(self.x) > NARROW
-        weights = self.form.report(self._read_whole(), self.live.bytes_read(), f", more than {NARROW} rows" * wide)
+        read, whole = self._read_whole(), self.live.bytes_read()
+        weights = self.form.report(self.bench.kernels, read, whole, f", more than {NARROW} rows" * wide)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *weights, *self._rounding()]

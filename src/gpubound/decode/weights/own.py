@@ -39,7 +39,7 @@ class OwnWeights:
     def experts(self, gate_up: Tensor, down: Tensor) -> "OwnExperts":
         return OwnExperts(gate_up, down)
 
-    def report(self, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
+    def report(self, kernels: str, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
         return []
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...device import can_launch
 from ...kernels import (
     dequantize,
     quantized_add_product,
@@ -92,17 +91,13 @@ class PackedWeights:
         self.unpacked += 1
         return dequantize(weight, to, turns)
 
-    def report(self, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
+    def report(self, kernels: str, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
         if self.kept:
             return [("weights", f"rounded to {self.kind}", "kept in full: no kernel reads packed ones on a CPU")]
         return [
-            (f"prompts{wide}", f"{source()}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
+            (f"prompts{wide}", f"{kernels}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
             ("weights", self.kind, f"{read / 1e6:,.3g} MB a step, {whole / 1e6:,.3g} as they were"),
         ]
-
-
-def source() -> str:
-    return "triton" if can_launch(torch.device("cuda" if torch.cuda.is_available() else "cpu")) else "reference"
 
 
 class PackedProduct:
