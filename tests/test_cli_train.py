@@ -16,10 +16,10 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
 from gpubound.corpus import Corpus
-from gpubound.train import run
+from gpubound.models.llama import training as llama
+from gpubound.models.llama.training import PRESETS
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.lock import LOCK, locked
-from gpubound.train.recipe import OFFERED
 
 from .train.runs import build_corpus, texts
 
@@ -89,7 +89,7 @@ def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
     assert line.startswith("bad: FAILED, the training is not sound")
 
 
-@pytest.mark.parametrize("preset", [name for name in OFFERED if name != "tiny"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "tiny"])
 def test_every_preset_in_small(config, tmp_path, capsys, preset):
     """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
     from transformers import AutoModelForCausalLM
@@ -100,7 +100,7 @@ def test_every_preset_in_small(config, tmp_path, capsys, preset):
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert answer["finished"] and records[-1]["loss"] < records[0]["loss"] - 0.5
     assert answer["export"] == str(tmp_path / "run" / "hf")
-    whole, small = OFFERED[preset], AutoModelForCausalLM.from_pretrained(answer["export"]).config
+    whole, small = PRESETS[preset], AutoModelForCausalLM.from_pretrained(answer["export"]).config
     assert (small.num_hidden_layers, small.num_key_value_heads, small.head_dim) == (2, 2, 16)
     assert small.num_attention_heads / 2 == whole.heads / whole.kv_heads
     assert small.tie_word_embeddings == whole.tied and small.rope_parameters["rope_theta"] == whole.rope_theta
@@ -242,7 +242,7 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
     "owner, name, error",
     [
         (Corpus, "build", OSError(28, "No space left on device")),
-        (run, "save_hf", SafetensorError("Error while serializing: I/O error: No space left (os error 28)")),
+        (llama, "save", SafetensorError("Error while serializing: I/O error: No space left (os error 28)")),
     ],
     ids=["corpus", "export"],
 )

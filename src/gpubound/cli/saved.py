@@ -112,10 +112,11 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
         names = list(file.keys())
         for part in ("model.", "average."):
             weights |= {name.removeprefix(part): file.get_tensor(name) for name in names if name.startswith(part)}
-        stored = file.get_tensor("model.model.embed_tokens.weight").dtype
+        stored = file.get_tensor(next(name for name in names if name.startswith("model."))).dtype
     model = build_model(Recipe(model=recipe["model"], seq=recipe["seq"]), tokenizer, device)
-    if model.config.tied:  # an average holds the one tensor under its first name
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # an average holds a tied weight under its first name alone
+        weights[name] = weights[first.setdefault(id(tensor), name)]
     model.to(dtype or stored).load_state_dict(weights)
     return model
 

@@ -127,7 +127,7 @@ class Scale:
     """Turns a step's pace into a share of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
-        self.run = run
+        self.run, self.sizes = run, run.family.sizes(run.model)
         dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
         kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
         self.figure = f"{kind}_flops_per_s"
@@ -141,19 +141,18 @@ class Scale:
 
     def _formula(self, kind: str) -> str:
         """How `mfu` comes about, with this run's numbers."""
-        config, lengths = self.run.model.config, {stage.recipe.seq for stage in self.run.stages}
+        sizes, lengths = self.sizes, {stage.recipe.seq for stage in self.run.stages}
         seq = lengths.pop() if len(lengths) == 1 else "seq"
-        width = config.heads * config.head_dim
         return (
-            f"share of the matrix rate = tokens/s · (6 · {quantity(config.product_parameters)} parameters in products + "
-            f"6 · {config.layers} layers · {width} wide · {seq} tokens) / {quantity(self.flops_per_s or 0, 'FLOP/s')} "
+            f"share of the matrix rate = tokens/s · (6 · {quantity(sizes.product_parameters)} parameters in products + "
+            f"6 · {sizes.layers} layers · {sizes.width} wide · {seq} tokens) / {quantity(self.flops_per_s or 0, 'FLOP/s')} "
             f"({kind}, measured on this machine)"
         )
 
     def fill(self, record: Record) -> Record:
         if self.flops_per_s and "tokens_per_s" in record:
-            config, seq = self.run.model.config, self.run.stage.recipe.seq
-            flops = measure.train_flops_per_token(config.product_parameters, config.layers, config.heads * config.head_dim, seq)
+            sizes, seq = self.sizes, self.run.stage.recipe.seq
+            flops = measure.train_flops_per_token(sizes.product_parameters, sizes.layers, sizes.width, seq)
             share = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
             if share <= 1:
                 record["mfu"] = share

@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
+from ..models.trainable import trainable
 from ..monitor.logs import check_log
 from ..train.prepare import prepare
-from ..train.recipe import KINDS, OFFERED, Recipe, shown, unknown
+from ..train.recipe import KINDS, Recipe, shown, unknown
 from ..train.recompute import parse as parse_recompute
 from .options import arguments
 from .session import alone, finish, quietly, say, train
@@ -188,11 +189,6 @@ def _as(field: dataclasses.Field, value: Any) -> Any:
 
 
 def presets() -> str:
-    lines = ["preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied"]
-    for name, c in OFFERED.items():
-        tied = "yes" if c.tied else "no"
-        lines.append(
-            f"{name:6}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.vocabulary:10}  {tied}"
-        )
+    lines = [line for family in trainable() for line in family.table()]
     lines.append("10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe")
     return "\n".join(lines)

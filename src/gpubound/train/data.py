@@ -12,8 +12,9 @@ from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Several, Texts
 from ..errors import DataError
+from ..models.trainable import is_named
 from ..trace import notice
-from .recipe import MODELS, SOURCES, STDLIB, TORCH, Recipe
+from .recipe import SOURCES, STDLIB, TORCH, Recipe
 
 WANTED = "text files or folders, a built corpus, 'stdlib' or 'torch-source'"
 
@@ -101,7 +102,7 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
 
 
 def _brings_tokenizer(model: str) -> bool:
-    return model not in MODELS and (Path(model) / "tokenizer.json").exists()
+    return not is_named(model) and (Path(model) / "tokenizer.json").exists()
 
 
 def _check_model(recipe: Recipe, tokenizer: Tokenizer, origin: str) -> None:

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models import Decoder, load_hf
+from ..models.trainable import family_of, is_named
 from ..place import place
 from ..trace import notice
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
-from .recipe import MODELS, PHASED, Recipe, check_model
+from .recipe import PHASED, Recipe, check_model
 from .run import Run, make_step
 
 FREE = (
@@ -90,17 +91,15 @@ def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
     return found
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> Decoder:
-    if recipe.model in MODELS:
-        # Rows of the head, rounded up to a multiple of 64: tensor cores want it, and ids beyond the tokenizer's never occur.
-        rows = -(-tokenizer.vocab_size // 64) * 64
-        longest = max(own.seq for _, own in recipe.stages())
-        config = replace(MODELS[recipe.model], vocabulary=rows, positions=max(longest, 4096))
-        return Decoder(config, device=device)
-    model = load_hf(recipe.model, device)
-    if tokenizer.vocab_size > model.config.vocabulary:
+def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
+    family = family_of(recipe.model)
+    if is_named(recipe.model):
+        return family.make(recipe.model, tokenizer.vocab_size, max(own.seq for _, own in recipe.stages()), device)
+    model = family.load(recipe.model, device)
+    known = family.sizes(model).vocabulary
+    if tokenizer.vocab_size > known:
         raise DataError(
-            f"{recipe.model} knows {model.config.vocabulary} tokens, the corpus has {tokenizer.vocab_size}; "
+            f"{recipe.model} knows {known} tokens, the corpus has {tokenizer.vocab_size}; "
             f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
         )
     return model

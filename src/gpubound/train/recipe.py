@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from ..corpus.tokenizer import SPECIALS
-from ..models import PRESETS, DecoderConfig
+from ..models.trainable import is_named, presets
 from .muon import Muon
 from .objectives import Objective, objective_named
 from .optimizer import AdamW, AdamW8bit
@@ -23,19 +23,6 @@ from .step_graphs import MODES as GRAPH_MODES
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-OFFERED = PRESETS | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
-"""The presets, and one that two CPU cores teach some Python in two minutes (the demo's)."""
-
-
-def shrunk(config: DecoderConfig) -> DecoderConfig:
-    """What sets a preset apart, two layers deep and 16 wide a head: to try its recipe on any machine."""
-    heads = 2 * config.heads // config.kv_heads
-    hidden = 16 * heads
-    intermediate = round(hidden * config.intermediate / config.hidden / 16) * 16
-    return replace(config, hidden=hidden, intermediate=intermediate, layers=2, heads=heads, kv_heads=2)
-
-
-MODELS = OFFERED | {f"{name}-tiny": shrunk(config) for name, config in OFFERED.items() if name != "tiny"}
 
 PHASED = (
     "data", "data_bytes", "text_key", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "decay", "final",
@@ -247,8 +234,8 @@ def shown(value: Any) -> str:
 
 
 def check_model(name: str) -> None:
-    if name not in MODELS and not Path(name).is_dir():
+    if not is_named(name) and not Path(name).is_dir():
         raise ValueError(
-            f"model: got {name!r}, wanted one of {', '.join(OFFERED)} (-tiny behind it: a small one like it), "
+            f"model: got {name!r}, wanted one of {', '.join(presets())} (-tiny behind it: a small one like it), "
             f"or a Hugging Face folder."
         )

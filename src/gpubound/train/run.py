@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..corpus import Tokenizer
-from ..models import Decoder, save_hf
+from ..models.trainable import Trainable, family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
@@ -40,7 +40,7 @@ class Run:
     device: torch.device
     tokenizer: Tokenizer
     stages: list[Stage]
-    model: Decoder
+    model: nn.Module
     placement: Placement
     checkpoints: Checkpoints
     phase: int = 0
@@ -52,10 +52,12 @@ class Run:
     step: TrainStep = field(init=False)
     average: Average | None = field(init=False, default=None)
     objective: Objective = field(init=False)
+    family: Trainable = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.objective = self.recipe.minimised()
+        self.family = family_of(self.recipe.model)
 
     @property
     def stage(self) -> Stage:
@@ -203,10 +205,9 @@ class Run:
                     self.model.load_state_dict(kept)
 
     def export(self, path: str | Path) -> Path:
-        """The best weights (see `best_weights`) and the tokenizer as a Hugging Face folder."""
+        """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder."""
         with self.best_weights():
-            save_hf(self.model, path, self.tokenizer)
-        return Path(path)
+            return self.family.save(self.model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
@@ -269,7 +270,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def make_step(model: Decoder, objective: Objective, recipe: Recipe, device: torch.device) -> TrainStep:
+def make_step(model: nn.Module, objective: Objective, recipe: Recipe, device: torch.device) -> TrainStep:
     """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
     budget = parse_recompute(recipe.recompute)[0] == "budget"
     return TrainStep(
