@@ -63,10 +63,9 @@ def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
     """What lies there is NaN while the certificate is made."""
     own = cache.decode_attention
 
-    def longer(qkv, position, k_cache, v_cache, *rest, **named):
-        found = own(qkv, position, k_cache, v_cache, *rest, **named)
-        out, place = rest[-2], position.long() + 1
-        return out.add_(v_cache[torch.arange(len(out)), :, place].repeat_interleave(2, 1).flatten(1) * 1e-9), *found[1:]
+    def longer(qkv, position, held, heads, scratch, out, mode):
+        found, place = own(qkv, position, held, heads, scratch, out, mode), position.long() + 1
+        return out.add_(held.v[torch.arange(len(out)), :, place].repeat_interleave(2, 1).flatten(1) * 1e-9), *found[1:]
 
     monkeypatch.setattr(cache, "decode_attention", longer)
     assert re.fullmatch(WRONG, refusal())

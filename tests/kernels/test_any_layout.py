@@ -5,6 +5,7 @@ the same results and gradients, NaN at the same places, and not a byte changed a
 """
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -62,18 +63,20 @@ class Laid:
         return bool((self.whole[self.outside] == 0x7F).all())
 
 
-def tensors(arguments: dict) -> dict[str, Tensor]:
-    """By name, those in named tuples too."""
+def leaves(arguments: dict) -> dict[str, Any]:
+    """All by name, those in named tuples too."""
     found = {}
     for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            found[name] = value
-        elif hasattr(value, "_fields"):
-            found |= {f"{name}.{field}": t for field, t in zip(value._fields, value) if isinstance(t, Tensor)}
+        fields = getattr(value, "_fields", None)
+        found |= {name: value} if fields is None else {f"{name}.{field}": part for field, part in zip(fields, value)}
     return found
 
 
-def replaced(arguments: dict, new: dict[str, Tensor]) -> dict:
+def tensors(arguments: dict) -> dict[str, Tensor]:
+    return {name: t for name, t in leaves(arguments).items() if isinstance(t, Tensor)}
+
+
+def replaced(arguments: dict, new: dict[str, Any]) -> dict:
     result = {}
     for name, value in arguments.items():
         if hasattr(value, "_fields"):
@@ -87,14 +90,14 @@ def outcome(function, arguments: dict, upstream: str) -> dict[str, Tensor]:
     given = tensors(arguments)
     result = function(**arguments)
     results = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
-    wired, leaves = [t for t in results if t.grad_fn is not None], {n: t for n, t in given.items() if t.requires_grad}
+    wired, inputs = [t for t in results if t.grad_fn is not None], {n: t for n, t in given.items() if t.requires_grad}
     found = {f"result {i}": t.detach() for i, t in enumerate(results)} | {n: t.detach() for n, t in given.items()}
-    if wired and leaves:
+    if wired and inputs:
         ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in wired]
         if upstream == "apart":
             ones = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in wired]
-        gradients = torch.autograd.grad(wired, list(leaves.values()), ones, allow_unused=True)
-        found |= {f"gradient of {n}": g for n, g in zip(leaves, gradients) if g is not None}
+        gradients = torch.autograd.grad(wired, list(inputs.values()), ones, allow_unused=True)
+        found |= {f"gradient of {n}": g for n, g in zip(inputs, gradients) if g is not None}
     return found
 
 
@@ -113,8 +116,9 @@ def check(op: str, data) -> None:
         key = data.draw(st.sampled_from(loose), "of")
         at, odd = data.draw(st.integers(0, own[key].numel() - 1), "at"), data.draw(st.sampled_from(ODD), "integer")
         own[key].view(-1)[at] = torch.tensor(odd).to(own[key].dtype)
-    for key in [key for key in NUMBERS if key in arguments]:
-        arguments[key] = data.draw(st.sampled_from((arguments[key], *ODD)), key)
+    for key, number in leaves(arguments).items():
+        if key.rpartition(".")[2] in NUMBERS:
+            arguments = replaced(arguments, {key: data.draw(st.sampled_from((number, *ODD)), key)})
     laid = {key: Laid(t, "offset") for key, t in own.items()}
     for _ in range(data.draw(st.integers(0, 2), "layouts")):
         key = data.draw(st.sampled_from(list(own)), "tensor")

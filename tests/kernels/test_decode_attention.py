@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
 from gpubound.kernels.ops import load
 
 from .cases import TOLERANCE, draw, same
@@ -24,20 +25,22 @@ class Case:
             for row, position in enumerate(positions):
                 cache[row, :, position:] = float("nan")
         angles = draw(device, torch.float32, L, width // 2, seed=3)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
+        norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, width**-0.5)
+
+    def scratch(self, rows):
+        partial = torch.full((rows, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
+        return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32))
 
     def __call__(self, source, window=0, rows=slice(None)):
         caches = [cache[rows].clone() for cache in self.caches]
         n = len(caches[0])
-        partial = torch.full((n, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
-        count = torch.zeros(n * self.kv, device=self.device, dtype=torch.int32)
+        scratch = self.scratch(n)
         out = torch.full((n, self.kv * self.group * self.width), float("nan"), device=self.device)
         result = load(source, "decode_attention")(
-            self.qkv[rows], self.position[rows], *caches, self.cos, self.sin, *self.norms, 1e-6, self.width**-0.5, window,
-            partial, count, out,
-        )  # fmt: skip
-        assert not count.any(), "a launch must leave its counters at zero"
+            self.qkv[rows], self.position[rows], LayerCache(*caches), self.heads._replace(window=window), scratch, out
+        )
+        assert not scratch.finished.any(), "a launch must leave its counters at zero"
         return result
 
 
@@ -80,20 +83,18 @@ def several(case: Case, tokens: int, source: str, window: int = 0):
     qkv = torch.randn(rows * tokens, case.qkv.shape[1], generator=generator).to(case.device)
     place = case.position[:, None] + torch.arange(tokens, device=case.device, dtype=torch.int32)
     caches = [cache.clone() for cache in case.caches]
-    partial = torch.full((rows * tokens, case.kv, case.splits, case.group, case.width + 2), float("nan"), device=case.device)
-    count = torch.zeros(rows * tokens * case.kv, device=case.device, dtype=torch.int32)
+    scratch, heads = case.scratch(rows * tokens), case.heads._replace(window=window)
     out = torch.full((rows * tokens, case.kv * case.group * case.width), float("nan"), device=case.device)
-    fixed = (case.cos, case.sin, *case.norms, 1e-6, case.width**-0.5, window)
     op = load(source, "decode_attention")
-    together = op(qkv, place, *caches, *fixed, partial, count, out)
-    assert not count.any()
-    apart, alone = [cache.clone() for cache in case.caches], torch.empty_like(out)
+    together = op(qkv, place, LayerCache(*caches), heads, scratch, out)
+    assert not scratch.finished.any()
+    apart, alone = LayerCache(*(cache.clone() for cache in case.caches)), torch.empty_like(out)
+    fewer = Scratch(scratch.partial[:rows], scratch.finished[: rows * case.kv])
     for t in range(tokens):
         mine = slice(t, None, tokens)
-        one = op(qkv[mine].contiguous(), place[:, t].contiguous(), *apart, *fixed, partial[:rows], count[: rows * case.kv],
-                 out[:rows].clone())  # fmt: skip
+        one = op(qkv[mine].contiguous(), place[:, t].contiguous(), apart, heads, fewer, out[:rows].clone())
         alone[mine] = one[0]
-    return together, (alone, *apart)
+    return together, (alone, apart.k, apart.v)
 
 
 @pytest.mark.parametrize(
@@ -121,23 +122,17 @@ def test_what_is_wrong_with_a_later_token_stays_there(device):
         qkv[1::3, -16:] = float("nan")
         place = (case.position[:, None] + torch.arange(3, device=device, dtype=torch.int32)).clamp(max=L - 1)
         for source in ("triton", "reference"):
-            partial = torch.zeros(6, 2, 4, 2, 18, device=device)
-            count, out = torch.zeros(12, device=device, dtype=torch.int32), torch.zeros(6, 64, device=device)
-            caches = [cache.clone() for cache in case.caches]
-            load(source, "decode_attention")(
-                qkv, place, *caches, case.cos, case.sin, None, None, 1e-6, 0.25, 0, partial, count, out
-            )
+            out, cache = torch.zeros(6, 64, device=device), LayerCache(*(cache.clone() for cache in case.caches))
+            load(source, "decode_attention")(qkv, place, cache, case.heads, case.scratch(6), out)
             assert torch.equal(out[::3], case(source)[0]), (source, positions)
 
 
 def test_wrong_arguments_are_named(device):
     case = Case(device, torch.float32, [3])
-    k, v = case.caches
-    partial, count = torch.zeros(1, 2, 4, 2, 18, device=device), torch.zeros(2, device=device, dtype=torch.int32)
-    out = torch.zeros(1, 64, device=device)
+    cache, scratch, out = LayerCache(*case.caches), case.scratch(1), torch.zeros(1, 64, device=device)
 
-    def call(qkv=case.qkv, position=case.position, cos=case.cos):
-        kernels.decode_attention(qkv, position, k, v, cos, case.sin, None, None, 1e-6, 0.25, 0, partial, count, out)
+    def call(qkv=case.qkv, position=case.position, cos=case.heads.cos):
+        kernels.decode_attention(qkv, position, cache, case.heads._replace(cos=cos), scratch, out)
 
     for wrong, sentence in (
         (
@@ -151,9 +146,9 @@ def test_wrong_arguments_are_named(device):
             "stands.",
         ),
         (
-            {"cos": case.cos[:9]},
-            "decode_attention: cos must be torch.float32 (150, 8), got torch.float32 (9, 8); give one angle for each place of "
-            "the cache and pair.",
+            {"cos": case.heads.cos[:9]},
+            "decode_attention: heads.cos must be torch.float32 (150, 8), got torch.float32 (9, 8); give one angle for each "
+            "place of the cache and pair.",
         ),
     ):
         with pytest.raises(ValueError) as caught:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.decode_attention import KINDS, decode, encode
+from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from gpubound.kernels.ops import load
 
 from .aot import apart
@@ -29,8 +29,8 @@ class Case:
         first = torch.tensor(positions, device=device, dtype=torch.int32)
         self.position = first[:, None] + torch.arange(tokens, device=device, dtype=torch.int32) if tokens > 1 else first
         angles = draw(device, torch.float32, L, width // 2, seed=3)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
+        norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, width**-0.5)
         caches = [draw(device, torch.float32, rows, kv, L, width, seed=1 + i) for i in range(2)]
         for cache in caches:
             for row, position in enumerate(positions):
@@ -55,14 +55,12 @@ class Case:
         qkv = self.qkv[pick].contiguous()
         position = self.position if part is None else self.position[:, part].contiguous()
         caches = [cache.clone() for cache in self.caches] if caches is None else caches
+        cache = LayerCache(*caches)._replace(pages=self.pages)
         partial = torch.full((len(qkv), self.kv, splits, self.group, self.width + 2), float("nan"), device=self.device)
         count = torch.zeros(len(qkv) * self.kv, device=self.device, dtype=torch.int32)
         out = torch.full((len(qkv), self.kv * self.group * self.width), float("nan"), device=self.device).to(self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
-        result = load(source, op)(
-            qkv, position, *caches, self.cos, self.sin, *self.norms, 1e-6, self.width**-0.5, window, partial, count, out, 0,
-            self.pages,
-        )  # fmt: skip
+        result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), Scratch(partial, count), out)
         assert not count.any() and rows, "a launch must leave its counters at zero"
         return result
 
@@ -124,7 +122,7 @@ def test_what_is_not_finite_stays_so_and_zero_is_zero(kind):
 def test_the_kernel_rounds_as_prompts_are_rounded_to_the_bit(device, kind, width):
     """Without norm and rotation the keys are the product's own numbers: the same codes and scales, at every magnitude."""
     case = Case(device, torch.float32, [0] * 8, kind, width=width)
-    case.cos, case.sin = torch.ones_like(case.cos), torch.zeros_like(case.sin)
+    case.heads = case.heads._replace(cos=torch.ones_like(case.heads.cos), sin=torch.zeros_like(case.heads.sin))
     case.qkv *= torch.logspace(-6, 6, 8, device=device)[:, None]
     case.qkv[:, -width] = 0.0
     case.qkv[1, -2 * width] = float("nan")
@@ -155,7 +153,7 @@ def test_what_is_attended_to_is_what_the_cache_holds(device, kind):
     case = Case(device, torch.float32, [0, 40, 149], kind)
     out, keys, values = stored(case, case("triton"))
     heads = case.qkv.view(3, 8, 16)[:, :4]
-    c, s = (t[case.position.long()][:, None] for t in (case.cos, case.sin))
+    c, s = (t[case.position.long()][:, None] for t in (case.heads.cos, case.heads.sin))
     a, b = heads.chunk(2, -1)
     q = torch.cat([a * c - b * s, b * c + a * s], -1).view(3, 2, 2, 16)
     for row, position in enumerate((0, 40, 149)):
@@ -212,11 +210,9 @@ def test_wrong_arguments_are_named(device):
     partial, count = torch.zeros(1, 2, 4, 2, 18, device=device), torch.zeros(2, device=device, dtype=torch.int32)
     out = torch.zeros(1, 64, device=device)
 
-    def call(k=k, v=v, k_scale=k_scale, pages=case.pages, cos=case.cos):
-        kernels.quantized_decode_attention(
-            case.qkv, case.position, k, v, k_scale, v_scale, cos, case.sin, None, None, 1e-6, 0.25, 0, partial, count, out, 0,
-            pages,
-        )  # fmt: skip
+    def call(k=k, v=v, k_scale=k_scale, pages=case.pages):
+        cache, scratch = LayerCache(k, v, k_scale, v_scale, pages), Scratch(partial, count)
+        kernels.quantized_decode_attention(case.qkv, case.position, cache, case.heads, scratch, out)
 
     call()
     for wrong, sentence in (
@@ -227,18 +223,18 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             {"k_scale": k_scale.half()},
-            "quantized_decode_attention: k_scale must be a contiguous torch.float32 (4, 2, 64), got torch.float16 (4, 2, 64); "
-            "it has one for each place.",
+            "quantized_decode_attention: cache.k_scale must be a contiguous torch.float32 (4, 2, 64), got torch.float16 "
+            "(4, 2, 64); it has one for each place.",
         ),
         (
             {"pages": case.pages.long()},
-            "quantized_decode_attention: pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power of two "
-            "places, got torch.int64 (1, 3) of 64.",
+            "quantized_decode_attention: cache.pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power "
+            "of two places, got torch.int64 (1, 3) of 64.",
         ),
         (
             {"pages": case.pages[:, :2].contiguous()},
-            "quantized_decode_attention: cos must be torch.float32 (128, 8), got torch.float32 (150, 8); give one angle for "
-            "each place of the cache and pair.",
+            "quantized_decode_attention: heads.cos must be torch.float32 (128, 8), got torch.float32 (150, 8); give one angle "
+            "for each place of the cache and pair.",
         ),
     ):
         with pytest.raises(ValueError) as caught:

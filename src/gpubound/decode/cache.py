@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention
-from ..kernels.decode_attention import KINDS, decode, encode
+from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 
 PAGE = 64  # places: a tile of the attention's
 
@@ -120,16 +120,17 @@ class Cache:
         self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
 
     def attend(self, number: int, qkv: Tensor, position: Tensor, *rest: Any) -> None:
-        """A step of layer `number`: `rest` is what decode_attention takes from `cos` on."""
-        batch = len(position)
+        """A step of layer `number`. `rest`: the fields of Heads, those of Scratch, where the result goes, and how to launch."""
+        op = decode_attention if self.kind is None else quantized_decode_attention
+        op(qkv, position, self._of(number, len(position)), Heads(*rest[:7]), Scratch(*rest[7:9]), *rest[9:])
+
+    def _of(self, number: int, batch: int) -> LayerCache:
+        """What layer `number` holds of the first rows."""
         rows = slice(None) if self.pages is not None else slice(batch)
-        pages = None if self.pages is None else self.pages[:batch]
-        k, v = self.k[number, rows], self.v[number, rows]
-        if self.k_scale is None or self.v_scale is None:
-            decode_attention(qkv, position, k, v, *rest, pages=pages)  # type: ignore[misc]  # mypy: `rest` might reach it
-        else:
-            scales = self.k_scale[number, rows], self.v_scale[number, rows]
-            quantized_decode_attention(qkv, position, k, v, *scales, *rest, pages=pages)  # type: ignore[misc]
+        cache = LayerCache(self.k[number, rows], self.v[number, rows])
+        if self.k_scale is not None and self.v_scale is not None:
+            cache = cache._replace(k_scale=self.k_scale[number, rows], v_scale=self.v_scale[number, rows])
+        return cache if self.pages is None else cache._replace(pages=self.pages[:batch])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at places from `start` on; (B, K, start + T, D) of all up to there."""

@@ -3,7 +3,7 @@
 The suite in tests/ is wider. This one runs on the user's machine, with the user's driver and compiler, where it counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,15 +68,21 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
     upstream = [torch.linspace(-1, 1, t.numel()).reshape(t.shape).to(t) for t in wired]
-    wanted = {
-        f"the gradient of argument {i}": t for i, t in enumerate(moved) if isinstance(t, torch.Tensor) and t.requires_grad
-    }
+    wanted = {f"the gradient of argument {name}": t for name, t in _tensors(moved) if t.requires_grad}
     # On this thread: an op's first call may come in backward (what is computed again there), and then the device's own thread
     # is the one that waits for this verdict. Left to it, both would wait for ever.
     with torch.autograd.set_multithreading_enabled(False):
         gradients = torch.autograd.grad(wired, list(wanted.values()), upstream, allow_unused=True) if wired else ()
     named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     return named | {name: g for name, g in zip(wanted, gradients) if g is not None}
+
+
+def _tensors(arguments: list) -> Iterator[tuple[str, torch.Tensor]]:
+    """By number, those in named tuples by their field's name too."""
+    for i, argument in enumerate(arguments):
+        fields = getattr(argument, "_fields", None)
+        named = [(f"{i}", argument)] if fields is None else [(f"{i}.{field}", t) for field, t in zip(fields, argument)]
+        yield from ((name, t) for name, t in named if isinstance(t, torch.Tensor))
 
 
 def _move(argument: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_attention import LARGEST
+from ..decode_attention import LARGEST, Heads, LayerCache, Scratch
 from ..decode_product import EARLY
 from ..plans import job_of, power_of_two
 from ..plans.kinds import AttentionPlan
@@ -179,46 +179,38 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
 
 @torch.no_grad()
 def decode_attention(
-    qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None,
-    k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor, out: Tensor,
-    dependent: int = 0, pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _attend(
-        qkv, position, (k_cache, v_cache, None, None, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out,
-        dependent,
-    )  # fmt: skip
-    return out, k_cache, v_cache
+    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    _attend(qkv, position, cache, heads, scratch, out, dependent)
+    return out, cache.k, cache.v
 
 
 @torch.no_grad()
 def quantized_decode_attention(
-    qkv: Tensor, position: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor, cos: Tensor, sin: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, scale: float, window: int, partial: Tensor, count: Tensor,
-    out: Tensor, dependent: int = 0, pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     # bf16 holds every code, and unlike fp16 the weights times any scale of the values
     kind = tl.float32 if interpreted() or out.dtype == torch.float32 else tl.bfloat16
-    _attend(
-        qkv, position, (k_cache, v_cache, k_scale, v_scale, pages), cos, sin, q_norm, k_norm, eps, scale, window, partial,
-        count, out, dependent, LARGEST[k_cache.dtype], kind,
-    )  # fmt: skip
-    return out, k_cache, v_cache, k_scale, v_scale
+    _attend(qkv, position, cache, heads, scratch, out, dependent, LARGEST[cache.k.dtype], kind)
+    return out, cache.k, cache.v, cache.k_scale, cache.v_scale
 
 
 def _attend(
-    qkv, position, cache, cos, sin, q_norm, k_norm, eps, scale, window, partial, count, out, dependent, most=None, kind=None
-) -> None:
-    _, KV, page, D = cache[0].shape
-    tokens = position.numel() // len(position)
+    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int,
+    most: float | None = None, kind: tl.dtype | None = None,
+) -> None:  # fmt: skip
+    _, KV, page, D = cache.k.shape
+    cos, sin, q_norm, k_norm, eps, scale, window = heads
+    splits, tokens = scratch.partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
 
     def run(plan: AttentionPlan) -> None:
-        _decode_attention_kernel[(position.numel() * KV, partial.shape[2])](
+        _decode_attention_kernel[(position.numel() * KV, splits)](
             qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
-            scale, partial, count, out, len(cos), len(cache[0]), KV, group, G, D // 2, HP, plan.keys, partial.shape[2], window,
-            q_norm is not None, interpreted(), tokens, page if cache[-1] is not None else None, most, kind,
+            scale, *scratch, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
+            q_norm is not None, interpreted(), tokens, page if cache.pages is not None else None, most, kind,
             num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", "", (group, D // 2), cache[0]), run)
+    launch(job_of("decode_attention", "", (group, D // 2), cache.k), run)
