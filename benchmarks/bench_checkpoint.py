@@ -19,13 +19,13 @@ from gpubound import measure
 from gpubound.cli import guarded
 from gpubound.cli.options import arguments
 from gpubound.device import resolve
-from gpubound.feed.budget import readable
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.loop import Mark
 from gpubound.train.run import tensors_of
+from gpubound.words import readable
 
 from . import results
 from .harness import Bench, release

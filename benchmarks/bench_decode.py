@@ -30,8 +30,8 @@ from gpubound.cli import guarded
 from gpubound.cli.options import arguments
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
-from gpubound.monitor.live import quantity
 from gpubound.trace import strict
+from gpubound.words import quantity
 
 from . import results
 from .decode_cache import measure_cache

@@ -11,7 +11,7 @@ import gpubound
 ROOT = Path(gpubound.__file__).parent
 FLOORS = [
     ["errors", "version"],  # the ground floor, in three steps
-    ["trace", "files"],
+    ["trace", "files", "words"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
     ["graph", "layers", "lora", "corpus"],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpubound import measure, trace
+from gpubound import measure, trace, words
 from gpubound.errors import DeviceError, MeasureError
 from gpubound.measure import Machine, Prepared, Timing, arithmetic, ceiling, limits, timing
 
@@ -26,7 +26,7 @@ def clock(monkeypatch):
     return work
 
 
-@pytest.mark.parametrize("module", [arithmetic, timing], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [arithmetic, words], ids=lambda m: m.__name__)
 def test_docstring_examples(module):
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpubound.feed.budget import SHARE, allowance, concrete, free_bytes, parse_bytes, readable, target
+from gpubound.feed.budget import SHARE, allowance, concrete, free_bytes, parse_bytes, target
+from gpubound.words import readable
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def test_what_is_measured_seldom_stays_in_the_line():
     with LiveLine(10, "demo", Console(file=out, width=200)) as live:
         live.show({"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25})
         live.show({"step": 2, "loss": 2.0})
-    assert out.getvalue().splitlines()[-1] == "demo 2/10  loss 2.000  held out 3.250  500MB"
+    assert out.getvalue().splitlines()[-1] == "demo 2/10  loss 2.000  held out 3.250  500.0 MB"
 
 
 def test_another_phase_has_another_held_out_loss():
@@ -45,7 +45,7 @@ def test_on_a_terminal_of_80_columns_the_bar_and_all_figures_are_seen():
     bar, *below = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue().split("\x1b[2K")[-1]).splitlines()
     assert bar.startswith("first ━") and "1200/2000" in bar
     assert " ".join(" ".join(below).split()) == (
-        "pretrain loss 3.210 held out 3.500 192k tok/s 49.4% of the matrix rate GPU busy 97% 690 W 23.7GB 1 skipped"
+        "pretrain loss 3.210 held out 3.500 192k tok/s 49.4% of the matrix rate GPU busy 97% 690 W 23.7 GB 1 skipped"
     )
 
 

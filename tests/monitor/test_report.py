@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from gpubound.monitor import Tape, report, words, write_report
+from gpubound import words
+from gpubound.monitor import Tape, report, write_report
 from gpubound.monitor.figures import Figures, warnings
 
 from .tapes import PLACEMENT, diverged_run, gpu_run

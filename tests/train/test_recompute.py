@@ -9,9 +9,9 @@ from torch import nn
 
 from gpubound import trace
 from gpubound.errors import DeviceError
-from gpubound.feed.budget import readable
 from gpubound.train import TrainStep, recompute
 from gpubound.train.recompute import count_blocks, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
+from gpubound.words import readable
 
 from .objectives.test_causal_lm import batch, llama
 

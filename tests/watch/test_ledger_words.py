@@ -19,8 +19,8 @@ not counted: cpu_ops, allocations, frees, alloc_retries, pinned_allocations, rec
 kind    what                                 times  amount  WHERE  code
 sync    copy to device                       2              ONE  x = batch.to(sim)
 sync    item                                 2              TWO  return x.sum().item()
-h2d     copy to device [pageable, blocking]  2      4 KiB   ONE  x = batch.to(sim)
-repeat  copy to device                       1      2 KiB   ONE  x = batch.to(sim)
+h2d     copy to device [pageable, blocking]  2      4.1 kB  ONE  x = batch.to(sim)
+repeat  copy to device                       1      2.0 kB  ONE  x = batch.to(sim)
 launch  sum                                  2              TWO  return x.sum().item()
 
 sensors
@@ -101,7 +101,7 @@ def test_over_budget_shows_the_lines(sim, monkeypatch, request):
         f"kind    what            times  amount  {'where'.ljust(len(one))}  code",
         f"sync    copy to device  2              {one}  x = batch.to(sim)",
         f"sync    item            2              {two}  return x.sum().item()",
-        f"repeat  copy to device  1      2 KiB   {one}  x = batch.to(sim)",
+        f"repeat  copy to device  1      2.0 kB  {one}  x = batch.to(sim)",
     ]
     assert isinstance(error.value, AssertionError)
 

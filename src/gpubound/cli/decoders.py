@@ -10,7 +10,7 @@ import torch
 from ..corpus import Tokenizer
 from ..decode import FastDecoder, decoder
 from ..device import label
-from ..monitor.live import quantity
+from ..words import quantity
 from .saved import Saved
 
 if TYPE_CHECKING:

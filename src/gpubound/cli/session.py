@@ -21,13 +21,13 @@ from ..errors import DataError, MeasureError
 from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import warnings
 from ..monitor.gauges import Gauges
-from ..monitor.live import quantity
 from ..monitor.logs import open_log
 from ..trace import fallbacks, notice
 from ..train.lock import locked
 from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
 from ..version import __version__
+from ..words import quantity
 
 
 @contextmanager

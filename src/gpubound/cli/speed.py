@@ -9,10 +9,10 @@ import torch
 from .. import measure
 from ..decode.result import Generation
 from ..errors import MeasureError
-from ..monitor.live import quantity
 from ..trace import notice
 from ..watch import watch
 from ..watch.sensors import NAMES
+from ..words import quantity
 
 # The only sensor that does not slow a loop of a few small launches: a dispatch mode costs 20 µs an op.
 WITHOUT = tuple(name for name in NAMES if name != "gputrace")

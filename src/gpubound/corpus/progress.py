@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ..feed.budget import readable
 from ..trace import printable, prints, say
+from ..words import readable
 
 SECONDS = 10.0  # between plain lines: a log file wants few
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..device import label, usable_bytes
 from ..graph.held import address_check
+from ..words import readable
 
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
@@ -147,7 +148,7 @@ def check_room(needed: int, device: torch.device, max_batch: int, max_length: in
     if free is not None and needed > free:
         raise ValueError(
             f"decoder: max_batch and max_length: got {max_batch} and {max_length}, whose keys, values and logits take "
-            f"{needed / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free on {label(device)}; ask for fewer or shorter sequences."
+            f"{readable(needed)}, but {readable(free)} are free on {label(device)}; ask for fewer or shorter sequences."
         )
 
 

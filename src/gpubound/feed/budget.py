@@ -1,6 +1,5 @@
 """Which device a feed serves, how much memory it may take there, and sizes in words."""
 
-import math
 import os
 import re
 
@@ -79,12 +78,3 @@ def parse_bytes(what: str, size: int | str) -> int:
     if isinstance(size, bool) or found is None or unit is None:
         raise ValueError(f"feed: {what}: got {size!r}, wanted a number of bytes, as in 2_000_000_000, '2 GB' or '1.9 GiB'.")
     return int(float(found[1]) * unit)
-
-
-def readable(size: float) -> str:
-    """
-    >>> readable(1_500_000)
-    '1.5 MB'
-    """
-    power = min(int(math.log10(size)) // 3, 4) if size >= 1 else 0
-    return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

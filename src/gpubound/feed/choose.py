@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..trace import fallback, notice
-from .budget import allowance, free_bytes, readable, target
+from ..words import readable
+from .budget import allowance, free_bytes, target
 from .epochs import Direct, Feed, Store
 from .leaves import Bucket, Padding
 from .resident import CannotStay, Resident, ResidentItems, bytes_needed, item_bytes_needed

@@ -9,6 +9,7 @@
 docs/measuring.md says how to use them and what each leaves out.
 """
 
+from ..words import in_words as in_words
 from .arithmetic import bandwidth as bandwidth
 from .arithmetic import mfu as mfu
 from .arithmetic import rate as rate
@@ -26,6 +27,5 @@ from .facts import machine as machine
 from .timing import Prepared as Prepared
 from .timing import Timing as Timing
 from .timing import Work as Work
-from .timing import in_words as in_words
 from .timing import run_once as run_once
 from .timing import time as time

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .timing import Timing, Work, check_counts, clock_for, in_words, place_of
+from ..words import in_words
+from .timing import Timing, Work, check_counts, clock_for, place_of
 
 RESAMPLES = 2000
 

@@ -19,6 +19,7 @@ import torch
 
 from ..device import resolve
 from ..errors import MeasureError
+from ..words import in_words
 
 GRAPH_CALLS = 20  # calls in one graph: the device's own cost of starting a graph, 1-2 µs, then adds 1/20 of that to each
 SLEEP_CYCLES_PER_S = (
@@ -59,18 +60,6 @@ class Timing:
 
     def __str__(self) -> str:
         return f"{in_words(self.median_s)} ({in_words(self.low_s)} to {in_words(self.high_s)}, {self.runs} runs, {self.clock})"
-
-
-def in_words(seconds: float) -> str:
-    """Seconds in the unit that reads best.
-
-    >>> in_words(0.00123)
-    '1.23 ms'
-    """
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:.0f} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 def time(

@@ -6,9 +6,9 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from ..words import duration, moment, number
 from .chart import Axis
 from .tape import Tape
-from .words import duration, moment, number
 
 Record = dict[str, Any]
 RISE = 0.1  # a loss that ends higher than it began by this share rose; noise between two tenths of a run is less

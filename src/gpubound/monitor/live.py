@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..trace import printable
-from .words import quantity as quantity
+from ..words import quantity, readable
 
 # Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
 LINES = 10
@@ -34,7 +34,7 @@ def describe(record: dict[str, Any]) -> str:
     if "power_w" in record:
         parts.append(f"{record['power_w']:.0f} W")
     if "memory_bytes" in record:
-        parts.append(quantity(record["memory_bytes"], "B"))
+        parts.append(readable(record["memory_bytes"]))
     if record.get("skipped"):
         parts.append(f"{record['skipped']} skipped")
     return "  ".join(parts)

@@ -13,9 +13,9 @@ from markupsafe import Markup
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
 from .tape import Tape
-from .words import settings
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
+DEPTH = 8  # of a setting within a setting; no recipe comes near, and a crafted file must not end the page
 DOCTYPE = "<!doctype html>"
 
 
@@ -130,3 +130,20 @@ def _write(out: Path, page: str) -> None:
     fresh = out.with_name(out.name + ".new")
     fresh.write_bytes(data)
     os.replace(fresh, out)
+
+
+def settings(value: Any, depth: int = 0) -> str:
+    """A setting as a reader would write it.
+
+    >>> settings([{"name": "books", "data": ["a/", "b/"], "steps": 300}])
+    'books: data a/ b/, steps 300'
+    """
+    if depth > DEPTH:
+        return "…"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} {settings(what, depth + 1)}" for key, what in value.items() if key != "name")
+        return f"{value['name']}: {inner}" if "name" in value else inner
+    if isinstance(value, list | tuple):
+        between = "; " if any(isinstance(part, dict) for part in value) else " "
+        return between.join(settings(part, depth + 1) for part in value)
+    return str(value)

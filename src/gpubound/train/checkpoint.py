@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..trace import fallback, notice, span
+from ..words import readable
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 WHOLE = "state_crc32"
@@ -224,7 +225,7 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in tensors.items()}
     except torch.OutOfMemoryError:
         size = sum(t.nbytes for t in tensors.values() if t.is_cuda)
-        fallback("checkpoint in the background", f"the GPU has no {size / 1e9:.1f} GB free for a copy of the run's state")
+        fallback("checkpoint in the background", f"the GPU has no {readable(size)} free for a copy of the run's state")
         return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
 
 

@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DeviceError
-from ..feed.budget import parse_bytes, readable
+from ..feed.budget import parse_bytes
 from ..trace import notice
+from ..words import readable
 
 MODES = ("cheap", "none", "blocks")
 

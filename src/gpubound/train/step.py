@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..feed.budget import readable
 from ..graph import Captured
 from ..kernels.aside import Side
 from ..kernels.choose import hasten
 from ..layers.recompute import KEEP_ALL, recompute_from
 from ..trace import notice, span
+from ..words import readable
 from .accumulate import Accumulators
 from .batches import gather, take_apart
 from .device_step import DeviceStep, Loss, Reduce

@@ -27,9 +27,9 @@ from functools import lru_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..errors import StallError
+from ..words import nearest
 from . import ops, unseen
 from .events import Cause, cause_of
-from .names import nearest
 from .site import Origins, Place, Site, here
 
 KINDS = ("sync", "h2d", "d2h")

@@ -16,8 +16,8 @@ import torch
 
 from ..device import accelerator
 from ..errors import BudgetError
+from ..words import nearest
 from . import pretend
-from .names import nearest
 from .rows import TOTALS, Row, offenders, render
 from .site import Origins, Place, here
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..words import readable
 from .site import Place
 
 if TYPE_CHECKING:
@@ -160,11 +161,4 @@ def _note(place: Place) -> str:
 def _amount(row: Row) -> str:
     if row.kind == "gc":
         return f"{row.ms:.1f} ms"
-    if not row.bytes:
-        return ""
-    size, unit = float(row.bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
+    return readable(row.bytes) if row.bytes else ""

@@ -1,0 +1,74 @@
+"""How the library says numbers, sizes, durations and misspelt names: one formatter for each, used everywhere."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def readable(count: float) -> str:
+    """A number of bytes.
+
+    >>> readable(1_500_000)
+    '1.5 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """Three digits and a letter for the magnitude.
+
+    >>> quantity(192_400, " tok/s")
+    '192k tok/s'
+    """
+    for magnitude, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= magnitude:
+            return f"{value / magnitude:.3g}{letter}{unit}"
+    return f"{value:.3g}{unit}"
+
+
+def number(value: float, style: str) -> str:
+    """`style` is a format such as '.3g' or '.1%', or 'si' for `quantity`."""
+    return quantity(value) if style == "si" else format(value, style)
+
+
+def in_words(seconds: float) -> str:
+    """Seconds in the unit that reads best.
+
+    >>> in_words(0.00123)
+    '1.23 ms'
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:.0f} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def duration(seconds: float) -> str:
+    """How long a run took.
+
+    >>> duration(7384), duration(83.4)
+    ('2 h 3 min', '1 min 23 s')
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def moment(date: Any) -> str:
+    """
+    >>> moment("2026-11-22T03:54:58+00:00")
+    '2026-11-22 03:54:58 UTC'
+    """
+    return str(date).replace("T", " ", 1).replace("+00:00", " UTC")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """How to end a sentence that refuses `name`: '; did you mean syncs?' when a known name is close, else a full stop."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "."
