@@ -119,8 +119,8 @@ def measure_host_cost(bench: Bench) -> None:
     x = torch.ones(1, 8, device=bench.device)
     captured = capture(model, x)
     costs = {
-        "check of what is held": captured._guard.check,
-        "check and copy of the inputs": lambda: captured._layout.copy_in(captured._layout.tensors((x,))),
+        "check of what is held": captured._held.check,
+        "check and copy of the inputs": lambda: captured._inputs.copy_in(captured._inputs.tensors((x,))),
         "bare replay": captured._runner.replay,
         "whole call": lambda: captured(x),
     }

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from datetime import datetime
+from functools import partial
 from time import time as now
 
 import numpy as np
@@ -137,6 +138,55 @@ def test_the_time_in_what_is_written(tape):
     last = torch.zeros(1)
     assert "last of the replay is off by " in said(capture, lambda x: last.fill_(time.time()) * 0 + x, torch.ones(1))
     assert last.item() == 0
+
+
+class Clocked:
+    def __init__(self):
+        self.clock = time.time
+        self.clocks = {"wall": [time.time]}
+
+    def by_attribute(self, x):
+        return x * self.clock()
+
+    def by_item(self, x):
+        return x * self.clocks["wall"][0]()
+
+
+def by_closure():
+    clock, wall = time.time, datetime
+    return lambda x: x * (clock() + wall.now().timestamp())
+
+
+def by_default(x, clock=time.time):
+    return x * clock()
+
+
+def by_named_default(x, *, clock=time.time):
+    return x * clock()
+
+
+def through_a_helper():
+    return lambda x: by_default(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        by_closure(),
+        by_default,
+        by_named_default,
+        partial(by_default),
+        through_a_helper(),
+        Clocked().by_attribute,
+        Clocked().by_item,
+    ],
+    ids=["closure", "default", "named default", "partial", "helper", "attribute", "item"],
+)
+def test_a_clock_that_is_bound_elsewhere_than_in_a_global_is_varied_too(tape, fn):
+    assert "fn reads the time (time, datetime) or random numbers" in said(capture, fn, torch.ones(2))
+    assert by_default.__defaults__ == (time.time,) and by_named_default.__kwdefaults__ == {"clock": time.time}
+    if isinstance(owner := getattr(fn, "__self__", None), Clocked):
+        assert owner.clock is time.time and owner.clocks == {"wall": [time.time]}
 
 
 def test_timing_and_logging_are_no_reason(runner):

@@ -8,6 +8,7 @@ memory.py      copies of what it writes, put back bit for bit; the comparison of
 inputs.py      the static inputs, and the exact check of every later call against them
 runner.py      the CUDA graph, or eager calls where there is no GPU
 prepare.py     the whole way from a function to a graph
+rehearse.py    its eager calls before the capture
 held.py        what it holds, and what of that must still be true at a replay
 certify.py     replays against eager on other inputs (trial.py, vary.py; diagnose.py: why they disagree)
 poison.py      NaN where nothing should be read

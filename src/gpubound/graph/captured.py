@@ -15,7 +15,7 @@ from ..trace import count, notice
 from .certify import Certificate, certify
 from .inputs import StaticInputs
 from .poison import Poison
-from .prepare import Preparation
+from .prepare import prepare
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
 
@@ -52,9 +52,9 @@ class Captured:
 
     def __call__(self, *inputs: Any) -> Any:
         """Copy the inputs into the static buffers, replay, and return the static outputs."""
-        tensors = self._layout.tensors(inputs)
-        self._guard.check()
-        self._layout.copy_in(tensors)
+        tensors = self._inputs.tensors(inputs)
+        self._held.check()
+        self._inputs.copy_in(tensors)
         if self._poison is None:
             self._runner.replay()
         else:
@@ -72,37 +72,36 @@ class Captured:
         Without arguments the inputs of the last call are the example. Tensors returned before belong to the old graph.
         """
         if not inputs and self._poison is not None:
-            self._layout.copy_in(self._last)
-        self._build(StaticInputs(inputs) if inputs else self._layout)
+            self._inputs.copy_in(self._last)
+        self._build(StaticInputs(inputs) if inputs else self._inputs)
         return self
 
     @property
     def inputs(self) -> tuple:
         """The static buffers. What is written there and passed as it is costs no copy."""
-        return self._layout.static
+        return self._inputs.static
 
     @property
     def held(self) -> list[str]:
         """The names of every tensor that the graph uses and keeps alive: those from outside, then its static inputs."""
-        return list(self._guard.names)
+        return list(self._held.names)
 
     @property
     def memory_bytes(self) -> int:
         """What the graph holds by itself: static inputs, and its pool's growth or, without one, the static outputs."""
         outputs = sum(leaf.nbytes for leaf in self._leaves if isinstance(leaf, Tensor))
-        return sum(buffer.nbytes for buffer in self._layout.buffers) + (self._runner.memory_bytes or outputs)
+        return sum(buffer.nbytes for buffer in self._inputs.buffers) + (self._runner.memory_bytes or outputs)
 
     def __repr__(self) -> str:
         proof = "not verified" if self.certificate is None else "verified"
         held = len(self.held)
         return f"Captured({self.name}, {self.mode} on {self.device}, {proof}, {self.replays} replays, holds {held} tensors)"
 
-    def _build(self, layout: StaticInputs) -> None:
+    def _build(self, inputs: StaticInputs) -> None:
         """Capture and certify; only then let go of the graph before."""
         options = self._options
-        others = [layout.tensors(given) for given in options.other_inputs] if options.other_inputs else None
-        work = Preparation(self.name, self._fn, layout, options.state, options.pool, options.warmup)
-        work.capture()
+        others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
+        work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup)
         facts = None
         if options.verify:
             try:
@@ -115,7 +114,7 @@ class Captured:
                 f"capture({self.name}): verify=False: nothing has shown that a replay computes what the function does.",
                 logging.WARNING,
             )
-        self._layout, self._runner, self._guard = layout, work.runner, work.guard
+        self._inputs, self._runner, self._held = inputs, work.runner, work.held
         self._outputs = work.outputs
         self._leaves, self._spec = tree_flatten(work.outputs)
         self._fixed = isinstance(work.outputs, Tensor) or (
@@ -125,8 +124,8 @@ class Captured:
         self.certificate = Certificate(**facts, memory_bytes=self.memory_bytes) if facts else None
         self._poison, self._last = None, []
         if options.poison:
-            self._last = [buffer.detach().clone() for buffer in layout.buffers]
-            self._poison = Poison(layout.buffers, work.outputs, work.made_gradients(), work.foreign, self.pool, self.device)
+            self._last = [buffer.detach().clone() for buffer in inputs.buffers]
+            self._poison = Poison(inputs.buffers, work.outputs, work.made_gradients(), work.foreign, self.pool, self.device)
         work.release()
 
     def _give(self) -> Any:

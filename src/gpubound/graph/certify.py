@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..errors import GraphError
+from ..words import readable
 from .diagnose import cause
 from .memory import EQUAL, Difference, Memory, Room, difference, where
 from .trial import Results, Subject, eager_call, replay_call
@@ -53,7 +54,7 @@ class Certificate:
             f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
             + (names and f": {names}"),
             f"{self.inputs - len(self.unvaried)} of {_count(self.inputs, 'input')} varied{unvaried}",
-            f"{self.seconds:.2f} s, {self._snapshots}; the graph holds {_size(self.memory_bytes)}",
+            f"{self.seconds:.2f} s, {self._snapshots}; the graph holds {readable(self.memory_bytes)}",
         ]
         if not self.same_random_state:
             lines.append("a replay leaves the random generators elsewhere than an eager call does")
@@ -63,26 +64,18 @@ class Certificate:
     def _snapshots(self) -> str:
         if not self.snapshot_bytes:
             return "no snapshot was needed"
-        return f"{_size(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
+        return f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1000
-    return f"{count:.1f} GB"
-
-
 def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: float) -> dict[str, Any]:
     """Run the rounds. Returns the certificate's fields; GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
-    examples = [buffer.detach().clone() for buffer in subject.layout.buffers]
-    names = [slot.name for slot in subject.layout.slots if slot.buffer is not None]
+    examples = [buffer.detach().clone() for buffer in subject.inputs.buffers]
+    names = subject.inputs.names
     rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
     subject.reset()
     room = Room(subject.device)
@@ -103,9 +96,9 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
                 worst, worst_name = found, name
     copies, where_they_lie = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
     mutated = [memory.name for memory in kept if memory.changed()]
-    made = [name for name in subject.new_gradients if name not in mutated]
+    made = [leaf.name for leaf in subject.new_leaves if leaf.name not in mutated]
     subject.reset()
-    subject.layout.copy_in(examples)
+    subject.inputs.copy_in(examples)
     unvaried = set.intersection(*(set(same) for _, same in rounds))
     return {
         "rounds": len(rounds),
@@ -129,7 +122,7 @@ def _round(
 ) -> tuple[list[tuple[str, Difference]], bool]:
     """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
     before = subject.generators.states()
-    with varied(turn):
+    with varied(turn, subject.reach):
         eager = eager_call(subject, given, made_up)
     subject.generators.set(before)
     for memory in workspace:

@@ -51,7 +51,7 @@ def _reads_the_host(subject: Subject, name: str, given: Sequence[Tensor]) -> boo
 def _value(subject: Subject, name: str, given: Sequence[Tensor], turn: int) -> Any:
     """What an eager call gives in the tensor called `name`."""
     subject.reset()
-    with varied(turn):
+    with varied(turn, subject.reach):
         results = eager_call(subject, given, made_up=True)
     values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
     values |= {memory.name: memory.tensor.clone() for memory in subject.snapshot.memories.values() if memory.name == name}
@@ -71,7 +71,7 @@ def _ignored(subject: Subject, given: Sequence[Tensor], examples: Sequence[Tenso
         subject.reset()
         return eager, _copies(subject, replay_call(subject, tensors))
 
-    names = [slot.name for slot in subject.layout.slots if slot.buffer is not None]
+    names = subject.inputs.names
     eager, replayed = both(examples)
     found = []
     for index, name in enumerate(names[:MOST_INPUTS]):

@@ -63,6 +63,7 @@ class StaticInputs:
         self.slots = [_input(_name(path), leaf) for path, leaf in leaves]
         self.flat = all(isinstance(value, Tensor) for value in inputs)
         self.buffers = [slot.buffer for slot in self.slots if slot.buffer is not None]
+        self.names = [slot.name for slot in self.slots if slot.buffer is not None]  # of the buffers
         # Copies go into detached aliases, so that a buffer that requires grad stays a leaf.
         self._targets = [buffer.detach() for buffer in self.buffers]
         self._addresses = [buffer.data_ptr() for buffer in self.buffers]

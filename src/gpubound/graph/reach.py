@@ -77,6 +77,8 @@ class Reach:
         self.constants: list[tuple[Way, Any]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.modes: list[tuple[Way, Any]] = []  # every module's `training`
+        self.functions: list[types.FunctionType] = [*_bare(fn)]  # fn, and those that it reaches
+        self.builtins: list[Way] = []  # attributes and items that are functions in C, or classes: a clock may be one
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids stay taken while we look
         self.roots = sorted(_roots(fn), key=lambda way: _rank(way.find()))
@@ -112,6 +114,9 @@ class Reach:
             return
         if isinstance(node, torch.Generator):
             self.generators.append(node)
+        if isinstance(node, (types.BuiltinFunctionType, type)) and way.steps:
+            self.builtins.append(way)
+            return
         self._seen.add(id(node))
         self._keep.append(node)
         if isinstance(node, nn.Module):
@@ -168,6 +173,7 @@ class Reach:
         elif isinstance(node, (types.ModuleType, type)) or _package(node) in _CLOSED:
             return
         elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
+            self.functions += _bare(node)
             for root in _roots(node):
                 yield root, root.find()
         elif hasattr(node, "__dict__"):
@@ -204,6 +210,14 @@ def _roots(fn: Callable) -> list[Way]:
         if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
             roots.append(Way(name, functools.partial(fn.__globals__.get, name)))
     return roots + [_fixed(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
+
+
+def _bare(fn: Any) -> Iterator[types.FunctionType]:
+    """The Python function inside a method or a partial, if there is one."""
+    while isinstance(fn, (types.MethodType, functools.partial)):
+        fn = fn.__func__ if isinstance(fn, types.MethodType) else fn.func
+    if isinstance(fn, types.FunctionType):
+        yield fn
 
 
 def _cells(fn: types.FunctionType) -> list[tuple[str, types.CellType]]:

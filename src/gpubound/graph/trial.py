@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_flatten
 from ..errors import GraphError
 from .inputs import StaticInputs
 from .memory import Generators, Snapshot
-from .reach import storage_key
+from .reach import Reach, storage_key
+from .rehearse import Leaf
 
 
 class Subject(Protocol):
@@ -19,14 +20,15 @@ class Subject(Protocol):
 
     name: str
     device: torch.device
-    layout: StaticInputs
+    inputs: StaticInputs
+    reach: Reach
     snapshot: Snapshot
     generators: Generators
     outputs: Any
-    leaves: dict[str, Tensor]  # tensors that may be given gradients, under the gradient's name
+    leaves: list[Leaf]
 
     @property
-    def new_gradients(self) -> list[str]: ...  # those that a call makes anew
+    def new_leaves(self) -> list[Leaf]: ...  # those whose gradients a call makes anew
     def eager(self, inputs: tuple) -> Any: ...
     def replay(self) -> None: ...
     def bind_gradients(self) -> None: ...
@@ -45,10 +47,10 @@ class Results:
 
 def eager_call(subject: Subject, given: Sequence[Tensor], made_up: bool) -> Results:
     """Call on fresh copies of the inputs. The results outlive a restored state; gradients are bound to the graph's again."""
-    copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, subject.layout.buffers)]
+    copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, subject.inputs.buffers)]
     subject.bind_gradients()
     try:
-        outputs = subject.eager(subject.layout.fill(copies))
+        outputs = subject.eager(subject.inputs.fill(copies))
     except Exception as error:
         if not made_up:
             raise
@@ -57,17 +59,17 @@ def eager_call(subject: Subject, given: Sequence[Tensor], made_up: bool) -> Resu
             "pass other_inputs=, a list of two tuples of arguments that it can take."
         ) from error
     leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(outputs)[0]]
-    gradients = {name: _own(subject, leaf.grad) for name, leaf in subject.leaves.items()}
+    gradients = {leaf.name: _own(subject, leaf.tensor.grad) for leaf in subject.leaves}
     subject.bind_gradients()
     return Results(leaves, gradients, subject.generators.states())
 
 
 def replay_call(subject: Subject, given: Sequence[Tensor]) -> Results:
     """Replay on `given`. The results are the graph's own tensors: compare or copy them before the next replay."""
-    subject.layout.copy_in(given)
+    subject.inputs.copy_in(given)
     subject.poison_results()
     subject.replay()
-    gradients = {name: leaf.grad for name, leaf in subject.leaves.items()}
+    gradients = {leaf.name: leaf.tensor.grad for leaf in subject.leaves}
     return Results(tree_flatten(subject.outputs)[0], gradients, subject.generators.states())
 
 

@@ -16,11 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .reach import Reach
 
 DECADE = 315_576_000  # seconds
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -71,23 +75,24 @@ def _shuffled(old: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def varied(turn: int) -> Iterator[None]:
+def varied(turn: int, reach: Reach | None = None) -> Iterator[None]:
     """Inside, this thread's clocks are `turn` + 1 decades ahead, and the random numbers are others. All is put back.
 
-    A constant stands between two readings as it did before, so what is only timed or logged stays right.
+    Clocks are found in every module's globals, and in what a function reaches: closures, defaults, attributes. A constant
+    stands between two readings as it did before, so what is only timed or logged stays right.
     """
     replacements = _replacements(DECADE * (turn + 1))
-    changed = [(space, name, value) for space, name, value in _names(replacements)]
+    changed = [*_names(replacements), *(_bound(reach, replacements) if reach is not None else ())]
     states = _random_states()
     try:
-        for space, name, value in changed:
-            space[name] = replacements[id(value)]
+        for put, value in changed:
+            put(replacements[id(value)])
         for _, _, seed in states:
             seed(0x5EED + turn)
         yield
     finally:
-        for space, name, value in changed:
-            space[name] = value
+        for put, value in changed:
+            put(value)
         for state, restore, _ in states:
             restore(state)
 
@@ -143,14 +148,49 @@ def _calendar(home: int, by: datetime.timedelta) -> type:
     return Ahead
 
 
-def _names(replacements: dict[int, Any]) -> list[tuple[dict, str, Any]]:
-    """Every module's global that is one of the clocks, as (globals, name, clock). Modules that only keep time are left out."""
+Bound = tuple[Callable[[Any], None], Any]  # how to put something else in a clock's place, and the clock
+
+
+def _bound(reach: Reach, replacements: dict[int, Any]) -> Iterator[Bound]:
+    """Every clock that a function holds by another way than a global."""
+    for function in reach.functions:
+        for cell in function.__closure__ or ():
+            if id(value := _contents(cell)) in replacements:
+                yield partial(setattr, cell, "cell_contents"), value
+        for index, value in enumerate(function.__defaults__ or ()):
+            if id(value) in replacements:
+                yield partial(_put_default, function, index), value
+        named = function.__kwdefaults__ or {}
+        yield from ((partial(named.__setitem__, name), value) for name, value in named.items() if id(value) in replacements)
+    for way in reach.builtins:
+        slot = way.slot() if id(way.find()) in replacements else None
+        if slot is not None and isinstance(slot[0], (dict, list)):
+            yield partial(slot[0].__setitem__, slot[1]), way.find()
+
+
+def _contents(cell: CellType) -> Any:
+    with suppress(ValueError):  # nothing is in it yet
+        return cell.cell_contents
+
+
+def _put_default(function: FunctionType, index: int, value: Any) -> None:
+    old = function.__defaults__ or ()
+    function.__defaults__ = (*old[:index], value, *old[index + 1 :])
+
+
+def _names(replacements: dict[int, Any]) -> list[Bound]:
+    """Every module's global that is one of the clocks. Modules that only keep time are left out."""
     spaces = [
         vars(module)
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in _ASIDE and hasattr(module, "__dict__")
     ]
-    return [(space, name, value) for space in spaces for name, value in list(space.items()) if id(value) in replacements]
+    return [
+        (partial(space.__setitem__, name), value)
+        for space in spaces
+        for name, value in list(space.items())
+        if id(value) in replacements
+    ]
 
 
 def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:

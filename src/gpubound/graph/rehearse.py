@@ -1,0 +1,225 @@
+"""The eager calls before a capture: they show what a function uses, and are refused what no graph can hold.
+
+They change the function's state. It is put back bit for bit before the capture, also where something goes wrong.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphError
+from ..trace import notice
+from ..watch.site import Place
+from . import explain
+from .discover import Watch
+from .held import same
+from .inputs import StaticInputs
+from .memory import Generators, Snapshot, whole
+from .operations import Origin
+from .reach import Found, Reach, storage_key
+from .runner import EagerRunner, GraphRunner
+
+
+@dataclass
+class Leaf:
+    """A tensor that may be given a gradient: the one it had at first, the one a capture starts from, the one a graph writes."""
+
+    name: str
+    tensor: Tensor
+    old: Tensor | None
+    start: Tensor | None
+    bound: Tensor | None = None
+
+
+class Names:
+    """What to call a tensor in a message: by the way to it, else by where it is used."""
+
+    def __init__(self, reach: Reach, watch: Watch) -> None:
+        self.reach, self._watch = reach, watch
+
+    def of(self, tensor: Tensor) -> str:
+        if (name := self.reach.name(tensor)) is not None:
+            return name
+        for leaf, _ in self._watch.leaves.values():
+            if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
+                return f"{self.reach.name(leaf) or 'an unnamed leaf'}.grad"
+        return self._watch.external[storage_key(tensor)].describe()
+
+
+class Rehearsal:
+    """Watched calls of one function: `perform` makes them, `settle` puts back what they changed."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable,
+        inputs: StaticInputs,
+        before: Reach,
+        runner: EagerRunner | GraphRunner,
+        device: torch.device,
+    ) -> None:
+        self.name, self.fn, self.inputs, self.before, self.runner, self.device = name, fn, inputs, before, runner, device
+        self.snapshot = Snapshot(device)
+        self.watch = Watch(device, inputs.buffers, self.snapshot)
+        self.generators = Generators(device)
+        for generator in before.generators:
+            self.generators.add(generator, generator.get_state())
+        for found in before.of_state:
+            self._take_state(found)
+        for found in before.tensors:
+            self.watch.leaf(found.tensor, certain=True)
+
+    def call(self) -> Any:
+        return self.fn(*self.inputs.static)
+
+    def perform(self, calls: int) -> None:
+        """Every call before the capture. Where copies of the state left no memory for one, they leave the device first."""
+        if not self._fits(calls):
+            notice(
+                f"capture({self.name}): the device has no memory for fn beside copies of its state; they are moved to the host."
+            )
+            gc.collect()  # what the broken call held
+            self._fits(calls)
+
+    def leaves(self, names: Names) -> list[Leaf]:
+        """The tensors that may be given gradients."""
+        found = []
+        for tensor, old in self.watch.leaves.values():
+            # Accumulated into from call to call: the capture must find it. Made anew at every call: it must not.
+            kept = tensor.grad is not None and storage_key(tensor.grad) in self.watch.external
+            found.append(Leaf(f"{names.of(tensor)}.grad", tensor, old, tensor.grad if kept else old))
+        return found
+
+    def settle(self, names: Names) -> None:
+        """The state as it was. What the first call made, an optimizer's moments say, goes back to what it began as."""
+        self._put_back()
+        gradients = {storage_key(leaf.grad) for leaf, _ in self.watch.leaves.values() if leaf.grad is not None}
+        for key, origin in self.watch.survivors().items():
+            seen = self.watch.external[key]
+            if key in gradients:
+                whole(seen.tensor).zero_()
+            elif not seen.is_written:
+                if self.watch.moves(key):
+                    raise self._moving(names, seen.tensor, origin)
+                continue  # a table made once and only read
+            elif origin.fill is not None:
+                whole(seen.tensor).fill_(origin.fill)
+            elif not origin.empty:
+                if self.watch.moves(key) or self._altered(seen.tensor):
+                    raise self._moving(names, seen.tensor, origin)
+                continue  # a table that Triton kernels read: what a kernel is given counts as written until it is tried
+            self.snapshot.add(seen.tensor)
+        for key, memory in self.snapshot.memories.items():
+            memory.name = names.of(self.watch.external[key].tensor) if key in self.watch.external else memory.name
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the state as it was before the first call."""
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        self._put_back()
+        for leaf, old in self.watch.leaves.values():
+            leaf.grad = old
+
+    def _put_back(self) -> None:
+        self.snapshot.restore()
+        self.generators.rewind()
+
+    def _take_state(self, found: Found) -> None:
+        """A tensor given in `state=` counts as used, and unless it is a frozen weight as written: by what we cannot see."""
+        self.watch.see(found.tensor, Place())
+        if not (isinstance(found.tensor, nn.Parameter) and not found.tensor.requires_grad):
+            self.snapshot.add(found.tensor, found.name)
+            if (seen := self.watch.external.get(storage_key(found.tensor))) is not None:
+                seen.is_written = True  # or each kernel that gets it would be tried with a copy of it
+
+    def _fits(self, calls: int) -> bool:
+        """All calls. False when there was no memory for them, but is now: copies have left the device."""
+        try:
+            with self.undone_on_error():
+                self._make_calls(calls)
+        except torch.OutOfMemoryError:
+            if not self.snapshot.leave_device():
+                raise
+            return False
+        return True
+
+    def _make_calls(self, calls: int) -> None:
+        try:
+            for _ in range(calls):  # several: state that only a first call makes is to be made, used, and seen settled
+                self.runner.run(lambda: self.watch.run(self.call))
+            for generator, state in self.watch.generators:
+                self.generators.add(generator, state)
+            self._refuse()
+            if found := self.runner.waits(self.call):  # on a GPU: also a wait inside an operation, unseen by the watch
+                raise explain.refuse(self.name, [explain.Hazard(place, explain.WAIT) for place in found])
+        except torch.OutOfMemoryError:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the broken call's kernels still run
+            raise
+
+    def _refuse(self) -> None:
+        """Raise for whatever the last call showed that a graph cannot hold or repeat."""
+        if self.watch.hazards:
+            raise explain.refuse(self.name, self.watch.hazards)
+        self._refuse_changed_inputs()
+        for seen in self.watch.external.values():
+            there = seen.tensor.device
+            if there != self.device and there.type != "cpu":
+                name = Names(self.before, self.watch).of(seen.tensor)
+                raise GraphError(
+                    f"{name}: got a tensor on {there}, wanted {self.device}, where fn's inputs lie; "
+                    "capture one graph for each device."
+                )
+        for way, value in self.before.constants:
+            if not same(now := way.find(), value):
+                raise GraphError(
+                    f"{way.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do again; "
+                    "keep it in a tensor on the device and update it in place."
+                )
+
+    def _refuse_changed_inputs(self) -> None:
+        """What fn does to an input would reach only the graph's own copy."""
+        names = self.inputs.names
+        for index, place in self.watch.written_inputs.items():
+            at = f" at {place.line.at}" if place.line is not None else ""
+            raise GraphError(
+                f"{names[index]}: fn writes into it{at}, which would reach only the graph's own copy; "
+                "pass the tensor in state= and use it directly, or write into a new tensor."
+            )
+        for name, buffer in zip(names, self.inputs.buffers):
+            if buffer.grad is not None:
+                raise GraphError(
+                    f"{name}: fn leaves a gradient on it, which would reach only the graph's own copy; "
+                    "return torch.autograd.grad(loss, input) instead."
+                )
+
+    def _altered(self, tensor: Tensor) -> bool:
+        """Whether another call changes `tensor`. The state is put back."""
+        before = whole(tensor).clone()
+        self.runner.run(self.call)
+        self._put_back()
+        return not torch.equal(before, whole(tensor))
+
+    def _moving(self, names: Names, tensor: Tensor, origin: Origin) -> GraphError:
+        line = origin.place.line
+        made = f"made at {line.at}" if line is not None else "made in the backward pass"
+        if self.watch.moves(storage_key(tensor)):
+            return GraphError(
+                f"{names.of(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "
+                "make it before the capture and write into it with copy_()."
+            )
+        return GraphError(
+            f"{names.of(tensor)}: {made} by the first call and updated by later ones, so what it began as is lost; "
+            f"call {self.name} once yourself before capture()."
+        )
