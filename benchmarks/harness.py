@@ -40,6 +40,7 @@ class Bench:
         self.lines: list[results.Line] = []
         self.wrong: list[str] = []
         self.unmeasured: list[str] = []
+        self._measured_again = False
 
     def case(
         self,
@@ -98,6 +99,8 @@ class Bench:
             name, per_s = ceiling
             share = amount / found.timings[found.ours].median_s / per_s
             percent = 100 * share
+            if share > 1:
+                self._doubt(case, name)
             rows.append((name, _in_unit(unit, amount, amount / per_s), share, found.timings[found.ours].spread))
         for peer, peer_value, ratio, spread in rows:
             self._line(case, unit, ours, peer, peer_value, ratio, spread, percent, gates, moonshots)
@@ -108,6 +111,13 @@ class Bench:
         for peer, value in peers.items():
             self._line(case, unit, ours, peer, value, results.ratio(unit, ours, value), None, None, gates, None)
         self._say(case)
+
+    def _doubt(self, case: str, ceiling: str) -> None:
+        """A ceiling that is passed was measured on a busy machine: once a run it is measured again, for the runs to come."""
+        print(f"{case}: passes {ceiling}, which was measured too low, or does not bind this work", flush=True)
+        if not self.dry and not self._measured_again:
+            self._measured_again = True
+            measure.ceilings(self.device, refresh=True)
 
     def _line(self, case, unit, ours, peer, peer_value, ratio, spread, percent, gates, moonshots) -> None:
         line = results.Line(

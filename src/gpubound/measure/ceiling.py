@@ -1,8 +1,8 @@
 """This machine's measured limits: what every percentage the project prints (of bandwidth, matrix rate, MFU) is a share of.
 
 They are measured once and kept in a file whose name holds the GPU, the driver, torch and CUDA: change one, and they are
-measured again. A busy machine measures too little, so figures that some work has passed are measured again, and the better of
-both are kept.
+measured again. A busy machine only ever measures too little. So the best that was ever seen is kept, and a figure is measured
+again when some work has passed it, or comes so near to it that one measurement is not enough to believe.
 """
 
 import json
@@ -22,6 +22,7 @@ from . import limits
 from .facts import machine
 
 MEASUREMENTS = 3  # of one machine: work that passes the best of so many is not bound by that figure
+CLOSE = 0.9  # a share above this is rare, and one measurement that was made on a busy machine a likelier reason
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _PRECISION_OF = {
@@ -84,7 +85,8 @@ class Ceilings:
 def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
     """The limits of `device`: from the cache, else measured now (under 10 s; quick: about 2 s, fewer runs on smaller data).
 
-    `quick` takes full figures when the cache holds them. `refresh` measures again in any case.
+    `quick` takes full figures when the cache holds them. `refresh` measures again in any case, and keeps the better of each
+    figure; remove the cache's file to forget them.
     """
     where = resolve(device)
     key = _key(where)
@@ -92,19 +94,22 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
         for kind in ("", "-quick") if quick else ("",):
             if (kept := _read(cache_file(key + kind))) is not None:
                 return kept
-    found = _measure(where, key, quick)
-    _write(cache_file(key + ("-quick" if quick else "")), found)
+    file, found = cache_file(key + ("-quick" if quick else "")), _measure(where, key, quick)
+    if refresh and (kept := _read(file)) is not None:
+        found = replace(_better(kept, found), measurements=1)
+    _write(file, found)
     return found
 
 
 def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
     """What part `achieved` is of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
 
-    A ceiling that is passed was measured on a busy machine: it is measured again, and the better is kept. None when that one is
-    passed as well, which is said: such work is not bound by it, as a model that fits into the cache is not by the memory.
+    A ceiling that is passed was measured on a busy machine: it is measured again, and the better is kept. So is one that was
+    measured once and is nearly reached. None when the best is passed as well, which is said: such work is not bound by it, as a
+    model that fits into the cache is not by the memory.
     """
     found = ceilings(device, quick=True)
-    while achieved > getattr(found, figure) and found.measurements < MEASUREMENTS:
+    while _doubtful(achieved / getattr(found, figure), found.measurements):
         again = _better(found, _measure(resolve(device), found.key, found.quick))
         _write(cache_file(again.key + ("-quick" if again.quick else "")), again)
         found = again
@@ -116,6 +121,10 @@ def share(achieved: float, figure: str, device: str | torch.device = "auto") -> 
         )
         return None
     return achieved / limit
+
+
+def _doubtful(share: float, measurements: int) -> bool:
+    return measurements < (MEASUREMENTS if share > 1 else 2 if share > CLOSE else 1)
 
 
 def _better(one: Ceilings, other: Ceilings) -> Ceilings:

@@ -1,0 +1,178 @@
+"""Timing on a pretended clock, so that every figure is known; on a GPU the ruler laid against a known length."""
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpubound import measure, words
+from gpubound.errors import DeviceError
+from gpubound.measure import Prepared, Timing, arithmetic
+
+
+@pytest.mark.parametrize("module", [arithmetic, words], ids=lambda m: m.__name__)
+def test_docstring_examples(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
+
+
+def test_time_is_the_median_of_the_runs_after_the_warm_up(clock):
+    costs = iter([100.0, 90.0, 80.0, 1.0, 2.0, 3.0, 4.0, 50.0])
+    found = measure.time(lambda: clock(next(costs)), warmup=3, runs=5, device="cpu")
+    assert found == Timing(median_s=3.0, low_s=2.0, high_s=4.0, runs=5, clock="perf_counter")
+    assert found.spread == pytest.approx(2 / 3)
+
+
+def test_one_run_has_no_spread(clock):
+    assert measure.time(lambda: clock(2.0), warmup=0, runs=1, device="cpu") == Timing(2.0, 2.0, 2.0, 1, "perf_counter")
+
+
+def test_preparation_goes_before_every_run_and_is_not_timed(clock):
+    given = []
+
+    def prepare():
+        clock(1000.0)
+        return len(given)
+
+    def run(number):
+        given.append(number)
+        clock(0.5)
+
+    found = measure.time(Prepared(prepare, run), warmup=2, runs=3, device="cpu")
+    assert given == [0, 1, 2, 3, 4]
+    assert (found.median_s, found.high_s) == (0.5, 0.5)
+
+
+def test_timing_reads_as_text(clock):
+    assert str(measure.time(lambda: clock(0.00123), runs=4, device="cpu")) == (
+        "1.23 ms (1.23 ms to 1.23 ms, 4 runs, perf_counter)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.5, "2.5 s"),
+        (3600.0, "3600 s"),
+        (0.25, "250 ms"),
+        (1.5e-3, "1.5 ms"),
+        (2e-5, "20 µs"),
+        (3.2e-8, "32 ns"),
+        (0.0, "0 ns"),
+    ],
+)
+def test_seconds_in_words(seconds, text):
+    assert measure.in_words(seconds) == text
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: measure.time(nothing, runs=0), "time: runs must be an integer of at least 1, got 0."),
+        (lambda: measure.time(nothing, warmup=-1), "time: warmup must be an integer of at least 0, got -1."),
+        (lambda: measure.time(nothing, runs=2.5), "time: runs must be an integer of at least 1, got 2.5."),
+        (
+            lambda: measure.time(nothing, cold_l2=True, device="cpu"),
+            "time: cold_l2=True needs a CUDA device, got cpu; leave it out.",
+        ),
+        (
+            lambda: measure.time(nothing, graph=True, device="cpu"),
+            "time: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got function on cpu, "
+            "cold_l2=False, host_ahead=False; leave one of them out.",
+        ),
+        (
+            lambda: measure.compare({"ours": nothing}),
+            "compare: got 1 callables, wanted ours and at least one peer, as in {'ours': f, 'peer': g}.",
+        ),
+        (
+            lambda: measure.compare({"a": nothing, "b": nothing}, rounds=2),
+            "compare: rounds must be an integer of at least 3, got 2.",
+        ),
+        (
+            lambda: measure.compare({"a": nothing, "b": nothing}, host_ahead=True, device="cpu"),
+            "compare: host_ahead=True needs a CUDA device, got cpu; leave it out.",
+        ),
+        (
+            lambda: measure.compare_samples({"ours": [1.0, 2.0], "peer": [1.0]}),
+            "compare_samples: got 2 rounds of 'ours', 1 rounds of 'peer'; "
+            "wanted the same number for ours and at least one peer.",
+        ),
+        (
+            lambda: measure.compare_samples({n: [1.0, 1.0] for n in ("ours", "a", "b")}).ratio,
+            "comparison: 2 peers were timed (a, b); take one of comparison.ratios.",
+        ),
+        (lambda: measure.bandwidth(1e9, 0.0), "bandwidth: seconds must be positive, got 0.0; time more work in one run."),
+        (lambda: measure.rate(1e9, -1.0), "rate: seconds must be positive, got -1.0; time more work in one run."),
+        (
+            lambda: measure.mfu(1e5, 1e9, 0.0),
+            "mfu: flops_per_s must be positive, got 0.0; take it from measure.ceilings().",
+        ),
+    ],
+)
+def test_bad_input(call, sentence):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def test_the_name_of_a_gpu_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for device in ("cuda", "cuda:3", torch.device("cuda", 0)):
+        with pytest.raises(DeviceError, match="needs a GPU: CUDA_VISIBLE_DEVICES='' hides every GPU"):
+            measure.time(lambda: None, device=device)
+    with pytest.raises(ValueError, match=r"^device: got 'gpu', wanted cpu, cuda or cuda:<index>"):
+        measure.compare({"a": lambda: None, "b": lambda: None}, device="gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("options", [{}, {"cold_l2": True, "host_ahead": True}, {"graph": True}], ids=str)
+def test_the_ruler_on_a_known_length(options):
+    """A spin of twice the cycles takes twice as long, by each way of timing it."""
+    found = []
+    for _ in range(5):
+        short, long = (
+            measure.time(lambda n=n: torch.cuda._sleep(n), runs=20, device="cuda", **options).median_s
+            for n in (1_000_000, 2_000_000)
+        )
+        found.append(long / short)
+        if abs(found[-1] - 2.0) <= 0.1:
+            return
+    pytest.fail(f"none of five tries came to 2.0: {found}")
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_host_ahead_leaves_launch_gaps_out():
+    """Thirty tiny kernels behind a slow host: the events see the host's pauses unless the device was kept waiting for it."""
+    from time import sleep
+
+    x = torch.ones(16, device="cuda")
+
+    def work():
+        for _ in range(3):
+            sleep(1e-3)
+            x.add_(1)
+
+    with_gaps = measure.time(work, runs=5, device="cuda").median_s
+    without = measure.time(work, runs=5, device="cuda", host_ahead=True).median_s
+    assert with_gaps > 2e-3 > without
+
+
+@pytest.mark.gpu
+def test_work_that_cannot_be_captured():
+    """In a process of its own: a capture that breaks off can leave CUDA's random generator unusable."""
+    script = (
+        "import torch; from gpubound import measure; x = torch.ones(4, device='cuda')\n"
+        "try: measure.time(lambda: x.sum().item(), graph=True)\n"
+        "except measure.timing.MeasureError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip()
+    assert said.startswith("time: graph=True, but this work cannot be captured: CUDA error: ")
+    assert said.endswith(". Time it without graph.")

@@ -1,0 +1,43 @@
+"""Sizes, numbers and durations in words: one formatter for each."""
+
+import pytest
+
+from gpubound.words import duration, nearest, quantity, readable
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (4096, "4.1 kB"),
+        (1_500_000, "1.5 MB"),
+        (141e9, "141.0 GB"),
+        (2.5e15, "2500.0 TB"),
+    ],
+)
+def test_bytes(count, text):
+    assert readable(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (1000, "1k"), (-1500, "-1.5k"), (1.23e6, "1.23M"), (2e9, "2G"), (3e12, "3T")]
+)
+def test_quantities(value, text):
+    assert quantity(value) == text and quantity(value, " tok/s") == f"{text} tok/s"
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (0.5, 59.94, 60, 3600, 7384)] == [
+        "0.5 s",
+        "59.9 s",
+        "1 min 0 s",
+        "1 h 0 min",
+        "2 h 3 min",
+    ]
+
+
+def test_misspelt_names():
+    assert nearest("sync", ("syncs", "launches")) == "; did you mean syncs?"
+    assert nearest("xyz", ("syncs", "launches")) == "."
