@@ -119,10 +119,12 @@ class Cache:
         self.pages.zero_()
         self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
 
-    def attend(self, number: int, qkv: Tensor, position: Tensor, *rest: Any) -> None:
-        """A step of layer `number`. `rest`: the fields of Heads, those of Scratch, where the result goes, and how to launch."""
+    def attend(
+        self, number: int, qkv: Tensor, position: Tensor, heads: Heads, scratch: Scratch, out: Tensor, mode: int
+    ) -> None:
+        """A step of layer `number`."""
         op = decode_attention if self.kind is None else quantized_decode_attention
-        op(qkv, position, self._of(number, len(position)), Heads(*rest[:7]), Scratch(*rest[7:9]), *rest[9:])
+        op(qkv, position, self._of(number, len(position)), heads, scratch, out, mode)
 
     def _of(self, number: int, batch: int) -> LayerCache:
         """What layer `number` holds of the first rows."""

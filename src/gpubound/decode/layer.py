@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels import norm_rows, rms_norm, rope, swiglu
+from ..kernels.decode_attention import Heads, Scratch
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from .cache import Cache
@@ -126,7 +127,7 @@ class Attention:
         self._normed = bench.buffer("normed", rows, s.hidden, dtype=bench.dtype)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
         self._partial = bench.buffer("partial", rows, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2)
-        self._count = bench.buffer("count", rows * s.kv_heads, dtype=torch.int32)
+        self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = bench.turned if w.turned else bench.still
 
     def step(self, x: Tensor, position: Tensor, mode: int) -> None:
@@ -150,10 +151,9 @@ class Attention:
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
-        self.bench.cache.attend(
-            self.number, qkv, position, *self._angles, w.q_norm, w.k_norm, s.head_eps, s.scale, w.window,
-            self._partial[:rows], self._count[: rows * s.kv_heads], self._mixed[:rows], mode,
-        )  # fmt: skip
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.head_eps, s.scale, w.window)
+        scratch = Scratch(self._partial[:rows], self._finished[: rows * s.kv_heads])
+        self.bench.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
     def _project(self, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, heads, D) each, q and k normed and turned."""
