@@ -1,5 +1,7 @@
 """What the trainer's tests share: the reference kernels, and a small model whose data and loss have uneven items."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 
 from gpubound import device as facts
 
-from .runs import build_corpus
+from .runs import CHATS, build_corpus, texts
 
 
 @pytest.fixture
@@ -16,9 +18,25 @@ def on_reference(monkeypatch):
     monkeypatch.setattr(facts, "interpreted", lambda: False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # nobody writes to it
 def corpus(tmp_path_factory):
     return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def two_phases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phases")
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    (folder / "books").mkdir()
+    for number, text in enumerate(texts()):
+        (folder / "books" / f"{number}.txt").write_text(text)
+    return {
+        "vocabulary": 300,
+        "phases": (
+            {"name": "pretrain", "data": (str(folder / "books"),), "steps": 6},
+            {"name": "instruct", "data": (str(folder / "chats.jsonl"),), "steps": 5, "lr": 1e-4, "accumulate": 1},
+        ),
+    }
 
 
 class Small(nn.Module):

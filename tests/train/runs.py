@@ -10,6 +10,10 @@ from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
 SMALL = {"model": "tiny", "seq": 32, "micro_batch": 4, "accumulate": 2, "steps": 12, "validation": 0.1, "device": "cpu"}
+CHATS = [
+    [{"role": "user", "content": f"what is {n} plus {n}?"}, {"role": "assistant", "content": f"it is {2 * n}, I think."}]
+    for n in range(60)
+]
 
 
 def texts(count: int = 12) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from gpubound.train.objectives import OBJECTIVES, NextToken, objective_named
 
-from ..runs import build_corpus, recipe, train
+from ..runs import recipe, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 
@@ -31,11 +31,6 @@ class Share(NextToken):
 @pytest.fixture
 def share(monkeypatch):
     monkeypatch.setitem(OBJECTIVES, Share.name, Share)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):

@@ -1,0 +1,116 @@
+"""A resumed run is the uninterrupted one bit for bit: stopped, killed, between two phases, finished."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from gpubound.monitor import Tape
+from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.prepare import prepare
+
+from .runs import assert_same, losses, recipe, train
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
+    """Stopped at step 5 of 16, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
+    common = {"steps": 16, "micro_batch": 8, "evaluate_every": 6, **more}
+    whole, records = train(recipe(corpus, tmp_path / "whole", **common))
+    assert whole.done == 16 and whole.finished and whole.feed.epoch == 1
+
+    first, before = train(recipe(corpus, tmp_path / "halved", **common), until=5)
+    assert first.done == 5 and not first.finished and 0 < first.feed.batch < len(first.feed)
+    second, after = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
+    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 16
+    assert second.evaluations == whole.evaluations and whole.evaluations.keys() == {6, 12, 16}
+    assert_same(second, whole)
+
+
+def test_the_order_of_the_data_is_kept(corpus, tmp_path):
+    """The batches themselves, not their losses: those of steps 8 to 12 come in the same order after a resumption."""
+    whole = prepare(recipe(corpus, tmp_path / "whole"), progress=False)
+    wanted = [whole.feed.take()["input_ids"] for _ in range(24)]
+    train(recipe(corpus, tmp_path / "run"), until=7)
+    again = prepare(recipe(corpus, tmp_path / "run"), resume=True, progress=False)
+    got = [again.feed.take()["input_ids"] for _ in range(10)]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted[14:])) and len({t.sum().item() for t in wanted}) > 20
+
+
+def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
+    """kill -9 while it saves every second step: what is resumed ends where the uninterrupted run does, bit for bit.
+
+    The child goes no farther than step 25, however late the kill comes.
+    """
+    script = """
+        import sys
+        import torch
+        from gpubound.monitor import Tape
+        from gpubound.train.prepare import prepare
+        from gpubound.train.recipe import Recipe
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as the suite has it
+        torch.set_num_threads(1)
+        run = prepare(Recipe(**eval(sys.argv[1])), progress=False)
+        tape = Tape.create(run.folder)
+        run.checkpoints.first = tape.flush
+
+        def on_record(record):
+            tape.append(record)
+            print(record["step"], flush=True)
+            record["step"] < 25 or sys.stdin.read()
+
+        run.go(on_record)
+    """
+    todo = recipe(corpus, tmp_path / "killed", steps=40, save_every=2)
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), repr(dataclasses.asdict(todo))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    with child.stdin, child.stdout as lines:
+        assert any(int(line) == 15 for line in lines), "the child ended by itself"
+        child.kill()
+        child.wait()
+    found = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
+    assert 12 <= found.step <= 26
+    tape = Tape.open(tmp_path / "killed")
+    tape.rewind(found.step)
+    assert [record["step"] for record in tape.steps()] == list(range(1, found.step + 1)), "a checkpoint came before its line"
+    resumed, _ = train(todo, resume=True)
+    whole, _ = train(dataclasses.replace(todo, out=str(tmp_path / "whole")))
+    assert resumed.done == 40
+    assert_same(resumed, whole)
+
+
+def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
+    train(recipe(corpus, tmp_path))
+    again, records = train(recipe(corpus, tmp_path), resume=True)
+    assert again.finished and again.done == 12 and records == []
+
+
+def test_stopped_between_two_phases(two_phases, tmp_path):
+    whole, _ = train(recipe("", tmp_path / "whole", **two_phases))
+    first, _ = train(recipe("", tmp_path / "halved", **two_phases), until=6)
+    assert first.done == 6 and first.over and not first.finished
+    second, _ = train(recipe("", tmp_path / "halved", **two_phases), resume=True)
+    assert_same(second, whole)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
+    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "evaluate_every": 5}
+    whole, _ = train(recipe(corpus, tmp_path / "whole", **common))
+    train(recipe(corpus, tmp_path / "halved", **common), until=7)
+    second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
+    assert_same(second, whole)

@@ -1,0 +1,75 @@
+"""A run's checkpoints: which stay, when they are written, and what a full disk costs."""
+
+import threading
+
+import pytest
+
+from gpubound.errors import DataError
+from gpubound.train import TrainStep
+from gpubound.train.prepare import prepare
+
+from .runs import assert_same, recipe, train
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+
+
+def test_checkpoints_that_stay_for_good(corpus, tmp_path):
+    run, _ = train(recipe(corpus, tmp_path, steps=12, save_every=2, keep_every=4, keep=1))
+    assert [p.name for p in run.checkpoints._paths()] == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):
+    from gpubound.train import checkpoint
+
+    write, written = checkpoint.save_file, []
+
+    def until_full(tensors, path):
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", until_full)
+    with pytest.raises(DataError) as error:
+        train(recipe(corpus, tmp_path, save_every=3))
+    assert str(error.value) == (
+        f"the checkpoint could not be written: [Errno 28] No space left on device; earlier checkpoints in "
+        f"{tmp_path / 'checkpoints'} are intact. Free space or choose another folder."
+    )
+    monkeypatch.setattr(checkpoint, "save_file", write)
+    resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
+    whole, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
+    assert_same(resumed, whole)
+
+
+def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
+    """The disk waits for the second step behind the one that was saved (a step's checkpoint is written when its record is out):
+    were it the other way round, both would wait for good."""
+    from gpubound.train import checkpoint
+
+    launched, in_time, write = threading.Event(), [], checkpoint.save_file
+
+    def slow_disk(*what):
+        in_time.append(launched.wait(timeout=30))
+        write(*what)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow_disk)
+    run = prepare(recipe(corpus, tmp_path, steps=4, save_every=2), progress=False)
+    launch = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda step, feed: (run.done >= 3 and launched.set(), launch(step, feed))[1])
+    run.go(lambda record: None)
+    assert in_time == [True, True] and run.checkpoints.latest().step == 4
+
+
+def test_a_checkpoint_comes_after_the_records_up_to_its_step(corpus, tmp_path, monkeypatch):
+    """And after they are on disk, which `first` sees to."""
+    run = prepare(recipe(corpus, tmp_path, save_every=2, evaluate_every=3), progress=False)
+    seen, written, write = [], [], run.checkpoints._write
+    monkeypatch.setattr(run.checkpoints, "_write", lambda step, *rest: (written.append((step, seen[-1])), write(step, *rest)))
+    flushed = []
+    run.checkpoints.first = lambda: flushed.append(len(seen))
+    run.go(lambda record: seen.append(record["step"]))
+    assert [step for step, _ in written][-1] == 12 and len(written) >= 6 == len(
+        {step for step, _ in written} & {*range(2, 13, 2)}
+    )
+    assert all(record >= step for step, record in written) and len(flushed) == len(written)
