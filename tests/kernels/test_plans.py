@@ -76,13 +76,21 @@ def test_what_a_searched_norm_asks_for():
 def test_what_attention_asks_for():
     """143,360 and 141,312 bytes compiled: too much for a 4090, where one tile less in flight gives the same bits."""
     for half, size, bytes_ in ((64, 4, 143_360), (128, 2, 141_312)):
-        job = Job("decode_attention", "", (4, half), size, H200)
+        job = Job("decode_attention", "", (4, half, size), size, H200)
         assert plan_for(job) == AttentionPlan(64, 3, 4) and plan_for(job).shared(job) == bytes_
         assert plan_for(job._replace(chip=ADA)) == AttentionPlan(64, 2, 4)
         assert plan_for(job._replace(chip=CHIPS[80])) == AttentionPlan(64, 3, 4)
     for capability in SHARED:  # heads of 256 in fp32
-        job = Job("decode_attention", "", (4, 128), 4, CHIPS[capability])
+        job = Job("decode_attention", "", (4, 128, 4), 4, CHIPS[capability])
         assert fits(job, plan_for(job))
+
+
+@pytest.mark.parametrize("keys, stages, bytes_", [(64, 3, 214_016), (64, 2, 180_736), (32, 3, 115_200), (32, 2, 98_560)])
+def test_what_attention_over_codes_asks_for(keys, stages, bytes_):
+    """Compiled for sm_89: int8 codes of heads of 256, multiplied in fp32; in bf16 three tiles take 76,800 bytes."""
+    job = Job("decode_attention", "", (2, 128, 4), 1, ADA)
+    assert 0 <= AttentionPlan(keys, stages, 4).shared(job) - bytes_ <= plans.SPARE
+    assert AttentionPlan(64, 3, 4).shared(Job("decode_attention", "", (2, 128, 2), 1, ADA)) == 76_800
 
 
 @pytest.mark.parametrize(

@@ -128,10 +128,15 @@ class AttentionPlan(NamedTuple):
     warps: int
 
     def shared(self, job: Job) -> int:
-        """Tiles of keys and values ahead of their turn, by halves; q and the weights where tensor cores read them."""
-        group, half = (max(16, power_of_two(n)) for n in job.shape)
-        tiles = max(self.stages - 1, 1) * 4 * self.keys * half * job.bytes
-        return tiles + group * (2 * half + self.keys) * job.bytes
+        """Tiles of keys and values ahead of their turn, by halves; q and the weights where tensor cores read them. Codes are
+        widened where they lie, those that are multiplied in fp32 (`wide`) in shared memory.
+        """
+        *sizes, wide = job.shape
+        group, half = (max(16, power_of_two(n)) for n in sizes)
+        ahead, codes = self.stages - 1, job.bytes == 1
+        tiles = 4 * self.keys * half
+        held = ahead * (tiles + 2 * self.keys * 4) + (4 * tiles if wide == 4 else 0) if codes else max(ahead, 1) * tiles * wide
+        return held + group * (2 * half + self.keys) * wide
 
     def smaller(self) -> "AttentionPlan | None":
         if self.stages > 1:  # the same bits, which fewer keys would not give

@@ -126,7 +126,7 @@ def packed_product(job: Job) -> MatrixPlan:
 
 
 def decode_attention(job: Job) -> AttentionPlan:
-    """shape: query heads that share a head of keys, and half of a head."""
+    """shape: query heads that share a head of keys, half of a head, and the bytes of what is multiplied."""
     return AttentionPlan(64, 3, 4)
 
 

@@ -213,4 +213,5 @@ def _attend(
             num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", "", (group, D // 2), cache.k), run)
+    wide = cache.k.element_size() if most is None else 2 if kind == tl.bfloat16 else 4
+    launch(job_of("decode_attention", "", (group, D // 2, wide), cache.k), run)

@@ -1,0 +1,116 @@
+"""Compile every kernel with the plans it gets on every GPU since Ampere, without any of them, and hold it against their limits.
+
+    make plans
+
+What a kernel asks for is kept in plans_fit.json by a hash of its source, its constants and the compiler, so that a run compiles
+what is new alone. It ends with code 1 when a kernel does not compile or asks for more shared memory than the GPU has.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# compute capability -> bytes of shared memory that a program may ask for: A100; RTX 30; RTX 40, L4; H100, H200; B200; RTX 50
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+DTYPES = (torch.float32, torch.bfloat16)  # fp16 takes bf16's plans and as many bytes
+KEPT = Path(__file__).with_name("plans_fit.json")
+
+NORMS = [(cols,) for cols in (1024, 2048, 4096, 8192)]
+# Shapes that an op's example takes, where its plan or its kernel depends on them; all other ops are compiled once a dtype.
+SHAPES: dict[str, list[tuple]] = {
+    "add_rms_norm": NORMS,
+    "cross_entropy": [(40, True, True), (8208, False, False)],
+    "decode_attention": [(8, 4, 64), (8, 4, 128), (4, 2, 256)],
+    "dynamic_tanh": NORMS,
+    "geglu": [(72, False)],
+    "layer_norm": NORMS,
+    "linear_cross_entropy": [(8208, False, False)],
+    "quantized_decode_attention": [(8, 4, 128), (4, 2, 256)],
+    "rms_norm": NORMS,
+    "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
+    "rope_qkv": [(32, 8, 128, 64)],
+    "swiglu": [(14336, True)],
+    "swiglu_backward": [(14336,)],
+}
+FP8 = ("quantize", "quantize_swiglu", "quantize_swiglu_backward")  # GPUs before 8.9 cannot round to it: there they fall back
+
+
+def compile_all(capability: int) -> None:
+    """One line of JSON for each kernel: what it asks for, under its hash."""
+    import triton
+
+    from gpubound.device import Chip
+    from gpubound.kernels import plans, selftest
+    from gpubound.kernels.ops import OPS, load
+    from tests.kernels import aot
+
+    known, seen = _kept(), set()
+
+    def compiler(source, target, options) -> None:
+        text = f"{source.hash()} {capability} {sorted(options.items())} {triton.__version__}"
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if key not in seen:
+            seen.add(key)
+            shared = known.get(key)
+            if shared is None:
+                shared = triton.compile(source, target=target, options=options).metadata.shared
+            _say(key=key, kernel=source.fn.__name__, shared=shared)
+
+    aot.capability, aot.compiler = capability, compiler
+    triton.runtime.jit.JITFunction.run = aot.compile_instead
+    plans.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
+    for op in OPS:
+        if op in FP8 and capability < 89:
+            continue
+        for shape in SHAPES.get(op, [()]):
+            for dtype in DTYPES:
+                try:
+                    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
+                    selftest._run(load("triton", op), arguments, torch.device("cpu"), dtype)
+                except Exception as error:  # told, and a failure of the whole
+                    why = str(error).strip().splitlines() or [""]
+                    _say(failed=f"{op} {shape} {dtype}: {type(error).__name__}: {why[0]}")
+
+
+def _say(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _kept() -> dict[str, int]:
+    return {key: shared for rows in _read().values() for key, shared in rows.items()}
+
+
+def _read() -> dict[str, dict[str, int]]:
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
+
+
+def _keep(capability: int, found: dict[str, int]) -> None:
+    rows = _read() | {f"sm_{capability}": dict(sorted(found.items()))}
+    KEPT.write_text(json.dumps(rows, indent=0) + "\n")
+
+
+def main() -> int:
+    from tests.kernels.aot import apart
+
+    bad = []
+    for capability, limit in SHARED.items():
+        text = apart(f"from tests.kernels import plans_fit\nplans_fit.compile_all({capability})")
+        rows = [json.loads(line) for line in text.splitlines()]
+        kernels = [row for row in rows if "shared" in row]
+        most = max(kernels, key=lambda row: row["shared"])
+        new = len({row["key"] for row in kernels} - _kept().keys())
+        print(f"sm_{capability}: {len(kernels)} kernels, {new} compiled now; {most['kernel']} asks for the most, "
+              f"{most['shared']:,} of {limit:,} bytes", flush=True)  # fmt: skip
+        bad += [f"sm_{capability}: {row['failed']}" for row in rows if "failed" in row]
+        bad += [f"sm_{capability}: {row['kernel']}: {row['shared']:,} bytes" for row in kernels if row["shared"] > limit]
+        _keep(capability, {row["key"]: row["shared"] for row in kernels})
+    print("\n".join(bad) or "all fit")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
