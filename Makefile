@@ -3,13 +3,14 @@
 #   make test     the whole suite on the CPU            make check    lint, format, types
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | decode | checkpoint
+#   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits
 #   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
+.PHONY: plans demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,6 +41,10 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# tests/kernels/plans_fit.py: no GPU is needed, and only what is new is compiled.
+plans: $(VENV)/.installed
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PY) -m tests.kernels.plans_fit
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
