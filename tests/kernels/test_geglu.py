@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.triton import _gated
 from gpubound.kernels.triton import geglu as fast
+from gpubound.kernels.triton import swiglu
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -59,7 +59,7 @@ def test_large_gates_stay_finite(approximate, device):
 def test_stores_stay_inside(approximate, device):
     packed, form = draw(device, FP32, 5, 2 * 63), "gelu_tanh" if approximate == "tanh" else "gelu_erf"
     whole, out = banded((5, 63), device)
-    _gated._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form)
+    swiglu._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form)
     assert_inside(whole, out)
     same("out", out, reference.geglu(packed, None, approximate), TOLERANCE[FP32])
 

@@ -42,4 +42,4 @@ from .sampling import sample as sample
 from .speculation import accept as accept
 from .speculation import propose as propose
 from .swiglu import swiglu as swiglu
-from .swiglu_backward import swiglu_backward as swiglu_backward
+from .swiglu import swiglu_backward as swiglu_backward

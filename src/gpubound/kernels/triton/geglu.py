@@ -1,8 +1,8 @@
-"""GeGLU: gelu(gate) · up in one pass each way (kernels in _gated.py)."""
+"""GeGLU: gelu(gate) · up in one pass each way (kernels in swiglu.py)."""
 
 from torch import Tensor
 
-from ._gated import Gated
+from .swiglu import Gated
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:

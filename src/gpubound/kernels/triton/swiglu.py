@@ -1,9 +1,178 @@
-"""SwiGLU: silu(gate) · up in one pass each way (kernels in _gated.py)."""
+"""SwiGLU, and what GeGLU shares with it: out = f(gate) · up, one pass over memory each way, gate and up packed or apart.
 
+Backward: dgate = dout · up · f'(gate) and dup = dout · f(gate), from the saved inputs. Packed inputs get one packed gradient.
+It is a new tensor: written over the saved input it would save memory, but break a second backward and other users of the input.
+
+`swiglu_backward` gives its result again in the same pass: whoever needs h for a product's weight gradient need not have kept
+it. 12 bytes an element of h in bf16 against 10 without, and 2 less held from forward to backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ._gated import Gated
+from ..plans import job_of, power_of_two
+from ..plans.kinds import TilePlan
+from ._launch import first_order_only, launch
+from ._math import sigmoid
+
+
+@triton.jit
+def _activated(g, ACTIVATION: tl.constexpr):
+    """(f(g), f'(g)), each without overflow: exp may become infinite, which the quotient takes to 0."""
+    if ACTIVATION == "silu":
+        s = sigmoid(g)
+        return g * s, s * (1.0 + g * (1.0 - s))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh u) / 2 = sigmoid(2u), so gelu needs no tanh. 1.5957691 = 2 sqrt(2/pi), 0.0713548 = 0.044715 · that
+        s = sigmoid(g * (1.5957691216057308 + 0.07135481282636 * g * g))
+        return g * s, s + g * s * (1.0 - s) * (1.5957691216057308 + 3 * 0.07135481282636 * g * g)
+    else:
+        # 0.7071 = 1/sqrt(2); the density of the normal distribution has 0.39894 = 1/sqrt(2 pi)
+        p = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        return g * p, p + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+
+
+@triton.jit
+def _tile(rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    ACROSS: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = (tl.program_id(0) % ACROSS * BLOCK + tl.arange(0, BLOCK))[None]
+    mask = row < rows
+    if COLS % BLOCK != 0:
+        mask &= col < COLS
+    return row, col, mask
+
+
+@triton.jit
+def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COLS: tl.constexpr, ROWS: tl.constexpr,
+                          BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    value, _ = _activated(gate, ACTIVATION)
+    tl.store(out_ptr + row * COLS + col, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_backward_kernel(dout_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, rows, dout_row, gate_row, up_row, dgate_row, dup_row,
+                           COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HINT: tl.constexpr,
+                           ACTIVATION: tl.constexpr):  # fmt: skip
+    row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
+    dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    value, slope = _activated(gate, ACTIVATION)
+    tl.store(dgate_ptr + row * dgate_row + col, (dout * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * dup_row + col, (dout * value).to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, rows, cols, dh_row, gate_row, d_row,
+                            ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None]
+    mask = (row < rows) & (col < cols)
+    dh = tl.load(dh_ptr + row * dh_row + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * gate_row + col, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _activated(gate, "silu")
+    tl.store(dgate_ptr + row * d_row + col, (dh * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * d_row + col, (dh * value).to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(h_ptr + row * cols + col, (value * up).to(h_ptr.dtype.element_ty), mask=mask)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """`x` as rows of its last dimension, which is dense; a view where strides allow it."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is None:
+        packed = _matrix(gate)
+        half = packed.shape[1] // 2
+        return packed[:, :half], packed[:, half:]
+    return _matrix(gate), _matrix(up)
+
+
+def _even(matrices: list[Tensor], elements: int) -> list[Tensor]:
+    """The matrices as rows of `elements`, where all are dense and that many divide them: no row then ends inside a tile."""
+    if all(x.is_contiguous() for x in matrices) and matrices[0].numel() % elements == 0:
+        return [x.view(x.numel() // elements, elements) for x in matrices]
+    return matrices
+
+
+def _cut(rows: int, cols: int, elements: int) -> tuple[tuple[int], int, int]:
+    """(grid, rows a program, columns a program)."""
+    block = min(elements, power_of_two(max(cols, 1)))
+    at_once = elements // block
+    return (triton.cdiv(rows, at_once) * triton.cdiv(cols, block),), at_once, block
+
+
+class Gated(torch.autograd.Function):
+    """apply(gate, up, activation, op), or with a packed gate and None for up. `op` is whose call it is."""
+
+    @staticmethod
+    def forward(ctx, gate, up, activation, op):
+        ctx.save_for_backward(gate, *([] if up is None else [up]))
+        ctx.activation, ctx.op = activation, op
+        a, b = _halves(gate, up)
+        out = torch.empty(*gate.shape[:-1], a.shape[1], device=gate.device, dtype=gate.dtype)
+
+        def run(plan: TilePlan) -> None:
+            gate_half, up_half, whole = _even([a, b, _matrix(out)], plan.elements)
+            rows, cols = gate_half.shape
+            grid, at_once, block = _cut(rows, cols, plan.elements)
+            _gated_forward_kernel[grid](
+                gate_half, up_half, whole, rows, gate_half.stride(0), up_half.stride(0), cols, at_once, block, plan.hint,
+                activation, num_warps=plan.warps,
+            )  # fmt: skip
+
+        launch(job_of("gated", "forward", (a.shape[1],), gate), run)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        first_order_only(ctx.op)
+        gate, up = (*ctx.saved_tensors, None)[:2]
+        dgate = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
+        dup = None if up is None else torch.empty(up.shape, device=up.device, dtype=up.dtype)
+        apart = [_matrix(dout), *_halves(gate, up), *_halves(dgate, dup)]
+
+        def run(plan: TilePlan) -> None:
+            matrices = _even(apart, plan.elements)
+            rows, cols = matrices[0].shape
+            grid, at_once, block = _cut(rows, cols, plan.elements)
+            _gated_backward_kernel[grid](
+                *matrices, rows, *(x.stride(0) for x in matrices), cols, at_once, block, plan.hint, ctx.activation,
+                num_warps=plan.warps,
+            )  # fmt: skip
+
+        launch(job_of("gated", "backward", (apart[0].shape[1],), gate), run)
+        return dgate, dup, None, None
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return Gated.apply(gate, up, "silu", "swiglu")
+
+
+@torch.no_grad()
+def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    d, (gate, up) = _matrix(dh), _halves(gate_up, None)
+    gradient = torch.empty(gate_up.shape, device=gate_up.device, dtype=gate_up.dtype)
+    h = torch.empty(dh.shape, device=dh.device, dtype=dh.dtype)
+    dgate, dup = _halves(gradient, None)
+    rows, cols = gate.shape
+
+    def run(plan: TilePlan) -> None:
+        wide = min(plan.elements, power_of_two(cols))
+        high = plan.elements // wide
+        _swiglu_backward_kernel[(triton.cdiv(rows, high), triton.cdiv(cols, wide))](
+            d, gate, up, dgate, dup, h, rows, cols, d.stride(0), gate.stride(0), dgate.stride(0), high, wide,
+            num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("swiglu_backward", "backward", (cols,), gate_up), run)
+    return gradient, h
