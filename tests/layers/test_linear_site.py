@@ -35,8 +35,8 @@ class LowRank(Adapter):
         dh = g @ self.b.to(g.dtype)
         if dx is not None:
             dx.add_(dh @ self.a.to(g.dtype))
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, x, dh, *kept)]
-        return weight_gradient(self.a, flat[2], flat[1]), weight_gradient(self.b, flat[0], flat[3])
+        (h,) = kept
+        return weight_gradient(self.a, dh, x), weight_gradient(self.b, g, h.reshape(-1, RANK))
 
 
 def low_rank(weight, seed=5, dtype=None):

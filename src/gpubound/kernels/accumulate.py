@@ -142,30 +142,31 @@ def open_sums(weights: Sequence[Tensor]) -> None:
 def close_sums(weights: Sequence[Tensor]) -> None:
     """Zero what nobody has delivered to since `open_sums`."""
     for weight in weights:
-        if opens([weight]):
+        record = record_of(weight)
+        if record is not None and record.opening is not None and opens([weight]):
             weight.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 def opens(weights: Sequence[Tensor]) -> bool:
     """True when all of these begin a new sum, so that the caller's delivery writes. Mixed ones are zeroed, and it adds."""
     opening = [weight for weight in weights if (record := record_of(weight)) is not None and record.opening is not None]
+    if not opening:
+        return False
+    recording = _recording(weights[0])
     for weight in opening:
-        _take_opening(weight)
+        record = made_record(weight)
+        if record.opening.recorded is not recording:
+            raise GraphError(
+                "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay "
+                "would write over the sum or never begin a new one; open it, deliver and close it inside the graph, or zero it "
+                "and add."
+            )
+        record.opening = None
     if len(opening) == len(weights):
         return True
     for weight in opening:
         weight.main_grad.zero_()  # type: ignore[attr-defined]
     return False
-
-
-def _take_opening(weight: Tensor) -> None:
-    record = made_record(weight)
-    if record.opening.recorded is not _recording(weight):
-        raise GraphError(
-            "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay would "
-            "write over the sum or never begin a new one; open it, deliver and close it inside the graph, or zero it and add."
-        )
-    record.opening = None
 
 
 def _recording(weight: Tensor) -> bool:

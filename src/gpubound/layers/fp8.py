@@ -92,11 +92,10 @@ class Fp8(Format):
     def backward(
         self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        flat_g = _rows(g)
-        g_q, g_t = self.rounded(quantize, self.gradient, GRADIENT, flat_g, both=WEIGHT_GRADIENT_IN_FP8)
-        dx = self.input_gradient(g_q, joined, g.dtype).view(*g.shape[:-1], -1) if wants_dx else None
+        g_q, g_t = self.rounded(quantize, self.gradient, GRADIENT, g, both=WEIGHT_GRADIENT_IN_FP8)
+        dx = self.input_gradient(g_q, joined, g.dtype) if wants_dx else None
         if x is not None and not WEIGHT_GRADIENT_IN_FP8:
-            return dx, weight_gradients(joined.weights, flat_g, _rows(x))
+            return dx, weight_gradients(joined.weights, g, x)
         return dx, self.weight_gradients(joined.weights, g_t, kept[0])
 
     def product(self, x_q: Tensor, w_q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,17 +53,18 @@ class Format:
         return F.linear(x, joined.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
-        """(y, what `backward` finds as `kept`)."""
+        """(y, what `backward` finds at the beginning of `kept`)."""
         return self.evaluate(x, joined), ()
 
     def backward(
         self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """(dx, the gradient of each weight that is wanted, None where it was delivered). x is there if `reads_input`."""
+        """(dx, the gradient of each weight that is wanted, None where it was delivered), of g (N, O).
+
+        x (N, K) is there if `reads_input` and a weight is trained.
+        """
         dx = g @ joined.weight.to(g.dtype) if wants_dx else None
-        if x is None or not any(wanted):
-            return dx, [None] * len(wanted)
-        return dx, _weight_gradients(joined.weights, wanted, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return dx, [None] * len(wanted) if x is None else _weight_gradients(joined.weights, wanted, g, x)
 
     def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
         """down(silu(gate) · up) as one function, asked of down's format, where nothing is added; None: part by part."""
@@ -96,7 +97,10 @@ class Adapter:
         raise NotImplementedError
 
     def backward(self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> Sequence[Tensor | None]:
-        """Add to dx, in place; the gradients of `parameters`, None where delivered (kernels/accumulate.py) or not wanted."""
+        """Add to dx (N, K), in place; the gradients of `parameters`, of g (N, O) and x (N, K).
+
+        None where one is not wanted or was delivered (kernels/accumulate.py).
+        """
         raise NotImplementedError
 
 
@@ -117,8 +121,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     A weight with a main_grad gets its gradient there (kernels/accumulate.py), and what its record says takes part; a weight
     without either is F.linear.
     """
-    record = record_of(weight)
-    if (record is None or record.empty) and getattr(weight, "main_grad", None) is None:
+    if getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty):
         return F.linear(x, weight, bias)
     if _seen_through():
         return _plain(x, weight, bias)
@@ -148,7 +151,12 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights = joined.weights
-    adapters = _adapters_of(weights) if any(map(adapted, weights)) else ()
+    adapters: Sequence[Spanning] = ()
+    for weight in weights:
+        record = record_of(weight)
+        if record is not None and record.adapters:
+            adapters = _adapters_of(weights)
+            break
     format = format_of(weights[0])
     if torch.is_grad_enabled():
         theirs = [p for spanning in adapters for p in spanning.adapter.parameters] if adapters else ()
@@ -190,11 +198,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, format, adapters, joined, *parameters):
         y, kept = format.forward(x, joined)
-        ctx.counts = [len(kept)]
-        for spanning in adapters:
-            more = spanning.adapter.forward(x, spanning.of(y))
-            ctx.counts.append(len(more))
-            kept = (*kept, *more)
+        if adapters:
+            ctx.starts, kept = _add(adapters, x, y, kept)
         ctx.gain = ()
         if not adapters and not (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)])):
             ctx.save_for_backward(None, None, *kept)
@@ -202,7 +207,7 @@ class _Product(torch.autograd.Function):
             ctx.save_for_backward(x, None, *kept)
         else:
             ctx.save_for_backward(origin.stream, origin.weight, *kept)
-            ctx.gain = origin.eps, origin.offset
+            ctx.gain = origin[2:]
         ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
         ctx.versions = [p._version for p in parameters]
         return y
@@ -215,20 +220,35 @@ class _Product(torch.autograd.Function):
         joined, adapters = ctx.joined, ctx.adapters
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
-        if norm is not None and (adapters or any(wanted[:last])):
+        if norm is not None:
             x = recompute.Normed(x, norm, *ctx.gain).again()
-        dx, dw = ctx.format.backward(g, x, kept[: ctx.counts[0]], joined, wants_dx, wanted[:last])
-        db = bias_gradients(joined.biases, wanted[last:bias], g.reshape(-1, g.shape[-1])) if joined.biases else ()
-        return dx, None, None, None, *dw, *db, *(_of_adapters(ctx, g, x, kept, dx) if adapters else ())
+        x, rows = None if x is None else _rows(x), _rows(g)
+        dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx, wanted[:last])
+        db = bias_gradients(joined.biases, wanted[last:bias], rows) if joined.biases else ()
+        more = _adapter_gradients(ctx, rows, x, kept, dx) if adapters else ()
+        if dx is not None and g.dim() != 2:
+            dx = dx.view(*g.shape[:-1], dx.shape[-1])
+        return dx, None, None, None, *dw, *db, *more
 
 
-def _of_adapters(ctx: Any, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> list[Tensor | None]:
+def _add(adapters: Sequence[Spanning], x: Tensor, y: Tensor, kept: Sequence[Tensor]) -> tuple[list[int], Sequence[Tensor]]:
+    """What the adapters have to add, and behind what the format keeps, what they keep; where each one's begins."""
+    starts = []
+    for spanning in adapters:
+        starts.append(len(kept))
+        kept = (*kept, *spanning.adapter.forward(x, spanning.of(y)))
+    return starts, kept
+
+
+def _adapter_gradients(ctx: Any, g: Tensor, x: Any, kept: Sequence[Tensor], dx: Tensor | None) -> list[Tensor | None]:
     found: list[Tensor | None] = []
-    start = ctx.counts[0]
-    for spanning, count in zip(ctx.adapters, ctx.counts[1:]):
-        found += spanning.adapter.backward(spanning.of(g), x, kept[start : start + count], dx)
-        start += count
+    for spanning, start, stop in zip(ctx.adapters, ctx.starts, [*ctx.starts[1:], len(kept)]):
+        found += spanning.adapter.backward(spanning.of(g), x, kept[start:stop], dx)
     return found
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 
 
 def check_unchanged(ctx: Any) -> None:
@@ -244,6 +264,8 @@ def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], g: Tens
     """One product when every weight trains; else only the rows of those that do."""
     if all(wanted):
         return weight_gradients(weights, g, x)
+    if not any(wanted):  # x is there for an adapter
+        return [None] * len(weights)
     parts = g.split([w.shape[0] for w in weights], 1)
     return [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
 
