@@ -67,6 +67,13 @@ def test_the_same_bits_in_fewer_bytes(least, fewer, main, device):
         assert all_of_it - less == 2 * TOKENS * fewer
 
 
+def test_a_gain_with_an_offset_is_computed_again_as_it_was(device, monkeypatch):
+    want, _ = run(device, float("inf"))
+    monkeypatch.setattr(layers.RMSNorm, "offset", 1.0)
+    got, again = (run(device, least)[0] for least in (float("inf"), 0))
+    assert all(close(a, b) for a, b in zip(got, again)) and not torch.equal(got[0], want[0])
+
+
 def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
     large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)

@@ -8,7 +8,6 @@ from transformers import (
     GemmaConfig,
     GPTNeoXConfig,
     GraniteConfig,
-    MixtralConfig,
     Starcoder2Config,
 )
 
@@ -28,10 +27,9 @@ CONFIGS = {
     "granite": (GraniteConfig, {"logits_scaling": 4.0}),
     "starcoder2": (Starcoder2Config, {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "mixtral": (MixtralConfig, {}),
 }
-SWAPPED = {"gemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6, "mixtral": 5}
-NORMS_ALONE = ("granite", "mixtral")  # its logits are scaled; a router's loss may be added
+SWAPPED = {"gemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6}
+NORMS_ALONE = ("granite",)  # its logits are scaled
 KNOWN = "llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, olmo2, phi3"
 
 

@@ -29,7 +29,6 @@ from .experts import ExpertWeights
 from .layer import AttentionWeights, DenseWeights, Shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SPARSE = {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
 
 class LayerWeights(NamedTuple):
@@ -114,7 +113,7 @@ def _examine(model: nn.Module) -> tuple[Shape, Callable] | str:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether it is a causal language model of a family with sparse layers."""
-    return _known_as(model) == "ForCausalLM"
+    return role_of(model, "mixtral") == "ForCausalLM"
 
 
 def _settle(model: nn.Module) -> None:
@@ -261,16 +260,7 @@ def sparse_mlps(model: Any) -> dict[int, Any]:
 
 
 def is_sparse(mlp: nn.Module) -> bool:
-    return _known_as(mlp) == "SparseMoeBlock"
-
-
-def _known_as(module: nn.Module) -> str | None:
-    """'ForCausalLM', 'SparseMoeBlock', 'Experts', ... for a module of the families with experts, else None."""
-    kind = type(module)
-    for family, prefix in SPARSE.items():
-        if kind.__module__ == f"transformers.models.{family}.modeling_{family}":
-            return kind.__name__.removeprefix(prefix)
-    return None
+    return role_of(mlp, "mixtral") == "SparseMoeBlock"
 
 
 def _unreadable_experts(model: Any) -> str | None:
@@ -279,7 +269,7 @@ def _unreadable_experts(model: Any) -> str | None:
         name = f"model.layers.{number}.mlp"
         for part, kind, names in (("gate", "TopKRouter", {"weight"}), ("experts", "Experts", {"gate_up_proj", "down_proj"})):
             module = getattr(block, part)
-            if _known_as(module) != kind or set(module._parameters) != names:
+            if role_of(module, "mixtral") != kind or set(module._parameters) != names:
                 return f"{name}.{part}: {type(module).__name__}, not the family's own"
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{name}.{part}: it carries hooks"

@@ -74,6 +74,7 @@ IDLE = {
     "labels",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
 }
 
 

@@ -17,6 +17,7 @@ from .placing import Maker
 FAMILIES = {
     # folder: {model_type: how its classes' names begin}
     "llama": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
+    "mixtral": {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"},
     "gemma2": {"gemma2": "Gemma2"},
     "gemma3": {"gemma3": "Gemma3"},
     "olmo2": {"olmo2": "Olmo2"},

@@ -7,10 +7,10 @@ import torch
 
 from ...errors import DataError
 from ...files import read_json
+from ..registry import FAMILIES
 from .decoder import DecoderConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CURE = "download the model again"
 LARGEST = 2**24  # of any size: two of them multiplied still fit into the 63 bits that torch counts bytes in
@@ -39,9 +39,9 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     """The decoder's shape from a config.json; what the decoder cannot do is refused by name."""
     fields = _Fields(about, path / "config.json")
     family = about.get("model_type")
-    if family not in FAMILIES:
+    if family not in COMPUTED:
         raise Beyond(
-            f"{path}: model_type is {family!r}, wanted one of {', '.join(FAMILIES)}; use transformers with gb.place instead."
+            f"{path}: model_type is {family!r}, wanted one of {', '.join(COMPUTED)}; use transformers with gb.place instead."
         )
     rope, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
@@ -126,7 +126,7 @@ def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         raise ValueError("save_hf: no Hugging Face family has both q/k/v biases and normed heads; set one of them off.")
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     return {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [f"{FAMILIES['llama'][family]}ForCausalLM"],
         "model_type": family,
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,

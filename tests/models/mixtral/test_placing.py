@@ -1,0 +1,30 @@
+"""Models with sparse layers, placed: attention and norms are ours, experts and loss transformers' own."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from ...place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+KINDS = {
+    "mixtral": (MixtralConfig, {}),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_ours_and_the_rest_stays(kind):
+    config, own = KINDS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES | own))
+    want = training_run(twin(model), batch())
+    placement = place(model, strict=True)
+    assert_close(training_run(model, batch()), want)
+    found = rows(placement)
+    assert found["model.layers.1.self_attn"].kernel.startswith("q, k, v as one product; reference rope")
+    assert found["model.layers.1.mlp.experts"].why == "as it was"
+    assert "(the model)" not in found and placement.unsupported is None and placement.fallbacks == 0
