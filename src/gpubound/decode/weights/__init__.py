@@ -25,5 +25,6 @@ FORMATS: dict[str | None, Any] = {None: OwnWeights, **dict.fromkeys(KINDS, Packe
 def weight_format(kind: str | None) -> OwnWeights | PackedWeights:
     """The format of that name; None is the model's own."""
     if kind not in FORMATS:
-        raise ValueError(f"decoder: weights: got {kind!r}, wanted one of {', '.join(KINDS)}, or None for the live ones.")
+        known = ", ".join(filter(None, FORMATS))
+        raise ValueError(f"decoder: weights: got {kind!r}, wanted one of {known}, or None for the live ones.")
     return FORMATS[kind](kind)

@@ -20,34 +20,27 @@ from .quantized_product import _ONE, _row_sums
 
 
 @triton.jit
-def _words(K: tl.constexpr, KIND: tl.constexpr):
-    """A row of K columns has so many."""
-    return (K + 127) // 128 * (16 if KIND == "int4" else 32)
-
-
-@triton.jit
-def _scales(K: tl.constexpr, KIND: tl.constexpr):
-    return 1 if KIND == "fp8" else (K + 127) // 128
-
-
-@triton.jit
 def _quantized_routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, experts, rows,
                                      S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                                      WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    GROUPS: tl.constexpr = (K + 127) // 128
+    N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
+    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
     _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
     expert, poison = _expert(ids_ptr + pair, experts)
     x_ptr += pair // S * K
-    w_ptr += expert * 2 * rows * _words(K, KIND)
-    scale_ptr += expert * 2 * rows * _scales(K, KIND)
-    gate = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)[0]
-    w_ptr += rows.to(tl.int64) * _words(K, KIND)
-    scale_ptr += rows.to(tl.int64) * _scales(K, KIND)
-    up = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)[0]
+    w_ptr += expert * 2 * rows * N
+    scale_ptr += expert * 2 * rows * SCALES
+    gates = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)
+    w_ptr += rows * N
+    scale_ptr += rows * SCALES
+    ups = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)
     _end(DEPENDENT)
-    y = gate / (1.0 + tl.exp(-gate)) * up * poison
+    gate = gates[0]
+    y = gate / (1.0 + tl.exp(-gate)) * ups[0] * poison
     tl.store(out_ptr + pair * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 
@@ -55,6 +48,9 @@ def _quantized_routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr,
 def _quantized_add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one, experts, rows, S: tl.constexpr,
                                  K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
                                  DEPENDENT: tl.constexpr):  # fmt: skip
+    GROUPS: tl.constexpr = (K + 127) // 128
+    N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
+    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
     _begin(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -63,9 +59,10 @@ def _quantized_add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, 
     for slot in tl.static_range(S):
         expert, poison = _expert(ids_ptr + b * S + slot, experts)
         weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg") * poison
-        w, scale = w_ptr + expert * rows * _words(K, KIND), scale_ptr + expert * rows * _scales(K, KIND)
+        w, scale = w_ptr + expert * rows * N, scale_ptr + expert * rows * SCALES
         h = h_ptr + (b * S + slot) * K
-        total += _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, False, WHOLE, 0)[0] * weight
+        sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, False, WHOLE, 0)
+        total += sums[0] * weight
     _end(DEPENDENT)
     to = x_ptr + b * rows + row
     tl.store(to, tl.load(to, mask=row < rows, other=0.0) + total, mask=row < rows)

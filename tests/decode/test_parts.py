@@ -1,0 +1,89 @@
+"""A layer takes any parts with the methods of its own: here a weight format and an MLP that the library does not have."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import gpubound as gb
+from gpubound.decode import bind
+from gpubound.decode.layer import Bench, DenseMLP, DenseWeights, plain_linear, plain_norm
+from gpubound.decode.weights import FORMATS
+from gpubound.decode.weights.own import OwnProduct, OwnWeights
+
+from . import cases
+
+
+class SixteenBits(OwnWeights):
+    """Copies rounded to bf16, in the model's dtype."""
+
+    kind, reads = "sixteen", "copies in 16 bits"
+
+    def stacked(self, weights, biases):
+        return OwnProduct([weight.detach().bfloat16().to(weight.dtype) for weight in weights], biases)
+
+    def gate_up(self, gate, up, biases):
+        return self.stacked([gate, up], biases)
+
+    def head(self, weight):
+        return self.stacked([weight], [None])
+
+
+def test_a_weight_format(monkeypatch, device):
+    monkeypatch.setitem(FORMATS, "sixteen", SixteenBits)
+    model = cases.build("Qwen2", device=device, tie_word_embeddings=False)
+    fast = gb.decoder(model, 9, cases.ROOM, weights="sixteen", cache="int8", pages=18)
+    assert "over copies in 16 bits" in str(fast) and fast.certificate.logits_error < 1.5 * fast.certificate.cache_error
+    assert fast.accuracy(cases.prompts(20)[0]).kind == "sixteen, int8 cache"
+    fast = gb.decoder(model, 9, cases.ROOM, weights="sixteen")
+    with torch.no_grad():
+        for weight in (model.lm_head.weight, *(w for w in model.model.layers.parameters() if w.dim() > 1)):
+            weight.copy_(weight.bfloat16())
+    for rows in (1, 9):
+        given = cases.prompts(*range(3, 3 + rows))
+        found = fast.generate(given, max_new_tokens=12).tokens
+        assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+
+
+@dataclass(frozen=True)
+class GeluWeights(DenseWeights):
+    on_host = False
+
+    def part(self, number: int, form, bench: Bench) -> "GeluMLP":
+        return GeluMLP(self, form, bench)
+
+    def define(self, h, number, choices):
+        gated = F.gelu(plain_linear(h, self.gate, None)) * plain_linear(h, self.up, None)
+        return plain_linear(gated, self.down, None)
+
+
+class GeluMLP(DenseMLP):
+    """Gated by gelu, in plain torch."""
+
+    def prompt(self, h):
+        gate, up = (F.linear(h, weight) for weight in self.gate_up.matrices())
+        return F.linear(F.gelu(gate) * up, self.down.matrices()[0])
+
+    def wide_step(self, x):
+        x += self.prompt(plain_norm(x, self.weights.norm, self.bench.shape.eps).to(self.bench.dtype))
+
+    def step(self, x, mode):
+        self.wide_step(x)
+
+    def report(self):
+        return [("norm, MLP", "torch", "gelu")]
+
+
+def test_an_mlp(monkeypatch, device):
+    """Over rounded weights too, which know nothing of it."""
+    own = bind._dense
+    monkeypatch.setattr(bind, "_unknown_option", lambda model: None)
+    monkeypatch.setattr(bind, "_dense", lambda mlp, norm: GeluWeights(**vars(own(mlp, norm))))
+    model = cases.build("Llama", device=device, hidden_act="gelu")
+    fast = gb.decoder(model, 9, cases.ROOM)
+    assert ("2 x norm, MLP", "torch", "gelu") in fast.body.report()
+    for rows in (1, 9):
+        given = cases.prompts(*range(3, 3 + rows))
+        found = fast.generate(given, max_new_tokens=12).tokens
+        assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+    assert gb.decoder(model, 1, cases.ROOM, weights="int8", cache="fp8").certificate is not None
