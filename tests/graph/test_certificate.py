@@ -7,14 +7,17 @@ import threading
 import time
 from datetime import datetime
 from functools import partial
+from itertools import count
 from time import time as now
 
 import numpy as np
 import pytest
 import torch
 
-from gpubound.graph import capture, prepare
+from gpubound.errors import GraphError
+from gpubound.graph import capture, certify, prepare
 from gpubound.graph.memory import difference
+from gpubound.graph.trial import Results
 from gpubound.graph.vary import DECADE, varied, vary
 
 from .cases import drawn, said
@@ -325,3 +328,63 @@ def test_difference():
     found = difference(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
     assert (found.bitwise, found.absolute, found.relative) == (False, 1.0, 0.25)
     assert not difference(torch.tensor([0.0]), torch.tensor([-0.0])).bitwise
+
+
+def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
+    """What _compare says of these outputs and one gradient, from eager and from the replay."""
+    with pytest.raises(GraphError) as error:
+        certify._compare(Results(eager, {"w.grad": made[0]}, []), Results(replayed, {"w.grad": made[1]}, []))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("eager", "replayed", "sentence"),
+    [
+        ([torch.ones(2)], [], "outputs: eager returns 1, the graph 0"),
+        ([1.0], [2.0], "output 0: the graph always returns 2.0, eager returns 1.0"),
+        ([True], [1], "output 0: the graph always returns 1, eager returns True"),
+        (
+            [torch.ones(2)],
+            [torch.ones(3)],
+            "output 0: eager gives torch.float32 (2,) with other inputs, the graph",
+        ),
+        (
+            [torch.ones(2)],
+            [torch.ones(2).double()],
+            "output 0: eager gives torch.float32 (2,) with other inputs, the graph",
+        ),
+    ],
+)
+def test_outputs_of_two_kinds_are_no_rounding_error(eager, replayed, sentence):
+    assert compared(eager, replayed).startswith(sentence)
+
+
+def test_a_gradient_that_only_one_of_them_makes():
+    assert compared([], [], (torch.ones(1), None)).startswith("w.grad: eager makes this gradient, the replay does not")
+    assert compared([], [], (None, torch.ones(1))).startswith("w.grad: the replay makes this gradient, eager does not")
+
+
+def test_each_round_starts_from_what_the_replay_before_has_left(tape):
+    """Within a tolerance eager and the replay drift apart; a round that began from eager's state would hide half of it."""
+    state, steps = torch.zeros(1, dtype=torch.float64), count()
+
+    def fn(x):
+        state.add_(1 + next(steps) ** 2 / 1024)  # 3 warm-ups, the recording, then an eager call a round: 16 and 25 against 9
+        return state + 0 * x
+
+    found = capture(fn, torch.ones(1, dtype=torch.float64), tolerance=0.5).certificate
+    assert not found.bitwise and found.worst.absolute == 16 / 1024
+
+
+def test_what_is_true_of_one_round_alone(tape, monkeypatch):
+    """The generators must agree in every round; an input that was varied in one of them has been varied."""
+    rounds, varying = iter([([], False), ([], True)]), iter([[0], []])
+    monkeypatch.setattr(certify, "_round", lambda *_, **__: next(rounds))
+    monkeypatch.setattr(certify, "vary", lambda examples, turn: ([example.clone() for example in examples], next(varying)))
+    found = capture(lambda x: x * 2, torch.ones(2)).certificate
+    assert not found.same_random_state and found.unvaried == ()
+
+
+def test_the_static_inputs_hold_the_example_again(runner):
+    example = drawn(4)
+    assert torch.equal(capture(lambda x: x * 2, example).inputs[0], example)
