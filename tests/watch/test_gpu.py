@@ -84,7 +84,7 @@ TABLED = {
 
 @pytest.mark.parametrize("name", TABLED)
 def test_the_table_agrees_with_cuda(name):
-    """ops.SYNCS and its kin say that an op waits exactly where GPUTrace sees it wait."""
+    """events.WAITING_OPS and its kin say that an op waits exactly where GPUTrace sees it wait."""
     x, n = torch.rand(8, device=CUDA), torch.arange(8, device=CUDA)
     TABLED[name](x, n)
     torch.cuda.synchronize()
