@@ -17,8 +17,9 @@ import tyro
 
 from ..errors import DataError, PlaceError
 from ..measure import machine
+from ..models.folder import Beyond, read_config
 from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
-from ..models.llama.hf_config import Beyond, config_of, read_config
+from ..models.llama.hf_config import config_of
 from ..place import place
 from ..trace import notice
 from .options import arguments

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..corpus import Tokenizer
 from ..corpus.encode import adapt
 from ..models import load_hf
+from ..models.folder import Beyond, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.llama.hf_config import Beyond, config_of, read_config
-from ..models.llama.weights import ends_of, read_generation
+from ..models.llama.hf_config import config_of
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe

@@ -16,8 +16,8 @@ from ..device import label
 from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..models import Decoder
-from ..models.foreign import as_transformers
-from ..models.llama.weights import ends_of
+from ..models.folder import ends_of
+from ..models.llama.weights import as_transformers
 from ..trace import notice
 from .bind import bind, has_experts
 from .cache import PLAIN, CacheLayout

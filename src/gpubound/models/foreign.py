@@ -15,9 +15,7 @@ from torch import nn
 
 from ..errors import DataError
 from ..files import read_json
-from .llama.decoder import Decoder
-from .llama.hf_config import hf_config
-from .llama.weights import INDEX, WEIGHTS, stored_tensors
+from .folder import INDEX, WEIGHTS, stored_tensors
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -87,20 +85,3 @@ def _check_layers(folder: Path) -> None:
                     f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
                     "layers; check that config.json belongs to these weights."
                 )
-
-
-def as_transformers(model: Decoder) -> Any:
-    """transformers' module for our decoder, over the same parameters: it computes with the live weights, none is copied."""
-    needs_transformers("a decoder without fused kernels")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    first = next(model.parameters())
-    config = AutoConfig.for_model(**hf_config(model.config, first.dtype))
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, dtype=first.dtype)
-    for name, module in shell.named_modules():
-        if module._parameters:
-            module._parameters = model.get_submodule(name)._parameters
-    trunk: Any = shell.model
-    trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
-    return shell.train(model.training)

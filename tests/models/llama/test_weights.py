@@ -14,6 +14,7 @@ import gpubound as gb
 from gpubound.corpus import Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
+from gpubound.models.llama import training
 from gpubound.models.llama.weights import special_ids
 
 CONFIG = DecoderConfig(32, 48, 2, 4, 2, 320)
@@ -241,3 +242,11 @@ def test_frequencies_that_old_checkpoints_hold_are_passed_over(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
     assert torch.equal(load_hf(folder).lm_head.weight, tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "kind, ours", [("llama", True), ("mistral", True), ("smollm3", False), ("gemma2", False), ("nobody", False)]
+)
+def test_training_reads_the_folders_that_our_decoder_computes(kind, ours, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert training.reads(tmp_path) is ours

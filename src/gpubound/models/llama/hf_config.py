@@ -6,38 +6,16 @@ from typing import Any
 import torch
 
 from ...errors import DataError
-from ...files import read_json
+from ..folder import Beyond, ConfigFields
 from ..registry import FAMILIES
 from .decoder import DecoderConfig
 
 COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-CURE = "download the model again"
-LARGEST = 2**24  # of any size: two of them multiplied still fit into the 63 bits that torch counts bytes in
-
-
-class Beyond(DataError):
-    """The config is whole, but our decoder cannot compute such a model."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").exists():
-        raise DataError(f"{folder} is not a Hugging Face model folder: it has no config.json; give a folder with one.")
-    return read_json(folder / "config.json", CURE)
-
-
-def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
-    """The dtype that the weights were saved in."""
-    told = about.get("dtype") or about.get("torch_dtype") or "float32"
-    name = told.removeprefix("torch.") if isinstance(told, str) else None
-    if name not in DTYPES:
-        raise DataError(f"{folder / 'config.json'}: dtype: got {told!r}, wanted one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     """The decoder's shape from a config.json; what the decoder cannot do is refused by name."""
-    fields = _Fields(about, path / "config.json")
+    fields = ConfigFields(about, path / "config.json")
     family = about.get("model_type")
     if family not in COMPUTED:
         raise Beyond(
@@ -80,44 +58,6 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
         qk_norm=family == "qwen3",
         positions=positions,
     )
-
-
-class _Fields:
-    """Fields of a config.json, each named when it is not what it should be."""
-
-    def __init__(self, about: dict[str, Any], file: Path) -> None:
-        self.about, self.file = about, file
-
-    def size(self, name: str, default: int | None = None, largest: int = LARGEST) -> int:
-        value = self.about.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise DataError(f"{self.file} has no {name!r}; is it a model's?")
-        if not isinstance(value, int) or isinstance(value, bool) or not (0 < value <= largest or value == default):
-            raise self._wrong(name, value, f"a whole number from 1 to {largest}")
-        return value
-
-    def number(self, name: str, value: Any) -> float:
-        if value is None:
-            raise DataError(f"{self.file} has no {name!r}; is it a model's?")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
-            raise self._wrong(name, value, "a number above 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.about.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return bool(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        value = self.about.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self._wrong(name, value, "an object or null")
-        return value or {}
-
-    def _wrong(self, name: str, value: Any, wanted: str) -> DataError:
-        return DataError(f"{self.file}: {name}: got {value!r}, wanted {wanted}.")
 
 
 def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ...files import read_json
 from ..trainable import Sizes
 from .decoder import PRESETS as SIZES
 from .decoder import Decoder, DecoderConfig
-from .hf_config import FAMILIES
+from .hf_config import COMPUTED
 from .weights import load_hf as load
 from .weights import save_hf as save
 
@@ -38,7 +38,7 @@ def make(name: str, vocabulary: int, positions: int, device: torch.device) -> De
 
 def reads(folder: Path) -> bool:
     about = folder / "config.json"
-    return about.exists() and read_json(about).get("model_type") in FAMILIES
+    return about.exists() and read_json(about).get("model_type") in COMPUTED
 
 
 def sizes(model: Decoder) -> Sizes:

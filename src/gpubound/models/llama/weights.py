@@ -3,27 +3,35 @@
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...corpus import Tokenizer
 from ...corpus.chat import ends_of_turn
 from ...errors import DataError
-from ...files import beside, read_json, regular, write_whole, writing
+from ...files import write_whole, writing
+from ..folder import (
+    GENERATION,
+    INDEX,
+    SPECIAL_IDS,
+    WEIGHTS,
+    Stored,
+    dtype_of,
+    ends_of,
+    opened,
+    read_config,
+    read_generation,
+    stored_tensors,
+)
+from ..foreign import needs_transformers
 from .decoder import Decoder, DecoderConfig
-from .hf_config import CURE, config_of, dtype_of, hf_config, read_config
+from .hf_config import config_of, hf_config
 
-WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BUFFERS = "rotary_emb.inv_freq"  # old checkpoints hold it beside the weights; it follows from the config
 FLOATS = ("F64", "F32", "F16", "BF16")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -42,7 +50,7 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     if config.tied:
         del wanted["lm_head.weight"]  # the same tensor as the embedding
     for file in {tensor.file for tensor in stored.values()}:
-        with _opened(file) as tensors, torch.no_grad():
+        with opened(file) as tensors, torch.no_grad():
             for name in (name for name, tensor in stored.items() if tensor.file == file and name in wanted):
                 wanted[name].copy_(tensors.get_tensor(name))
     return model
@@ -70,10 +78,21 @@ def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None
     return path
 
 
-def ends_of(generation: dict[str, Any]) -> list[int]:
-    """The tokens that end a text, in the words of a generation_config.json: none, one or several."""
-    told = generation.get("eos_token_id")
-    return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]
+def as_transformers(model: Decoder) -> Any:
+    """transformers' module for our decoder, over the same parameters: it computes with the live weights, none is copied."""
+    needs_transformers("a decoder without fused kernels")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    first = next(model.parameters())
+    config = AutoConfig.for_model(**hf_config(model.config, first.dtype))
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config, dtype=first.dtype)
+    for name, module in shell.named_modules():
+        if module._parameters:
+            module._parameters = model.get_submodule(name)._parameters
+    trunk: Any = shell.model
+    trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
+    return shell.train(model.training)
 
 
 def special_ids(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -86,65 +105,6 @@ def special_ids(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
         token = tokenizer.special.get(f"{name}_token")
         found[f"{name}_token_id"] = None if token is None else tokenizer.inner.token_to_id(token)
     return found
-
-
-def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says, and the special tokens that config.json alone names."""
-    file = path / GENERATION
-    own = read_json(file, CURE) if file.exists() else {}
-    for source, told in ((path / "config.json", about), (file, own)):
-        for name in SPECIAL_IDS:
-            value = told.get(name)
-            tokens = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-                raise DataError(f"{source}: {name}: got {value!r}, wanted a token's number, a list of them, or null.")
-    return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in own.items() if v is not None}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file, before it is read."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
-
-
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor in the folder's safetensors files, by name, from the files' headers."""
-    found: dict[str, Stored] = {}
-    for file in _weight_files(path):
-        with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                about = tensors.get_slice(name)
-                found[name] = Stored(file, tuple(about.get_shape()), about.get_dtype())
-    return found
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """One file, or those that the index names. The one file goes first, as it does in transformers."""
-    index = path / INDEX
-    if (path / WEIGHTS).exists() or not index.exists():
-        names = [WEIGHTS]
-    else:
-        table = read_json(index, CURE).get("weight_map")
-        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise DataError(f"{index}: weight_map: wanted an object that gives a file's name for each tensor; {CURE}.")
-        names = sorted(set(table.values()))
-    for name in names:
-        if not beside(index, name).exists():
-            raise DataError(f"{path} has no {name}; download the whole model, in safetensors.")
-    return [path / name for name in names]
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """safe_open, whose complaints name the file."""
-    try:
-        with safe_open(regular(file), framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error
 
 
 def _check(path: Path, config: DecoderConfig, stored: dict[str, Stored]) -> None:
