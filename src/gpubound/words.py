@@ -1,6 +1,7 @@
 """How the library says numbers, sizes, durations and misspelt names: one formatter for each, used everywhere."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,23 @@ def readable(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def byte_count(size: int | str) -> int | None:
+    """A number of bytes as people write it; None for what is none.
+
+    >>> byte_count("1.5 GB"), byte_count("2KiB"), byte_count(7), byte_count("much")
+    (1500000000, 2048, 7, None)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = _UNITS.get(found[2].lower()) if found else None
+    return None if isinstance(size, bool) or found is None or unit is None else int(float(found[1]) * unit)
 
 
 def quantity(value: float, unit: str = "") -> str:

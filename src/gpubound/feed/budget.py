@@ -1,11 +1,11 @@
-"""Which device a feed serves, how much memory it may take there, and sizes in words."""
+"""Which device a feed serves, and how much memory it may take there."""
 
 import os
-import re
 
 import torch
 
 from ..device import resolve, usable_bytes
+from ..words import byte_count
 
 
 def target(device: str | torch.device | None) -> torch.device:
@@ -65,16 +65,8 @@ def allowance(budget: int | str, keep: int | str | None, free: int | None) -> in
     return max(0, free - parse_bytes("keep", keep)) if keep is not None else free // SHARE
 
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
 def parse_bytes(what: str, size: int | str) -> int:
-    """
-    >>> parse_bytes("budget", "1.5 GB")
-    1500000000
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].lower() if found[2].lower() != "b" else "") if found else None
-    if isinstance(size, bool) or found is None or unit is None:
+    count = byte_count(size)
+    if count is None:
         raise ValueError(f"feed: {what}: got {size!r}, wanted a number of bytes, as in 2_000_000_000, '2 GB' or '1.9 GiB'.")
-    return int(float(found[1]) * unit)
+    return count

@@ -122,7 +122,7 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
 
     def train(recipe: Recipe) -> None:
         model = build_model(recipe, tokenizer, device).train()
-        step = make_step(model, recipe.minimised(), recipe, device)
+        step = make_step(model, recipe.new_objective(), recipe, device)
         feed = stage.feed(device, recipe)
         try:
             for _ in range(2):  # the first captures, the second runs what was captured

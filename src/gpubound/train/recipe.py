@@ -147,7 +147,7 @@ class Recipe:
                 "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
             )
         parse_recompute(self.recompute)
-        self.rates, self.numbers, self.minimised()
+        self.rates, self.numbers, self.new_objective()
         self.stages()
 
     @property
@@ -164,7 +164,7 @@ class Recipe:
             return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
-    def minimised(self) -> Objective:
+    def new_objective(self) -> Objective:
         """A new objective, as the recipe wants it."""
         return objective_named(self.objective, self.objective_options)
 

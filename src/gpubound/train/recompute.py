@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DeviceError
-from ..feed.budget import parse_bytes
 from ..trace import notice
-from ..words import readable
+from ..words import byte_count, readable
 
 MODES = ("cheap", "none", "blocks")
 
@@ -35,13 +34,13 @@ def parse(recompute: str) -> tuple[str, int]:
         return recompute, 0
     if recompute.isdecimal():
         return "count", int(recompute)
-    try:
-        return "budget", parse_bytes("", recompute)
-    except ValueError:
+    budget = byte_count(recompute)
+    if budget is None:
         raise ValueError(
             f"recompute: got {recompute!r}, wanted cheap, none, blocks, a number of blocks, or the bytes that a step may take, "
             f"as in '40 GB'."
-        ) from None
+        )
+    return "budget", budget
 
 
 def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[], None]:

@@ -56,7 +56,7 @@ class Run:
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.objective = self.recipe.minimised()
+        self.objective = self.recipe.new_objective()
         self.family = family_of(self.recipe.model)
 
     @property
