@@ -86,7 +86,7 @@ def test_many_rows_of_packed_experts(mlp, device):
     for prompt, tokens in zip(given, fast.generate(given, max_new_tokens=6).tokens):
         assert_greedy(twin, prompt, tokens, None)
     assert fast.body.form.unpacked > before
-    assert ("experts of more rows", "as of one row", "a row reads its experts' packed weights alone") in fast.body.report()
+    assert ("experts of more rows", "as of one row") in [row[:2] for row in fast.body.report()]  # why depends on the device
 
 
 def test_packed_experts_that_change_are_packed_again(device):
