@@ -12,11 +12,12 @@ its own: a fallback, with its reason.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
@@ -163,3 +164,28 @@ def describe(layer: nn.Module) -> str:
     if type(weight) is not nn.Parameter:
         return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
     return "a projection carries hooks"
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Pairs of names of different tensors that share bytes. A tensor that comes twice, as a tied one does, is no pair.
+
+    To the user such a pair is one weight: what is written into one is read in the other. Moving one of them away, into a
+    stacked or flat buffer, ends that without a sign. So whoever moves weights asks here first.
+
+    Left out are tensors with gaps between their elements, for two of them may lie in each other's gaps, and subclasses, whose
+    memory is their own business.
+    """
+    tensors = {id(t): (name, t) for name, t in reversed(list(named))}.values()  # reversed: the first name of each stays
+    placed = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if _dense(t))
+    end, holder = 0, ""
+    for begin, stop, name in placed:
+        if begin < end:
+            yield holder, name
+        if stop > end:
+            end, holder = stop, name
+
+
+def _dense(t: Tensor) -> bool:
+    if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or not t.numel():
+        return False
+    return sum((size - 1) * step for size, step in zip(t.shape, t.stride())) + 1 == t.numel()

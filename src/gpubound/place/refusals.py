@@ -6,7 +6,7 @@ Each refusal names what it found.
 import torch
 from torch import Tensor, nn
 
-from ..layers.overlap import overlapping
+from ..layers.stacked import overlapping
 from .fused import Fused
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
