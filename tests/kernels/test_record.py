@@ -1,0 +1,44 @@
+"""The record of a tensor: declared fields, gone with their last entry, and no passenger of copies and files."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.kernels.record import Record, drop_record, made_record, record_of
+
+
+def test_it_is_dropped_with_its_last_entry_and_not_before():
+    weight = nn.Parameter(torch.ones(2))
+    assert record_of(weight) is None
+    drop_record(weight)
+    record = made_record(weight)
+    assert made_record(weight) is record and record.empty
+    for field, value in {"format": 1, "adapters": (1,), "opening": 1, "side": 1, "origin": 1, "numbers": 1}.items():
+        empty = getattr(record, field)
+        setattr(record, field, value)
+        assert not record.empty, field
+        drop_record(weight)
+        assert record_of(weight) is record, field
+        setattr(record, field, empty)
+    drop_record(weight)
+    assert record_of(weight) is None
+
+
+def test_no_field_that_is_not_declared():
+    with pytest.raises(AttributeError):
+        Record().fresh = True
+
+
+def test_copies_have_none_and_files_bring_back_an_empty_one():
+    weight = nn.Parameter(torch.ones(2))
+    made_record(weight).format = lambda: "what no file could hold"
+    assert record_of(copy.deepcopy(weight)) is None
+    assert record_of(weight.detach()) is None
+    file = io.BytesIO()
+    torch.save(nn.ParameterList([weight]), file)
+    file.seek(0)
+    (back,) = torch.load(file, weights_only=False)
+    assert torch.equal(back, weight) and (record_of(back) is None or record_of(back).empty)
