@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpubound.errors import GraphError
 from gpubound.graph import capture, held
@@ -254,3 +255,13 @@ def test_address_check_in_python_and_as_torch_does_it(monkeypatch):
     same = held.address_check(tensors, [tensors[0].data_ptr()])
     tensors[0].data = torch.ones(2)
     assert same() is False
+
+
+def test_the_memory_that_a_graph_writes_stays_alive_when_the_tensor_moves(tape):
+    """A stale graph, replayed through an alias of the check, must not write into memory that is someone else's by now."""
+    state = torch.zeros(4)
+    captured = capture(lambda x: state.add_(x).clone(), torch.ones(4))
+    old = StorageWeakRef(state.untyped_storage())
+    captured._runner.steps = []  # the tape itself holds its tensors; a CUDA graph holds addresses
+    state.data = torch.zeros(4)
+    assert not old.expired()
