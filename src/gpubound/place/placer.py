@@ -7,7 +7,6 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import FallbackError, GpuboundError, PlaceError
-from ..kernels.choose import hasten, implementation
+from ..kernels.choose import hasten, runs
 from ..layers import MLP, Attention
 from ..trace import fallback
 from . import candidates, exercise, refusals
@@ -224,11 +223,8 @@ def _kernel(module: Any) -> str:
     words, ops = module.fused_kernels()  # as its calls so far have run it, not as it was expected to
     p = next(module.parameters(), torch.empty(1))
     chosen: dict[str, list[str]] = {}
-    with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
-        for op in ops:
-            x = torch.empty(1, device=p.device, dtype=p.dtype)
-            source = "triton" if ".triton." in implementation(op, x).__module__ else "reference"
-            chosen.setdefault(source, []).append(op)
+    for op in ops:
+        chosen.setdefault(runs(op, p.device, p.dtype), []).append(op)
     return words.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
 
 
