@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "doctor": "gpubound doctor train.py",
     "bench": "gpubound bench kernels",
+    "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
 }
 

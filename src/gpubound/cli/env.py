@@ -1,11 +1,12 @@
 """Print what this machine can do, and measure it.
 
-Versions and devices, the device that `auto` means here and why, then the measured ceilings: the denominators of every
-percentage the project prints.
+Versions and devices, the device that `auto` means here and why, launch plans that `gpubound tune` kept for its GPUs, then the
+measured ceilings: the denominators of every percentage the project prints.
 """
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 from .. import measure
 from ..device import label, look, resolve
 from ..errors import DeviceError
+from ..kernels.plans.kept import file_of, rows_in
 from .options import arguments
 
 # Figure -> what it says, in the order printed.
@@ -59,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {"machine": asdict(measure.machine()), "gpus": policy.pop("gpus"), "policy": policy}
     if policy["device"] is not None:
         found["ceilings"] = measure.ceilings(policy["device"], refresh=options.refresh).as_dict()
+    kept = {gpu["name"]: rows_in(file_of(gpu["name"])) for gpu in found["gpus"]}
+    if any(kept.values()):
+        found["plans"] = kept
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -100,6 +105,9 @@ def _show(found: dict[str, Any], console: Console) -> None:
         facts.add_row(name, "none" if value is None else str(value))
     for gpu in found["gpus"]:
         facts.add_row(f"cuda:{gpu['index']}", _gpu_line(gpu))
+    for name, rows in found.get("plans", {}).items():
+        ops = ", ".join(f"{op} {count}" for op, count in Counter(row["op"] for row in rows).items())
+        facts.add_row("tuned plans", f"{name}: {len(rows)} ({ops}), kept in {file_of(name)}")
     policy = found["policy"]
     facts.add_row(f"device={policy['asked']}", f"{policy.get('name', 'ERROR')}: {policy['why']}")
     with console.capture() as shown:

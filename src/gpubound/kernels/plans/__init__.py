@@ -12,14 +12,15 @@ So no plan raises. Where even the least is too large for a GPU, the launch says 
 reference, counted as a fallback (choose.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kept import kept
+from .kept import plans_kept
 from .kinds import SPARE as SPARE
 from .kinds import Job as Job
 from .kinds import Plan as Plan
@@ -69,6 +70,28 @@ def step_down(job: Job, plan: Any, why: str) -> Any:
     return smaller
 
 
+def asked_by(run: Callable[[], Any]) -> list[Job]:
+    """The jobs whose plans `run()` asks for."""
+    global _settled
+    before, _settled = _settled, {}
+    try:
+        run()
+        return list(_settled)
+    finally:
+        _settled = before
+
+
+@contextmanager
+def trying(job: Job, plan: Plan) -> Iterator[None]:
+    """`plan` for jobs like `job` inside the block; a launch that it does not fit raises there."""
+    key = (job.op, job.way, RULES[job.op].bucket(job))
+    TRIED[key] = plan
+    try:
+        yield
+    finally:
+        del TRIED[key]
+
+
 def keys_of(job: Job) -> tuple[Key, Key]:
     """Where a searched plan for `job` may stand: under its element size, or under any."""
     bucket = RULES[job.op].bucket(job)
@@ -81,7 +104,7 @@ def fits(job: Job, plan: Plan) -> bool:
 
 
 def _known(job: Job) -> Iterator[Plan]:
-    for table in (kept(job.chip.name), SEARCHED.get(job.chip.capability, {})):
+    for table in (plans_kept(job.chip.name), SEARCHED.get(job.chip.capability, {})):
         for key in keys_of(job):
             if key in table:
                 yield RULES[job.op].kind(*table[key])

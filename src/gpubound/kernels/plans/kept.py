@@ -23,7 +23,7 @@ def file_of(name: str) -> Path:
     return folder() / f"plans-{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.json"
 
 
-def kept(name: str) -> dict[Key, tuple]:
+def plans_kept(name: str) -> dict[Key, tuple]:
     """The plans kept for GPUs of that name, read once in a process. The interpreter's GPU has no name, and none."""
     return _read(file_of(name)) if name else {}
 
