@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import trace
+from gpubound.errors import BudgetError
 from gpubound.watch import watch
+from gpubound.watch.sensors import NAMES
 
 from .planted import PLANTS, Kit
 
@@ -285,3 +287,22 @@ def test_a_device_filter(sim):
         torch.ones(2, device=sim).sum().item()
     assert "syncs" not in ledger.totals
     assert ledger.absent["simgpu"] == "device='cuda' was asked for"
+
+
+def test_an_op_inside_another_gives_the_name_back():
+    ledger = watch()
+    for name in ("outer", "inner"):
+        ledger.enter_op(name)
+    assert ledger.current_op() == "inner"
+    ledger.leave_op()
+    assert ledger.current_op() == "outer"
+    ledger.leave_op()
+    assert ledger.current_op() == ""
+
+
+def test_a_limit_may_be_passed_by_less_than_one():
+    with watch(without=[name for name in NAMES if name != "gc"]) as ledger:
+        ledger.record("gc", "generation 2", ms=1.25)
+    ledger.assert_within(gc_ms=1000)
+    with pytest.raises(BudgetError, match=r"over budget: gc_ms .* \(allowed 1\)"):
+        ledger.assert_within(gc_ms=1)
