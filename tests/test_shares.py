@@ -53,11 +53,9 @@ def test_within_the_roofline_nothing_is_measured(limits):
 def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, monkeypatch):
     """Its head names the rate, so the one that is measured now is for the next run."""
     monkeypatch.setattr(trace, "_said", set())
-    config = SimpleNamespace(product_parameters=1_000_000, layers=0, heads=1, head_dim=1)
     scale = Scale.__new__(Scale)
-    scale.run = SimpleNamespace(
-        model=SimpleNamespace(config=config), stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu")
-    )
+    scale.sizes = SimpleNamespace(product_parameters=1_000_000, layers=0, width=1)
+    scale.run = SimpleNamespace(stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))
     scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9
     assert scale.fill({"tokens_per_s": 100.0})["mfu"] == 0.6
     assert "mfu" not in scale.fill({"tokens_per_s": 200.0})
