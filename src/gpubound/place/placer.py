@@ -18,7 +18,7 @@ from ..errors import FallbackError, GpuboundError, PlaceError
 from ..kernels.choose import hasten, runs
 from ..layers import MLP, Attention
 from ..trace import fallback
-from . import candidates, exercise, refusals
+from . import candidates, exercise, refusals, truth
 from .candidates import Candidate
 from .fused import Fused, adopt, release_if_fused
 from .placement import Note, Placement, forget_slow_calls
@@ -86,8 +86,16 @@ def _last_run(model: nn.Module, run: exercise.Exercise, before: exercise.Sketch,
 
 
 def _compared(run: exercise.Exercise, before: exercise.Sketch, model: nn.Module) -> Verdict:
+    dtype = _dtype(model)
     try:
-        return exercise.compare(run(), before, _dtype(model))
+        after = run()
+        verdict = exercise.compare(after, before, dtype)
+        if verdict.ok or not truth.wanted(verdict, dtype):
+            return verdict
+        try:
+            return truth.judge_by_truth(model, run, after, before, dtype)
+        except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
+            return verdict
     except FallbackError:
         raise
     except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped

@@ -1,0 +1,66 @@
+"""Where 16-bit rounding alone passes the limit of a whole model, fp32 is the judge."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound.place import exercise, truth
+from gpubound.place.fused import Fused
+
+from .models import OPTIONS, tiny, tokens
+
+BF16 = torch.bfloat16
+
+
+def test_a_model_whose_own_rounding_is_large_is_placed():
+    """Four layers of Gemma 3: two right runs lie 6.5e-2 apart, the limit is 6e-2."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64, "initializer_range": 0.05}
+    model = tiny("gemma3", BF16, **sizes, layer_types=OPTIONS["gemma3"]["layer_types"] * 2)
+    placement = gb.place(model, "cpu")
+    assert placement.refused == 0 and placement.swapped
+    assert {p.dtype for p in model.parameters()} == {BF16}
+
+
+def sketch(spread: float, seed: int, of: exercise.Sketch | None = None) -> exercise.Sketch:
+    """An output and two gradients, each `spread` of its norm away from those of `of`."""
+    g = torch.Generator().manual_seed(seed)
+    names = ["loss", "gradient of a", "gradient of b"]
+    drawn = [torch.randn(400, generator=g) for _ in names]
+    if of is None:
+        return list(zip(names, drawn))
+    return [(name, t + spread * t.norm() / d.norm() * d) for (name, t), d in zip(of, drawn)]
+
+
+@pytest.mark.parametrize("off, right", [(0.05, True), (0.09, True), (0.13, False), (0.4, False)])
+def test_the_placed_run_may_be_twice_as_far_off(off, right):
+    exact = sketch(0, 0)
+    model = nn.Linear(4, 4, dtype=BF16)
+    verdict = truth.judge_by_truth(model, lambda: exact, sketch(off, 1, exact), sketch(0.05, 2, exact), BF16)
+    assert verdict.ok == right and abs(verdict.error - off) < 1e-3
+    assert verdict.where.endswith(", from fp32,")
+
+
+def test_only_what_rounding_may_explain_is_judged_again():
+    apart = lambda off: exercise.compare(sketch(off, 1, sketch(0, 0)), sketch(0, 0), BF16)  # noqa: E731
+    assert not apart(0.1).ok and truth.wanted(apart(0.1), BF16)
+    assert not truth.wanted(apart(0.5), BF16) and not truth.wanted(apart(0.1), torch.float32)
+
+
+def test_the_model_is_its_placed_self_again():
+    model = tiny("llama", BF16)
+    placement = gb.place(model, "cpu")
+    assert placement.swapped
+    ids, places, kinds = tokens(), [p.data_ptr() for p in model.parameters()], [type(m) for m in model.modules()]
+    with torch.no_grad():
+        before = model(ids).logits
+    with truth.as_it_came(model), truth.in_fp32(model):
+        assert not any(isinstance(m, Fused) for m in model.modules())
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        with torch.no_grad():
+            assert (model(ids).logits - before).norm() < 3e-2 * before.norm()
+    assert [p.data_ptr() for p in model.parameters()] == places and [type(m) for m in model.modules()] == kinds
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+    placement.undo()
+    assert not any(isinstance(m, Fused) for m in model.modules())
