@@ -56,15 +56,11 @@ def kernel_lines(
     logits = torch.randn(rows, words, device=device, dtype=dtype)
     labels = torch.randint(words, (rows,), device=device)
     options, job = _logits.Options(-100, 0.0, None, 0.0), _logits.loss_job("forward", logits)
-    key = ("losses", "forward", plans.RULES["losses"].bucket(job))
     moved = 2 * logits.numel() * logits.element_size()
 
     def timed(tile: int, count: int) -> str:
-        plans.TRIED[key] = TilePlan(tile, count)
-        try:
+        with plans.trying(job, TilePlan(tile, count)):
             seconds = median(lambda: _logits.row_losses(logits, labels, options, write=True), runs, device, ahead=True)
-        finally:
-            del plans.TRIED[key]
         return f"{count} warps {seconds * 1e6:.0f} us {moved / seconds / 1e9:.0f} GB/s"
 
     tile, count, _ = plans.plan_for(job)

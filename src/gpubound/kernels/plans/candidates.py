@@ -30,9 +30,10 @@ def _rows(job: Job) -> Iterator[RowPlan]:
 
 def _tiles(job: Job) -> Iterator[TilePlan]:
     """8 to 64 elements a thread; a loss's row of logits, a few of which are kept at a time, up to 128."""
-    most = 2 * power_of_two(job.shape[0]) if job.op == "losses" else 16384
+    most = 2 * power_of_two(job.shape[0]) if job.op == "losses" else 32768 if job.op == "group_norm" else 16384
     hints = ("",) if job.op in ("losses", "swiglu_backward") else ("", "evict_first")
-    for elements, warps, hint in product((256, 512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16), hints):
+    tiles = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    for elements, warps, hint in product(tiles, (1, 2, 4, 8, 16), hints):
         if elements <= most and 8 <= elements / (32 * warps) <= (128 if job.op == "losses" else 64):
             yield TilePlan(elements, warps, hint)
 
