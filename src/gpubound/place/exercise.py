@@ -44,11 +44,19 @@ def exercise_for(model: nn.Module, example: Any = None) -> Exercise | None:
 
 def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
     """The worst of all outputs, all gradients, and all gradients taken as one."""
-    names, errors, limits, floor = [], [], [], noise_floor(before)
-    apart, whole = [], []
     for (name, a), (_, b) in zip(after, before):
         if (a is None) != (b is None):
             return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if a is None else 'there'}, unlike the original's")
+    names, errors = distances(after, before)
+    limits = [(LOOSE if name.startswith(GRADIENT) else LIMIT)[dtype] for name in names]
+    return worst(names, list(zip(errors, limits)))
+
+
+def distances(run: Sketch, other: Sketch) -> tuple[list[str], list[float]]:
+    """What was compared, and how far `run` is from `other` there, for its size. The device is read once, at the end."""
+    names, errors, floor = [], [], noise_floor(other)
+    apart, whole = [], []
+    for (name, a), (_, b) in zip(run, other):
         if a is None or b is None:
             continue
         gradient = name.startswith(GRADIENT)
@@ -58,12 +66,10 @@ def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
             whole.append(norm)
         names.append(name)
         errors.append(distance / (torch.maximum(norm, floor.float()) if gradient else norm).clamp_min(1e-12))
-        limits.append((LOOSE if gradient else LIMIT)[dtype])
     if apart:
         names.append("all gradients together")
         errors.append(torch.stack(apart).norm() / torch.stack(whole).norm().clamp_min(1e-12))
-        limits.append(LIMIT[dtype])
-    return worst(names, list(zip(torch.stack(errors).tolist(), limits)))
+    return names, torch.stack(errors).tolist()
 
 
 def _sketched(model: nn.Module, outputs: Callable[[], tuple[list, list]], training: bool) -> Sketch:

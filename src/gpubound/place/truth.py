@@ -10,33 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .exercise import LIMIT, LOOSE, Exercise, Sketch
+from .exercise import LIMIT, LOOSE, Exercise, Sketch, distances
 from .fused import Fused, adopt, release
-from .verify import FACTOR, GRADIENT, UNIT, Verdict, noise_floor, worst
+from .verify import FACTOR, GRADIENT, UNIT, Verdict, worst
 
 
 def judge_by_truth(model: nn.Module, run: Exercise, after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
     """After and before against the model as it came in fp32, on the same input."""
     with as_it_came(model), in_fp32(model):
         truth = run()
-    floor, pairs = noise_floor(truth), []
-    apart: list[list[Tensor]] = []
-    for (name, a), (_, b), (_, t) in zip(after, before, truth):
-        if a is None or b is None or t is None:
-            continue
-        distances, norm = [(x - t).norm().float() for x in (a, b)], t.norm().float()
-        gradient = name.startswith(GRADIENT)
-        if gradient:
-            apart.append([*distances, norm])
-        scale = (torch.maximum(norm, floor.float()) if gradient else norm).clamp_min(1e-12)
-        pairs.append((name, LOOSE[dtype] if gradient else 0.0, [(d / scale).item() for d in distances]))
-    if apart:
-        new, own, whole = (torch.stack(column).norm().item() for column in zip(*apart))
-        pairs.append(("all gradients together", 0.0, [new / max(whole, 1e-12), own / max(whole, 1e-12)]))
-    names = [f"{name}, from fp32," for name, _, _ in pairs]
-    return worst(names, [(new, max(loose, FACTOR * own + UNIT[dtype])) for _, loose, (new, own) in pairs])
+    (names, new), (_, own) = distances(after, truth), distances(before, truth)
+    loose = [LOOSE[dtype] if name.startswith(GRADIENT) else 0.0 for name in names]
+    limits = [max(least, FACTOR * error + UNIT[dtype]) for least, error in zip(loose, own)]
+    return worst([f"{name}, from fp32," for name in names], list(zip(new, limits)))
 
 
 def wanted(verdict: Verdict, dtype: torch.dtype) -> bool:
