@@ -35,7 +35,7 @@ class Origin:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in the arguments of an operation."""
+    """Every tensor in the arguments of an operation or a launch; a tensor descriptor carries its own as `base`."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -44,6 +44,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from tensors_in(item)
+    elif isinstance(getattr(tree, "base", None), Tensor):
+        yield tree.base
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -118,7 +120,7 @@ def _through(watch: Callable, original: Callable, mine: int) -> Callable:
     def launch(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != mine and torch._C._current_autograd_node() is None:
             return original(*args, **kwargs)
-        return watch(list(_launched_tensors((args[1:], kwargs))), lambda: original(*args, **kwargs))
+        return watch(list(tensors_in((args[1:], kwargs))), lambda: original(*args, **kwargs))
 
     return launch
 
@@ -132,17 +134,3 @@ def _launchers() -> list[tuple[type, str]]:
         doors.append((import_module("triton.runtime.interpreter").InterpretedFunction, "run"))
     kernel = getattr(import_module("torch.cuda._utils"), "_CudaKernel", None)
     return [*doors, (kernel, "__call__")] if kernel is not None else doors
-
-
-def _launched_tensors(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in a launch's arguments; a tensor descriptor carries its own as `base`."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _launched_tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _launched_tensors(item)
-    elif isinstance(getattr(tree, "base", None), Tensor):
-        yield tree.base
