@@ -191,6 +191,14 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     }
 
 
+@pytest.mark.parametrize("why, source", [(None, "triton"), ("it was wrong", "reference")])
+def test_what_an_op_runs_is_what_its_calls_have_found(why, source, device, monkeypatch):
+    """A test of its own would compile kernels in a shape that nobody uses."""
+    monkeypatch.setattr(choose, "_verdicts", {("rms_norm", device, torch.float32, (4096,)): why})
+    monkeypatch.setattr(selftest, "check", lambda *_: pytest.fail("it was tested again"))
+    assert choose.runs("rms_norm", device, torch.float32) == source
+
+
 def test_a_verdict_in_another_shape_holds_inside_a_capture(monkeypatch):
     """Where none can be made: a width that is new there is no reason to raise."""
     there = torch.device("cuda", 0)

@@ -100,10 +100,15 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
     A test of its own, in no caller's shape, would compile kernels that nobody runs: 11 of 41 in a first training step.
     """
-    known = [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
+    known = _verdicts_of(op, device, dtype)
     if not known or not can_launch(device):
         return _source(op, device, dtype, None)
     return "reference" if any(known) else "triton"
+
+
+def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str | None]:
+    """What `op` was found to be there, in any shape."""
+    return [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
 
 
 def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
@@ -112,8 +117,8 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, 
     if dtype not in KERNEL_DTYPES:
         return f"no kernel takes {dtype}: they compute in fp32"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if others := [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]:
-            return next((why for why in others if why is not None), None)  # what it was found to be in other shapes
+        if others := _verdicts_of(op, device, dtype):
+            return next((why for why in others if why is not None), None)
         raise KernelError(
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
             f"call it once before."
