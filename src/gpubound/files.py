@@ -88,3 +88,9 @@ def beside(listing: Path, name: Any) -> Path:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or name != os.path.basename(name):
         raise DataError(f"{listing}: names the file {name!r}, wanted the name of a file in the same folder.")
     return listing.parent / name
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what this machine measured: ceilings, tuned plans."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "gpubound"

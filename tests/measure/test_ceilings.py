@@ -1,6 +1,8 @@
 """What this machine does at best: measured once, kept in a folder of its own, and measured again when it is doubted."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -158,6 +160,16 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_only(measured, monkeypat
         f"gpubound: the measured ceilings cannot be kept in {ceiling.cache_file(found.key)} (File exists): "
         "they will be measured again next time.\n"
     )
+
+
+def test_a_disk_that_refuses_the_cache_is_named(measured, monkeypatch, tmp_path, capsys):
+    def refuse(source, target):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    measure.ceilings("cpu")
+    assert "(Permission denied): they will be measured again next time." in capsys.readouterr().err
+    assert list((tmp_path / "gpubound").iterdir()) == [], "and nothing half-written stays"
 
 
 def test_matrix_rate_by_name_and_by_dtype(measured):

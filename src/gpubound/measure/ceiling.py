@@ -6,7 +6,6 @@ again when some work has passed it, or comes so near to it that one measurement 
 """
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 
 from ..device import resolve
-from ..errors import MeasureError
+from ..errors import DataError, MeasureError
+from ..files import cache_folder, write_whole
 from ..trace import notice
 from . import limits
 from .facts import machine
@@ -142,8 +142,7 @@ def _better(one: Ceilings, other: Ceilings) -> Ceilings:
 
 
 def cache_file(key: str) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "gpubound" / f"ceilings-{key}.json"
+    return cache_folder() / f"ceilings-{key}.json"
 
 
 def _name(device: torch.device) -> str:
@@ -188,11 +187,10 @@ def _checked(row: object) -> Ceilings:
 
 
 def _write(path: Path, found: Ceilings) -> None:
-    """Written beside and renamed, so that another process never reads half of it. A read-only home costs the cache only."""
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    """A read-only home, or a full one, costs the cache only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
-        os.replace(beside, path)
-    except OSError as error:
-        notice(f"the measured ceilings cannot be kept in {path} ({error.strerror}): they will be measured again next time.")
+        write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
+    except (OSError, DataError) as error:
+        why = getattr(error.__cause__ or error, "strerror", error)
+        notice(f"the measured ceilings cannot be kept in {path} ({why}): they will be measured again next time.")

@@ -1,26 +1,20 @@
 """The user's own plans: what `gpubound tune` found on this machine, one file for each name of GPU."""
 
 import json
-import os
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...files import write_whole
+from ...files import cache_folder, write_whole
 from ...trace import notice
 from .rules import RULES
 from .searched import Key
 
 
-def folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "gpubound"
-
-
 def file_of(name: str) -> Path:
     """Where the plans for GPUs of that name are kept."""
-    return folder() / f"plans-{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.json"
+    return cache_folder() / f"plans-{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.json"
 
 
 def plans_kept(name: str) -> dict[Key, tuple]:
