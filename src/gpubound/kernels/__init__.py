@@ -1,7 +1,8 @@
 """Every fast op of the library as a plain function: it checks its arguments, chooses an implementation (choose.py), calls it.
 
-An op's file holds that function and the op's definition, triton/ its kernel; tests/test_mirror.py keeps their names and
-signatures the same. The functions have their files' names here: `from gpubound.kernels.rms_norm import ...` is the file.
+An op's file holds that function and the op's definition. Its kernel is in triton/, under the same name and signature
+(tests/test_mirror.py). Here a function and its file share a name: `kernels.rms_norm` is the function, and
+`from gpubound.kernels.rms_norm import ...` reads the file.
 """
 
 from .adamw import adamw as adamw

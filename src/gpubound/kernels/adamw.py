@@ -28,15 +28,15 @@ def plan_update(
     clip: float | None = None,
     growth_interval: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Decide on the device what the update will be, and say what it was: (plan for `adamw`, report), both small tensors.
+    """Decide the update on the device: (plan, report), two small tensors. `adamw` follows the plan. The report is for the host.
 
     gradient  flat fp32: the gradient of the sum of every item's loss, times the loss scale
     totals    fp64 (that sum, times the loss scale; the number of items): gradient and loss are divided by both here
-    state     fp64 (updates, skipped, loss scale, good steps), moved on in place; a fresh one is (0, 0, 1, 0)
+    state     fp64 (updates, skipped, loss scale, good steps), updated in place, at first (0, 0, 1, 0)
     rates     fp64, the learning rates of update 1, 2, …; the last one holds from there on
     report    fp64 (loss, gradient norm before clipping, items, skipped, rate, updates, loss scale)
 
-    A step that is not finite, or has no items, plans nothing and adds one to `skipped`.
+    When a step is not finite or has no items, the plan changes no weight, and `skipped` grows by one.
     """
     for name, tensor, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, None)):
         fits = tensor.dim() == 1 and len(tensor) == (length or max(1, len(tensor))) and tensor.is_contiguous()
@@ -101,10 +101,11 @@ def adamw(
     decay_until: int | None = None,
     seed: int | None = None,
 ) -> None:
-    """One pass of AdamW over flat buffers, in place, as `plan_update` planned it: 30 bytes an element with bf16 weights.
+    """One pass of AdamW over flat buffers, in place, by the plan of `plan_update`. bf16 weights move 30 bytes per element.
 
-    `master` holds fp32 weights behind 16-bit ones. Without it `weight` is updated itself; a bf16 one then wants a `seed`, which
-    rounds at random instead of to the nearest. Weight decay applies to the first `decay_until` elements (None: all of them).
+    `master` holds the fp32 weights behind 16-bit ones. Without it `weight` itself is updated. A bf16 weight then needs a
+    `seed` for stochastic rounding: rounding to the nearest would lose small updates. Weight decay applies to the first
+    `decay_until` elements (None: all of them).
     """
     there = {"m": m, "v": v} | ({"master": master} if master is not None else {})
     check_flat("adamw", weight=weight, gradient=gradient, **there)

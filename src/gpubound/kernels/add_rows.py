@@ -10,12 +10,12 @@ from .selftest import draw, ints
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Tensor:
-    """table[ids] += rows in place, where ids may repeat: what a lookup of `ids` adds to the gradient of its table.
+    """table[ids] += rows in place, where ids may repeat: the backward of an embedding lookup.
 
-    table (V, C) is float32 and contiguous, ids (...) are integers below V, rows (..., C) of any floating dtype. Rows whose id
-    is `without` are left out, as a padding id's are. The sums are fp32 and in the same order in every run.
+    table (V, C) is float32 and contiguous, ids (...) are integers below V, and rows (..., C) have any floating dtype. Rows
+    whose id is `without` (a padding id, say) are skipped. The sums are fp32 and run in the same order every time.
 
-    Any other id that the table does not have makes the table's first row NaN: asking the device for it would cost a wait.
+    Any other id outside the table makes its first row NaN, because an error would make the host wait for the device.
     """
     if table.dim() != 2 or table.dtype != torch.float32 or not table.is_contiguous():
         raise ValueError(

@@ -36,11 +36,11 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of logits (..., V) and integer labels (...), as torch's, with tanh soft-cap and z-loss beside.
+    """Cross-entropy of logits (..., V) and integer labels (...), as in torch, with tanh soft-cap and z-loss added.
 
-    The loss is float32. The mean is over the labels that are not `ignore_index`, counted on the device; when there are none
-    it is NaN, as torch's, so training on batches that may be masked whole wants reduction="sum". A label out of range makes
-    its loss and gradient NaN; asking the device for it would cost a wait.
+    The loss is float32. The mean is over the labels that are not `ignore_index`, counted on the device. Without any such
+    label it is NaN, as in torch: use reduction="sum" where a whole batch may be masked. A label out of range makes its
+    loss and gradient NaN, because an error would make the host wait for the device.
     """
     if logits.dim() == 0 or not logits.is_floating_point():
         raise ValueError(

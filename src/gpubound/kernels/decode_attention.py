@@ -70,15 +70,15 @@ class Scratch(NamedTuple):
 def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one new token a row over the cache, which gets the token's k and v: (out, cache.k, cache.v).
+    """Attention of one new token per row over the cache: (out, cache.k, cache.v). The token's k and v are written to the cache.
 
-    With T new tokens a row, row after row in qkv, out and the scratch (B·T for B): each sees the cache and those before it, and
-    gets the same bits as if it had come alone.
+    A row may have T new tokens. qkv, out and the scratch then have B·T rows, all of one row before those of the next. Each
+    token sees the cache and the new tokens before it. Its result has the same bits as if it had come alone.
 
-    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor turned yet
-    position  (B,) int32: where the token stands, and how many keys its row has already; or (B, T), places in order without a
-              gap (tokens beyond the cache may share its last place; their results mean nothing). At a place that the cache
-              does not have, nothing is written and out is NaN, as it is for a row whose first token stands there
+    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet
+    position  (B,) int32: the token's place, which is also the number of keys that its row has already; or (B, T), places in
+              order without a gap. Tokens beyond the cache may share its last place, and their results mean nothing. At a
+              place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
     out       (B, H D) in the cache's dtype or any other
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
@@ -100,8 +100,8 @@ def quantized_decode_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`decode_attention` over a cache of 8-bit codes: (out, then the codes and scales).
 
-    The token's k and v are rounded when they are written, and the token itself sees them rounded: what it attends to is what
-    later ones will.
+    The token's k and v are rounded when they are written. The token itself already attends to the rounded values, as later
+    tokens will.
     """
     op = "quantized_decode_attention"
     _check(op, qkv, position, cache, heads, scratch, out)

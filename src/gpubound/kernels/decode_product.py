@@ -19,7 +19,7 @@ EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
 
 
 def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
-    """out (B, hidden, in the model's dtype) = rms_norm(x): what a product on tensor cores reads."""
+    """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
     return implementation("norm_rows", norm)(x, norm, eps, out)
@@ -48,8 +48,9 @@ def norm_product(
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side.
 
-    With `best` (B, P, fp32) and `arg` (B, P, int32), rows are also searched: each stretch of 8 or 16 or so of them, a power of
-    two, P in all, gives its greatest value (NaN if any is) and where it lies, so that the greatest of all is found among P.
+    `best` (B, P, fp32) and `arg` (B, P, int32) also receive maxima. The weight's rows are cut into P stretches of equal
+    length, a power of two such as 8 or 16. Each stretch gives its largest value (NaN if it holds a NaN) and the row of that
+    value. The largest of all is then one of P.
     """
     weights = [w for w in (weight, k_weight, v_weight) if w is not None]
     if (k_weight is None) != (v_weight is None):
@@ -96,7 +97,7 @@ def norm_gate_up(
     out: Tensor | None = None,
     dependent: int = 0,
 ) -> Tensor:
-    """out (B, rows, in gate's dtype) = silu(n gateᵀ) · (n upᵀ), n the RMSNorm of x."""
+    """out (B, rows, in gate's dtype) = silu(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x."""
     if out is None:
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
     check_stream("norm_gate_up", x, norm, gate, up)

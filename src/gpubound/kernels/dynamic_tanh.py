@@ -10,7 +10,7 @@ from .selftest import draw
 
 
 def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """tanh(alpha · x) · weight + bias: no statistics, `alpha` a tensor of one element."""
+    """tanh(alpha · x) · weight + bias, a norm without statistics. `alpha` is a tensor of one element."""
     require_rows("dynamic_tanh", x, weight=weight, bias=bias)
     if alpha.numel() != 1:
         raise ValueError(

@@ -41,14 +41,14 @@ def route(
     weights: Tensor,
     dependent: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose S experts for each row: (ids, weights), by the greatest of rms_norm(x) routerᵀ (`likeliest` says how).
+    """Choose S experts for each row: (ids, weights), those with the largest rms_norm(x) routerᵀ (see `likeliest`).
 
-    router    (E, hidden)
-    normalise shares of what was chosen (Mixtral, Qwen3's norm_topk_prob), not of all experts
-    logits    scratch (B, E) fp32
-    count     scratch (B,) int32, zeros; each launch leaves zeros
-    ids       (B, S) int32
-    weights   (B, S) fp32
+    router     (E, hidden)
+    normalise  True: the weights of the chosen experts sum to 1 (Mixtral, Qwen3's norm_topk_prob); False: those of all do
+    logits     scratch (B, E) fp32
+    count      scratch (B,) int32, zeros; each launch leaves zeros
+    ids        (B, S) int32
+    weights    (B, S) fp32
     """
     check_stream("route", x, norm, router)
     rows, slots = x.shape[0], ids.shape[-1]
@@ -75,10 +75,10 @@ def route_reference(
 def routed_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, n the RMSNorm of x.
+    """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
-    ids       (B, S) int32. One that is no expert's makes its slot NaN, as does add_routed: the host does not know it
+    ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
     """
     check_stream("routed_gate_up", x, norm)
     _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1], x.device)
@@ -102,8 +102,8 @@ def routed_gate_up_reference(
 def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     """x += Σ weight · h downᵀ over the slots of a row, in their order: the down product of a sparse MLP, with the residual.
 
-    h (B, S, I), down (E, hidden, I), ids and weights (B, S). Dependent, it reads ids and weights while the kernel before it
-    still runs: that must be the `routed_gate_up` that read them too.
+    h (B, S, I), down (E, hidden, I), ids and weights (B, S). With `dependent` the kernel reads ids and weights while the kernel
+    before it still runs. That one must be the `routed_gate_up` with the same ids.
     """
     check_ids("add_routed", ids, h.shape[0], x.device)
     _check_stack("add_routed", "down", down, h.shape[-1], x.device)

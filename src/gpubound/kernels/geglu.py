@@ -10,7 +10,7 @@ from .swiglu import check_gated, draw_gated, gated_shape
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """gelu(gate) · up, packed or apart as in `swiglu`. `approximate` as torch's gelu: "tanh", or "none" for the exact one."""
+    """gelu(gate) · up, packed or separate as in `swiglu`. `approximate` is as in torch's gelu: "tanh", or "none" for exact."""
     if approximate not in ("tanh", "none"):
         raise ValueError(
             f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."

@@ -14,7 +14,7 @@ from .selftest import draw
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm of each of `groups` runs of channels of x (N, C, *), with a weight and a bias for each channel."""
+    """GroupNorm as torch's: x (N, C, *) is normed in `groups` groups of channels. Each channel has a weight and a bias."""
     require_floating("group_norm", x)
     if x.dim() < 2:
         raise ValueError(f"group_norm: x must have shape (samples, channels, ...), got {tuple(x.shape)}; add what is missing.")

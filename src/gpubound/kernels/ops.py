@@ -35,7 +35,7 @@ def definition(example: Callable[..., tuple]) -> Callable[[Callable], Callable]:
 
 
 def reference(op: str) -> Callable:
-    """The definition of an op, by its name: plain torch, at least fp32 inside, differentiable as often as one likes."""
+    """The definition of the op named `op`: plain torch, at least fp32 inside, differentiable any number of times."""
     return load("reference", op)
 
 

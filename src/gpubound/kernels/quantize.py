@@ -19,10 +19,10 @@ CAPABILITY = (8, 9)  # the first with 8-bit floating-point tensor cores
 
 
 def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
-    """(q, its transpose) of a matrix x ≈ q · scale; None for the transpose unless `both`.
+    """(q, qᵀ) for a matrix x ≈ q · scale. The transpose is None unless `both`.
 
-    state   fp32 (scale, seen, …): values are divided by the scale, and `seen` is raised to the largest magnitude among them
-    dtype   torch.float8_e4m3fn (finer, to 448) or torch.float8_e5m2 (wider, to 57344); what lies beyond becomes the largest
+    state   fp32 (scale, seen, …): values are divided by the scale, and `seen` is raised to their largest magnitude
+    dtype   torch.float8_e4m3fn (finer, to 448) or torch.float8_e5m2 (wider, to 57344). Larger values become the largest
     """
     _check("quantize", x, state, dtype)
     return implementation("quantize", x)(x, state, dtype, both)
@@ -52,7 +52,7 @@ def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype
 
 
 def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize` of the gradient of [gate | up] (N, 2 I), from dh (N, I), that of silu(gate) · up."""
+    """`quantize` of the gradient of [gate | up] (N, 2 I). dh (N, I) is the gradient of silu(gate) · up."""
     _check("quantize_swiglu_backward", gate_up, state, dtype)
     if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
         raise ValueError(

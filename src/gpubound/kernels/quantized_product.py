@@ -19,9 +19,10 @@ from .selftest import draw, ints
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
-    """out (rows, columns) = the numbers that `weight` stands for, rounded to out's dtype.
+    """out (rows, columns) = the numbers that the packed `weight` stands for, rounded to out's dtype.
 
-    turns   of a weight whose rows are so many weights' by turns, those come out below each other: 2 for gate and up
+    turns   how many weights share the rows of `weight` by turns (2 where rows of gate and up alternate). In `out` one
+            weight follows the other
     """
     check_packed("dequantize", weight)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
@@ -76,7 +77,8 @@ def quantized_norm_gate_up(
     out: Tensor | None = None,
     dependent: int = 0,
 ) -> Tensor:
-    """out (B, rows / 2, in norm's dtype or its own) = silu(n gateᵀ) · (n upᵀ), n the RMSNorm of x; bias by turns."""
+    """out (B, rows / 2, in norm's dtype or its own) = silu(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
+    gate and up alternate in `gate_up`, and so do the elements of `bias`."""
     if out is None:
         out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=norm.dtype)
     check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)

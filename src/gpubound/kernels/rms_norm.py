@@ -14,7 +14,7 @@ from .selftest import draw
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension; without a weight there is no gain at all."""
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
     return implementation("rms_norm", x, too_wide(x), x.shape[-1:])(x, weight, eps, offset)
 
@@ -30,7 +30,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(y, s) with s = x + residual and y = rms_norm(s): the residual add costs no pass of its own."""
+    """(y, s) with s = x + residual and y = rms_norm(s): the residual is added in the same pass."""
     require_rows("add_rms_norm", x, weight=weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(

@@ -13,10 +13,10 @@ from .selftest import draw
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q (B, T, heads, D) and k (B, T, kv_heads, D) turned by their tokens' angles; any strides in, contiguous out.
+    """q (B, T, heads, D) and k (B, T, kv_heads, D) rotated by the angles of their tokens. Any strides in, contiguous out.
 
     cos and sin are float32, (T, P) or (B, T, P), for the pairs (i, i + P) of each head ("rotate half", as Hugging Face does).
-    P = D/2 turns whole heads; with fewer pairs the dimensions beyond 2P pass through. No gradient reaches cos and sin.
+    P = D/2 rotates whole heads. With fewer pairs the dimensions from 2P on stay unchanged. cos and sin get no gradient.
     """
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4 or not x.is_floating_point():
@@ -46,9 +46,9 @@ def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of the packed product qkv (B, T, (heads + 2 kv_heads) D), q and k turned as in `rope`, each contiguous.
+    """(q, k, v) of the packed product qkv (B, T, (heads + 2 kv_heads) D), q and k rotated as in `rope`. Each is contiguous.
 
-    The gradient of qkv is written as one packed tensor, so that nothing has to be stacked for the product's backward.
+    Backward writes the gradient of qkv as one packed tensor, so the product's backward stacks nothing.
     """
     total = heads + 2 * kv_heads
     if heads < 1 or kv_heads < 1:

@@ -66,14 +66,14 @@ def pick(
     x: Tensor | None = None,
     dependent: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The token with the largest logit, from partial maxima `best` (B, P) and their tokens `arg` (B, P), then the step of
-    `rows` (docs/kernels-sampling.md). Of equal maxima the lowest token is taken.
+    """The token with the largest logit, out of P maxima per row: `best` (B, P), with their tokens in `arg` (B, P). Of equal
+    maxima the lowest token wins. Then `rows` take their step (docs/kernels-sampling.md).
 
-    emitted   int32 (B,): the new token, or -1 where the row is not alive or its maximum is NaN or infinite
-    seen      uint8 (B, V): marked at the new token
-    embed, x  a weight (V, H) and float32 (B, H): x becomes the embedding of every row's token, so that the next step can begin
-    dependent lets the kernel start while the one before it still runs (programmatic dependent launch): for a chain of kernels
-              each of which waits for the one before
+    emitted    int32 (B,): the new token, or -1 where the row is not alive or its maximum is NaN or infinite
+    seen       uint8 (B, V): marked at the new token
+    embed, x   a weight (V, H) and float32 (B, H): x becomes the embedding of every row's token, for the next step
+    dependent  the kernel may start while the one before it still runs (programmatic dependent launch), in a chain of kernels
+               where each waits for the one before
 
     Returns what it changed: emitted, token, position, alive, bad, then seen and x where given.
     """
@@ -107,10 +107,10 @@ def sample(
     x: Tensor | None = None,
     dependent: bool = False,
 ) -> tuple[Tensor, ...]:
-    """A token from the logits (B, V) under each row's settings, then the step of `rows` as in `pick`.
+    """Draw a token per row from the logits (B, V) by the row's settings. Then `rows` take their step, as in `pick`.
 
-    In this order: repetition penalty, temperature, top-k, top-p of what is left, min-p. The draw depends on seed, row, position
-    and the logits alone: the same in any slot, batch and graph.
+    The settings apply in this order: repetition penalty, temperature, top-k, top-p of what is left, min-p. The draw depends
+    on seed, row, position and logits alone, so it is the same in any slot, batch and graph.
 
     logprob   float32 (B,): of the new token under softmax(logits), before any setting; NaN where none is emitted
 

@@ -28,17 +28,18 @@ def propose(
     x: Tensor | None = None,
     dependent: bool = False,
 ) -> tuple[Tensor, ...]:
-    """What to run next: each row's last token, and what followed when its last tokens stood in the row before.
+    """Write the next chunk of each row: its last token, and a draft of T - 1 tokens from the row's own text.
 
-    The longest match counts, of three tokens at most, of equal ones the latest. A match close to the end is taken as a period:
-    "a b a b" goes on with "a b a". A row without a match repeats its last token.
+    The draft is what followed when the row's last tokens, three at most, stood in its text before. The longest match counts,
+    and of equal ones the latest. A match close to the end counts as a period: "a b a b" goes on with "a b a". A row without
+    a match repeats its last token.
 
-    text      int32 (B, L): the tokens of each row, the last one at `rows.position`; what lies beyond is not read
-    chunk     int32 (B, T): becomes the token and the T - 1 drafted ones
-    position  int32 (B, T): becomes their places, L - 1 at most
-    alive     int32 (B, T): becomes the row's
-    embed, x  a weight (V, H) and float32 (B T, H): x becomes the embedding of all
-    dependent lets the kernel start while the one before it still runs, see `pick`
+    text       int32 (B, L): the tokens of each row, the last one at `rows.position`. Later places are not read
+    chunk      int32 (B, T): becomes the last token and the T - 1 drafted ones
+    position   int32 (B, T): becomes their places, L - 1 at most
+    alive      int32 (B, T): becomes the row's `alive`, T times
+    embed, x   a weight (V, H) and float32 (B T, H): x becomes the embeddings of the chunk
+    dependent  the kernel may start while the one before it still runs, see `pick`
     """
     batch, device = len(rows.token), rows.token.device
     _check_state("propose", rows)
@@ -93,14 +94,14 @@ def accept(
     logprob: Tensor | None = None,
     dependent: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Give each row the model's choices up to the first that its draft did not foresee, that one included.
+    """Give each row the model's choices, up to and including the first that differs from the draft.
 
     chosen    int32 (B, T): what `pick` or `sample` emitted for the tokens of `chunk`; -1: its logits were not finite
     going     int32 (B, T): whether the row goes on after it, as they left it in `alive`
-    text      int32 (B, L): gets the new tokens behind `rows.position`
-    emitted   int32 (T, B), rows of a larger block if need be: the new tokens, then -1
+    text      int32 (B, L): gets the new tokens after `rows.position`
+    emitted   int32 (T, B), or T rows of a larger block: the new tokens, then -1
     seen      uint8 (B, V): marked at the new tokens
-    logprob   float32 (T, B): of the new tokens, out of `chosen_logprob` (B, T); NaN beyond
+    logprob   float32 (T, B): of the new tokens, taken from `chosen_logprob` (B, T); then NaN
 
     Returns what it changed: emitted, token, position, alive, bad, text, then seen and logprob where given.
     """

@@ -10,7 +10,7 @@ from .selftest import draw
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up. Give both, or one tensor (..., 2 I) that holds [gate | up]; the result is (..., I)."""
+    """silu(gate) · up. Pass both, or one packed tensor (..., 2 I) that holds [gate | up]. The result is (..., I)."""
     check_gated("swiglu", gate, up)
     return implementation("swiglu", gate, None, gated_shape(gate, up))(gate, up)
 
@@ -23,9 +23,9 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(the gradient of a packed gate_up (..., 2 I), h again) from dh (..., I), the gradient of h = silu(gate) · up.
+    """(gradient of the packed gate_up (..., 2 I), h) from dh (..., I), the gradient of h = silu(gate) · up.
 
-    For an autograd.Function that multiplies h and would rather not keep it until backward.
+    It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
     """
     check_gated("swiglu_backward", gate_up, None)
     if dh.shape != (*gate_up.shape[:-1], gate_up.shape[-1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
