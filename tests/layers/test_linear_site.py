@@ -12,6 +12,7 @@ from gpubound.kernels.record import made_record
 from gpubound.layers import recompute
 from gpubound.layers.fp8 import Fp8, new_states
 from gpubound.layers.linear_site import Adapter, Format, Spanning, fused_linear, linear
+from gpubound.layers.stacked import multiply_by_records
 from gpubound.train import Accumulators
 
 TOKENS, INPUTS, OUTPUTS, RANK = 16, 32, 48, 4
@@ -37,6 +38,16 @@ class LowRank(Adapter):
             dx.add_(dh @ self.a.to(g.dtype))
         (h,) = kept
         return weight_gradient(self.a, dh, x), weight_gradient(self.b, g, h.reshape(-1, RANK))
+
+
+class Halved(Format):
+    """The weight counts half."""
+
+    def evaluate(self, x, joined):
+        return F.linear(x, joined.weight / 2, joined.bias)
+
+    def backward(self, g, x, kept, joined, wants_dx, wanted):
+        return g @ joined.weight / 2 if wants_dx else None, [g.t() @ x / 2]
 
 
 def low_rank(weight, seed=5, dtype=None):
@@ -230,6 +241,35 @@ def test_one_that_is_taken_out_costs_nothing():
     assert linear(x, layer.weight, layer.bias).grad_fn.name() == "_ProductBackward"
     layer.weight.gpubound.adapters = ()
     assert linear(x, layer.weight, layer.bias).grad_fn.name() == layer(x).grad_fn.name()
+
+
+def test_plain_layers_multiply_by_their_records_while_somebody_wants_it():
+    """An adapter and a format ask for one nn.Linear of a model that is not ours: the last one out gives it its forward back."""
+    layer, other = layer_of(), layer_of()
+    model, x = nn.Sequential(layer, nn.ReLU()), draw(4, INPUTS)
+    bare, record = layer(x), made_record(layer.weight)
+    adapter = low_rank(layer.weight)
+    undo_adapter = multiply_by_records(model)
+    record.format = Halved()
+    undo_format = multiply_by_records(model)
+    both = (bare - layer.bias) / 2 + layer.bias + adapter.plain(x)
+    assert torch.allclose(layer(x), both, atol=1e-6) and "forward" not in vars(other)
+    record.adapters = ()
+    undo_adapter()
+    assert torch.allclose(layer(x), (bare - layer.bias) / 2 + layer.bias, atol=1e-6)
+    record.format = None
+    undo_format()
+    assert "forward" not in vars(layer) and torch.equal(layer(x), bare)
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    layer = layer_of()
+    low_rank(layer.weight)
+    layer.forward = own = lambda x: x
+    undo = multiply_by_records(layer)
+    assert layer.forward is own
+    undo()
+    assert layer.forward is own
 
 
 def test_compiled_and_transformed_code_sees_the_adapter():

@@ -6,8 +6,8 @@ magnitude that was seen in the steps before: known in advance, it lets one pass 
 that the products need (kernels/quantize.py). Within a gated MLP the activation's kernels give 8 bits themselves, and its
 hidden state is never stored in 16.
 
-A weight that takes part has an Fp8 as the format in its record. train/fp8.py makes these, renews their scales once a step and
-takes them off again. Without gradients (evaluation) products stay in the weights' own 16 bits.
+A weight that takes part has an Fp8 as the format in its record. train/precision.py makes these, renews their scales once a
+step and takes them off again. Without gradients (evaluation) products stay in the weights' own 16 bits.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """

@@ -12,7 +12,8 @@ its own: a fallback, with its reason.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_site import Joined, linear, multiply
+from .linear_site import AS_IT_IS, Joined, adapted, format_of, linear, multiply
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""
@@ -107,6 +108,36 @@ def product_words(together: str, layers: Sequence[Any], stacked: Stacked | None)
 def one_by_one(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     """The layers' outputs, a product each: what is left where `Stacked` refuses."""
     return [linear(x, layer.weight, layer.bias) if plain(layer) else layer(x) for layer in layers]
+
+
+def multiply_by_records(model: nn.Module) -> Callable[[], None]:
+    """Let plain linear layers outside of our own ones look at their weight's record: F.linear, which they call, knows of none.
+
+    Returns what undoes it, once no format or adapter is left there: several may have asked for the same layer.
+    """
+    ours = {id(child) for module in model.modules() if hasattr(module, "stacked") for child in module.children()}
+    changed = []
+    for module in model.modules():
+        if type(module) is not nn.Linear or id(module) in ours or not _has_parts(module.weight):
+            continue
+        if getattr(module.forward, "__func__", None) in (nn.Linear.forward, _by_record):
+            module.forward = MethodType(_by_record, module)  # type: ignore[method-assign]
+            changed.append(module)
+
+    def undo() -> None:
+        for module in changed:
+            if not _has_parts(module.weight):
+                vars(module).pop("forward", None)
+
+    return undo
+
+
+def _has_parts(weight: Tensor) -> bool:
+    return format_of(weight) is not AS_IT_IS or adapted(weight)
+
+
+def _by_record(layer: Any, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

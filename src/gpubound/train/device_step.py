@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ..kernels.aside import Side
 from .accumulate import Accumulators
-from .fp8 import Fp8Weights
 from .objectives import Objective
 from .optimizer import FlatAdamW
-from .precision import Precision, products
+from .precision import Fp8Weights, Precision, products
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 Reduce = Callable[[Tensor, Tensor], None]

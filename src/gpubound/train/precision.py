@@ -1,10 +1,25 @@
-"""In which numbers a model is trained: what the weights are kept in, and whether anything finer stands behind them."""
+"""In which numbers a model is trained: what the weights are kept in, whether anything finer stands behind them, and fp8.
+
+In fp8 the linear layers inside the model's blocks are multiplied in 8 bits (layers/fp8.py), but for what is tied to an
+embedding. The head, norms, attention and the residual stream stay in bf16. What is kept from step to step stays in fp32:
+masters, moments and gradient sums. The scales of 8 bits are found before the first step and renewed at each.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from ..device import label
+from ..kernels.quantize import CAPABILITY, MULTIPLE
+from ..kernels.record import drop_record, made_record
+from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
+from ..layers.stacked import multiply_by_records
+from ..trace import fallback
+from .flat_buffers import FlatLayout, FlatSlot
+from .recompute import find_blocks
 
 
 @dataclass(frozen=True)
@@ -15,7 +30,7 @@ class Precision:
     masters: bool = False  # fp32 weights behind the 16-bit ones: small updates are not lost
     at_random: bool = False  # round the updated weight up or down at random instead: right on average, 4 bytes a parameter less
     loss_scale: bool = False  # fp16 has too few exponents for small gradients
-    fp8: bool = False  # the blocks' linear products in 8 bits (train/fp8.py)
+    fp8: bool = False  # the blocks' linear products in 8 bits: Fp8Weights
     products: str | None = None  # how a GPU multiplies fp32 matrices
 
 
@@ -50,3 +65,83 @@ def products(mode: str | None) -> Iterator[None]:
     finally:
         for owner, old in zip(owners, before):
             owner.fp32_precision = old
+
+
+class Fp8Weights:
+    """The weights of one model that are multiplied in 8 bits, until `release`."""
+
+    def __init__(self, model: nn.Module, layout: FlatLayout):
+        _check_device(layout.device)
+        self.slots = _eligible(model, layout)
+        self.states = new_states(len(self.slots), layout.device)
+        self.calibrated = self._calibrating = False
+        self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
+        for slot, format in zip(self.slots, self._formats):
+            made_record(slot.parameter).format = format
+        self._undo = multiply_by_records(model)
+
+    def forget(self) -> None:
+        """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
+        for format in self._formats:
+            format.forget()
+
+    def renew(self) -> None:
+        """All micro-batches of a step are done: take the scales from what was seen."""
+        renew(self.states)
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Inside, every tensor is measured before it is rounded; what is not reached has its scale from the first step on."""
+        self.forget()
+        self._calibrating = True
+        try:
+            yield
+        finally:
+            self._calibrating = False
+            self.forget()
+        unreached = self.states[..., 0] == 0
+        self.states[..., 0].masked_fill_(unreached, SMALLEST)
+        self.calibrated = True
+
+    def loaded(self) -> None:
+        """The scales are those of another run now, unless that had none yet."""
+        self.calibrated = bool(self.states[..., 0].any())
+
+    def release(self) -> None:
+        for slot in self.slots:
+            made_record(slot.parameter).format = None
+            drop_record(slot.parameter)
+        self._undo()
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (there := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        raise ValueError(
+            f"precision='fp8': {label(device)} has compute capability {there[0]}.{there[1]}, "
+            f"wanted {CAPABILITY[0]}.{CAPABILITY[1]} or above (Ada, Hopper, Blackwell); take precision='bf16'."
+        )
+
+
+def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
+    """The trained weights of plain linear layers inside the blocks, whose sides fp8 products can take."""
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        raise ValueError(
+            f"precision='fp8': {type(model).__name__} has no list of blocks of one class (nn.ModuleList, nn.Sequential), "
+            f"whose linear layers are multiplied in fp8; take precision='bf16'."
+        ) from None
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    inside = {id(m.weight) for block in blocks for m in block.modules() if type(m) is nn.Linear} - tables
+    chosen = [slot for slot in layout.slots if id(slot.parameter) in inside]
+    fitting = [slot for slot in chosen if not any(side % MULTIPLE for side in slot.parameter.shape)]
+    for slot in chosen:
+        if slot not in fitting:
+            rows, columns = slot.parameter.shape
+            fallback("fp8 product", f"{slot.name} is {rows} x {columns}, no multiples of {MULTIPLE}; it is computed in bf16")
+    if not fitting:
+        raise ValueError(
+            f"precision='fp8': no trained linear layer in the blocks of {type(model).__name__} has sides that are multiples "
+            f"of {MULTIPLE}; take precision='bf16'."
+        )
+    return fitting

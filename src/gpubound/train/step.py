@@ -28,11 +28,10 @@ from .batches import gather, take_apart
 from .device_step import DeviceStep, Loss, Reduce
 from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
 from .foreign import FlatForeign, Foreign
-from .fp8 import Fp8Weights
 from .muon import FlatMuon, Muon
 from .objectives import OBJECTIVES, Objective
 from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
-from .precision import Precision
+from .precision import Fp8Weights, Precision
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .recompute import recompute_blocks
