@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpubound import trace
 from gpubound.errors import BudgetError
 from gpubound.watch import watch
-from gpubound.watch.sensors import NAMES
+from gpubound.watch.ledger import SENSORS
 
 from .planted import PLANTS, Kit
 
@@ -263,7 +263,7 @@ def test_nothing_is_left_behind(sim):
 
 def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
     from gpubound.watch import pretend
-    from gpubound.watch.sensors import Dispatch
+    from gpubound.watch.dispatch import Dispatch
 
     def fail(self):
         raise OSError("no")
@@ -301,7 +301,7 @@ def test_an_op_inside_another_gives_the_name_back():
 
 
 def test_a_limit_may_be_passed_by_less_than_one():
-    with watch(without=[name for name in NAMES if name != "gc"]) as ledger:
+    with watch(without=[name for name in SENSORS if name != "gc"]) as ledger:
         ledger.record("gc", "generation 2", ms=1.25)
     ledger.assert_within(gc_ms=1000)
     with pytest.raises(BudgetError, match=r"over budget: gc_ms .* \(allowed 1\)"):

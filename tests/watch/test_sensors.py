@@ -15,8 +15,7 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import events, ops, pretend, site, unseen, watch
-from gpubound.watch.sensors import gputrace, kernels, memory
+from gpubound.watch import events, gputrace, ops, pretend, sensors, site, unseen, watch
 
 
 def syncs(ledger):
@@ -78,7 +77,7 @@ def call(entry: int, name: str) -> None:
 
 
 def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
-    """Python called at a free would lose the exception that is on its way up: see sensors/gputrace.py."""
+    """Python called at a free would lose the exception that is on its way up: see gputrace.py."""
     from torch.cuda import _gpu_trace
 
     heard = []
@@ -119,7 +118,7 @@ def test_a_trace_that_another_turned_on_stays_on():
     code = """
 import torch
 from gpubound.watch import watch
-from gpubound.watch.sensors import gputrace
+from gpubound.watch import gputrace
 torch._C._activate_gpu_trace()
 hook = gputrace._make()
 theirs = hook.pointer.value
@@ -183,7 +182,7 @@ def test_launching_driver_calls():
         "vectorized_kernel",
     ]
     events = [SimpleNamespace(name=lambda n=n: n) for n in names]
-    assert kernels.launch_calls(events) == {"cudaLaunchKernel": 2, "cuLaunchKernelEx": 1, "cudaGraphLaunch": 1}
+    assert sensors.launch_calls(events) == {"cudaLaunchKernel": 2, "cuLaunchKernelEx": 1, "cudaGraphLaunch": 1}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -246,7 +245,7 @@ def test_allocations_with_their_lines(monkeypatch):
         ("pin", "pinned allocation", 3, 0, None),
     ]
     assert ledger.totals["allocations"] == 3
-    assert memory.site_in([library]) is None
+    assert sensors.site_in([library]) is None
 
 
 @pytest.mark.parametrize("build", [None, "cuda", "xpu"], ids=str)

@@ -10,12 +10,11 @@ from .. import measure
 from ..decode.result import Generation
 from ..errors import MeasureError
 from ..trace import notice
-from ..watch import watch
-from ..watch.sensors import NAMES
+from ..watch.ledger import SENSORS, watch
 from ..words import quantity
 
 # The only sensor that does not slow a loop of a few small launches: a dispatch mode costs 20 µs an op.
-WITHOUT = tuple(name for name in NAMES if name != "gputrace")
+WITHOUT = tuple(name for name in SENSORS if name != "gputrace")
 
 
 class Speed:

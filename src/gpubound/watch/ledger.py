@@ -18,8 +18,15 @@ from ..device import accelerator
 from ..errors import BudgetError
 from ..words import nearest
 from . import pretend
+from .dispatch import Calls, Dispatch, SimGpu
+from .gputrace import GpuTrace
 from .rows import TOTALS, Row, offenders, render
+from .sensors import Allocator, Collector, Compiles, Fallbacks, Kernels, Sensor, Triton
 from .site import Origins, Place, here
+
+# Started in this order and stopped in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.
+_STARTED = (Kernels, Allocator, Collector, Compiles, Fallbacks, Triton, Calls, SimGpu, Dispatch, GpuTrace)
+SENSORS: dict[str, type[Sensor]] = {sensor.name: sensor for sensor in _STARTED}
 
 
 @dataclass
@@ -42,15 +49,13 @@ class Ledger:
         self._rows: dict[tuple, Row] = {}
         self._lock = threading.RLock()  # a collection may start while a row is written, and be recorded itself
         self._here = _Here()
-        self._running: list = []
+        self._running: list[Sensor] = []
         self._absent: dict[str, str] = {}
 
     def __enter__(self) -> Ledger:
-        from .sensors import SENSORS
-
         if self._running:
             raise ValueError("watch: this ledger was used already; call watch() again for a new one.")
-        for sensor in (make(self) for make in SENSORS):
+        for sensor in (make(self) for make in SENSORS.values()):
             why = "left out" if sensor.name in self._without else sensor.absent()
             if why is None:
                 self._running.append(sensor)
@@ -224,11 +229,9 @@ def watch(
               "kernels": count the driver's launch calls, through Kineto, without lines.
     without   names of sensors to leave out.
     """
-    from .sensors import NAMES
-
     left_out = frozenset([without] if isinstance(without, str) else without)
-    for name in sorted(left_out - set(NAMES)):
-        raise ValueError(f"watch: without: got {name!r}, wanted sensors among {', '.join(NAMES)}{nearest(name, NAMES)}")
+    for name in sorted(left_out - set(SENSORS)):
+        raise ValueError(f"watch: without: got {name!r}, wanted sensors among {', '.join(SENSORS)}{nearest(name, SENSORS)}")
     if launches not in ("ops", "kernels"):
         raise ValueError(f"watch: launches: got {launches!r}, wanted 'ops' or 'kernels'.")
     if gputrace not in (True, False, None):

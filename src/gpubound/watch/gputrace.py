@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from .base import Sensor
+from .sensors import Sensor
 
 HEARD = ("trace_gpu_device_synchronization", "trace_gpu_stream_synchronization", "trace_gpu_event_synchronization")
 

@@ -3,7 +3,7 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpubound.watch.copies import SAMPLE, Clones, Uploads, repeats_layout
+from gpubound.watch.dispatch import SAMPLE, Clones, Uploads, repeats_layout
 from gpubound.watch.site import Place
 
 aten = torch.ops.aten

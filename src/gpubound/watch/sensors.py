@@ -1,0 +1,283 @@
+"""The sensors that ask others who count: Kineto, Triton, the allocators, Python, torch.compile, this library.
+
+`dispatch.py` has those that see every op, `gputrace.py` the one that torch calls at every synchronization.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import trace
+from .site import USER, Place, Site, owner
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+
+
+class Sensor:
+    """What every sensor has: what it counts, what it sees, and what it is blind to. The ledger prints it."""
+
+    name: str
+    counts: frozenset[str]  # the ledger's totals that this sensor can vouch for
+    sees: str
+    blind: str  # what it does not see; empty when nothing is known
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def absent(self) -> str | None:
+        """Why it cannot run here, or None."""
+        return None
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+LAUNCH_CALLS = (
+    "cudaLaunch",
+    "cuLaunch",
+    "cudaGraphLaunch",
+    "cuGraphLaunch",
+    "hipLaunch",
+    "hipExtLaunch",
+    "hipExtModuleLaunch",
+    "hipModuleLaunch",
+    "hipGraphLaunch",
+)
+
+
+def launch_calls(events: Iterable) -> Counter[str]:
+    """How often each launching driver call was made. A graph is one launch, however many kernels it holds."""
+    return Counter(event.name() for event in events if event.name().startswith(LAUNCH_CALLS))
+
+
+class Kernels(Sensor):
+    name = "kernels"
+    counts = frozenset({"launches"})
+    sees = "every launch call to the CUDA driver, in any thread, without its line"
+    blind = ""
+
+    def absent(self) -> str | None:
+        if self.ledger.launches != "kernels":
+            return 'not asked for: watch(launches="kernels")'
+        if not torch.cuda.is_available():
+            return "no CUDA GPU"
+        if torch.autograd._profiler_enabled():
+            return "another profiler is running"
+        return None
+
+    def start(self) -> None:
+        # There is one cycle, so nothing accumulates; without acc_events torch 2.11 warns that it drops those before.
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        self._profile.__enter__()
+
+    def stop(self) -> None:
+        self._profile.__exit__(None, None, None)
+        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        for name, times in launch_calls(results.events()).items():  # type: ignore[union-attr]
+            self.ledger.record("launch", name, count=times, lost=True)
+
+
+class Triton(Sensor):
+    name = "triton"
+    counts = frozenset()  # adds to the launches that dispatch counts
+    sees = "each Triton launch"
+    blind = "Triton kernels, if Triton was first imported while the ledger was open"
+
+    def absent(self) -> str | None:
+        if self.ledger.launches == "kernels":
+            return "the kernels sensor counts these too"
+        return None if "triton" in sys.modules else "Triton is not imported"
+
+    def start(self) -> None:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            self._undo = _wrap_interpreter(self._launched)
+            return
+        from triton import knobs
+
+        hook = self._hook
+        knobs.runtime.launch_enter_hook.add(hook)
+        self._undo = lambda: knobs.runtime.launch_enter_hook.remove(hook)
+
+    def stop(self) -> None:
+        self._undo()
+
+    def _hook(self, metadata) -> None:
+        self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
+
+    def _launched(self, name: str) -> None:
+        self.ledger.triton_launched()
+        self.ledger.record("launch", name)
+
+
+def _wrap_interpreter(launched):
+    """The interpreter runs kernels as Python and knows no launch hook."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    original = InterpretedFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if not warmup:
+            launched(self.fn.__name__)
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = run
+
+    def undo():
+        InterpretedFunction.run = original
+
+    return undo
+
+
+DEVICE_COUNTERS = {"num_device_alloc": "alloc", "num_device_free": "free", "num_alloc_retries": "retry"}
+ENTRIES = 100_000  # allocations remembered with their stacks; a malloc older than that loses its line
+
+
+class Allocator(Sensor):
+    name = "allocator"
+    counts = frozenset({"allocations", "frees", "alloc_retries", "pinned_allocations"})
+    sees = "cudaMalloc and its line, cudaFree, retries after a failed one, pinned allocations"
+    blind = "the lines of frees and of pinned allocations"
+
+    def absent(self) -> str | None:
+        return None if torch.cuda.is_available() else "no CUDA GPU"
+
+    def start(self) -> None:
+        self._recording = not torch._C._cuda_isHistoryEnabled()  # else the user records, and we read theirs
+        if self._recording:
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=ENTRIES)
+        self._began = time.time_ns() // 1000
+        self._before = statistics()
+
+    def stop(self) -> None:
+        after = statistics()
+        changed = {kind: after[kind] - self._before[kind] for kind in after}
+        located = 0
+        if changed["alloc"] > 0:  # reading the history builds it as Python objects: only when there is something to find
+            located = self._locate(torch.cuda.memory._snapshot()["device_traces"])
+        if self._recording:
+            torch.cuda.memory._record_memory_history(None)
+        changed["alloc"] -= located
+        for kind, times in changed.items():
+            if times > 0:
+                self.ledger.record(kind, WHAT[kind], count=times, lost=True)
+
+    def _locate(self, traces: list[list[dict]]) -> int:
+        located = 0
+        for event in (event for device in traces for event in device):
+            if event["action"] in ("segment_alloc", "segment_map") and event.get("time_us", self._began) >= self._began:
+                place = Place(site_in(event.get("frames", [])))
+                self.ledger.record("alloc", WHAT["alloc"], bytes=event["size"], place=place)
+                located += 1
+        return located
+
+
+WHAT = {"alloc": "cudaMalloc", "free": "cudaFree", "retry": "retry after a failed cudaMalloc", "pin": "pinned allocation"}
+
+
+def statistics() -> dict[str, int]:
+    """How often the allocators went to the driver so far, over all GPUs."""
+    totals = dict.fromkeys((*DEVICE_COUNTERS.values(), "pin"), 0)
+    for index in range(torch.cuda.device_count()):
+        now = torch.cuda.memory_stats(index)
+        for counter, kind in DEVICE_COUNTERS.items():
+            totals[kind] += now.get(counter, 0)
+    totals["pin"] = torch.cuda.host_memory_stats().get("num_host_alloc", 0)
+    return totals
+
+
+def site_in(frames: list[dict]) -> Site | None:
+    """The user's line among a recorded stack's frames, innermost first."""
+    for frame in frames:
+        file, line = frame["filename"], frame["line"]
+        if file != "??" and owner(file) is USER:
+            return Site(file, line, frame["name"], linecache.getline(file, line).strip(), line)
+    return None
+
+
+class Collector(Sensor):
+    name = "gc"
+    counts = frozenset({"gc_pauses", "gc_ms"})
+    sees = "garbage collections, with the line that set them off"
+    blind = ""
+
+    def start(self) -> None:
+        self._began: float | None = None
+        gc.callbacks.append(self._phase)
+
+    def stop(self) -> None:
+        gc.callbacks.remove(self._phase)
+
+    def _phase(self, phase: str, info: dict) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif self._began is not None:
+            ms = (time.perf_counter() - self._began) * 1e3
+            self._began = None
+            self.ledger.record("gc", f"generation {info['generation']}", ms=ms)
+
+
+class Compiles(Sensor):
+    name = "compiles"
+    counts = frozenset({"recompiles"})
+    sees = "every compilation by torch.compile: first ones too, since a steady step has neither"
+    blind = "a compilation, if torch.compile was first used while the ledger was open: then without its line"
+
+    def start(self) -> None:
+        self._dynamo = sys.modules.get("torch._dynamo.callback")
+        if self._dynamo is not None:
+            self._dynamo.callback_handler.register_start_callback(self._compiling)
+
+    def stop(self) -> None:
+        if self._dynamo is not None:
+            self._dynamo.callback_handler.remove_start_callback(self._compiling)
+        elif (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+            late = utils.counters["stats"].get("unique_graphs", 0)
+            if late:
+                self.ledger.record("compile", "compile", count=late, lost=True)
+
+    def _compiling(self, args) -> None:
+        number = str(getattr(args, "compile_id", "") or "")
+        again = "/" in number and not number.partition("/")[2].startswith("0")
+        self.ledger.record("compile", f"{'recompile' if again else 'compile'} {number}".strip())
+
+
+class Fallbacks(Sensor):
+    name = "fallbacks"
+    counts = frozenset({"fallbacks"})
+    sees = "slow paths that gpubound took"
+    blind = "slow paths of other libraries"
+
+    def start(self) -> None:
+        self._seen = Counter(trace.fallbacks)
+        self._recording = trace.recording(self)
+        self._recording.__enter__()
+
+    def stop(self) -> None:
+        self._recording.__exit__(None, None, None)
+
+    def count(self, name: str, amount: int) -> None:
+        if name != "fallback":
+            return
+        new = Counter(trace.fallbacks) - self._seen
+        self._seen = Counter(trace.fallbacks)
+        for (what, why), times in new.items():
+            self.ledger.record("fallback", what, count=times, detail=why)
+
+    def span(self, name: str) -> AbstractContextManager:
+        """A ledger does not time; the recorder that was listening before it does."""
+        below = trace._recorders[: trace._recorders.index(self)]
+        return below[-1].span(name) if below else trace._NOTHING
