@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gpubound import measure
-from gpubound.cli import guarded
-from gpubound.cli.options import arguments
+from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict

@@ -26,8 +26,7 @@ from torch import Tensor
 
 import gpubound
 from gpubound import measure
-from gpubound.cli import guarded
-from gpubound.cli.options import arguments
+from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
 from gpubound.trace import strict

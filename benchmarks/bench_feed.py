@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gpubound import measure
-from gpubound.cli import guarded
-from gpubound.cli.options import arguments
+from gpubound.cli import arguments, guarded
 from gpubound.corpus import Corpus
 from gpubound.corpus.shards import write_shard
 from gpubound.device import resolve

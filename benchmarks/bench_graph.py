@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound import measure
-from gpubound.cli import guarded
-from gpubound.cli.options import arguments
+from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
 

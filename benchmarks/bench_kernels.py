@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from gpubound import measure
-from gpubound.cli import guarded
-from gpubound.cli.options import arguments
+from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, resolve
 
 from . import results

@@ -13,7 +13,7 @@ from gpubound import cli, measure
 from gpubound.cli import bench, env
 from gpubound.errors import BudgetError, DeviceError, MeasureError
 from gpubound.measure import Ceilings, Machine
-from gpubound.measure.facts import Gpu
+from gpubound.measure.limits import Gpu
 from gpubound.version import __version__
 
 HERE = Path(cli.__file__).parent

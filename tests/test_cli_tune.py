@@ -185,7 +185,7 @@ def test_what_the_command_prints_and_keeps(tmp_path, capsys, monkeypatch):
 
 def test_env_lists_them(capsys, monkeypatch):
     kept.keep(H200.name, [ROW, ROW | {"way": "backward"}])
-    gpu = measure.facts.Gpu(0, H200.name, "9.0", 140 << 30, 60 << 20, 132)
+    gpu = measure.limits.Gpu(0, H200.name, "9.0", 140 << 30, 60 << 20, 132)
     told = {"asked": "auto", "device": "cpu", "name": "CPU", "why": "asked for", "gpus": [vars(gpu) | {"test": "passes"}]}
     monkeypatch.setattr(env, "verdict", lambda spec: dict(told))
     monkeypatch.setattr(env, "_ceilings_table", lambda figures: "")

@@ -1,11 +1,102 @@
-"""The line of a running training: what was measured, on a terminal and in a log."""
+"""A run while it goes on: what the machine says, the line of a terminal and of a log, and other loggers."""
 
 import re
+import sys
+import types
 from io import StringIO
 
+import pytest
+import torch
 from rich.console import Console
 
+from gpubound import trace
 from gpubound.monitor import LiveLine
+from gpubound.monitor.live import Gauges, _Chip, open_log
+
+CPU = torch.device("cpu")
+
+
+class FakeNvml:
+    """NVML as Gauges uses it: 312.5 W, and SMs that were busy for 40 points more at each sample."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_SM_UTIL = 1, 2
+
+    def __init__(self, supported=True, power=312_500):
+        self.supported, self.power, self.clock, self.freed, self.closed = supported, power, 0, [], False
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        if self.power is None:
+            raise self.NVMLError("Not Supported")
+        return self.power
+
+    def nvmlGpmQueryDeviceSupport(self, handle):
+        return types.SimpleNamespace(isSupportedDevice=self.supported)
+
+    def nvmlGpmSampleAlloc(self):
+        return types.SimpleNamespace(at=None)
+
+    def nvmlGpmSampleGet(self, handle, sample):
+        self.clock += 40
+        sample.at = self.clock
+
+    def c_nvmlGpmMetricsGet_t(self):
+        return types.SimpleNamespace(metrics=[types.SimpleNamespace()])
+
+    def nvmlGpmMetricsGet(self, asked):
+        assert asked.numMetrics == asked.version == 1 and asked.metrics[0].metricId == 2
+        asked.metrics[0].value = float(asked.sample2.at - asked.sample1.at)
+
+    def nvmlGpmSampleFree(self, sample):
+        self.freed.append(sample)
+
+    def nvmlShutdown(self):
+        self.closed = True
+
+
+def test_power_and_the_sms_between_two_readings():
+    nvml = FakeNvml()
+    chip = _Chip(nvml, "handle")
+    assert [chip.read() for _ in range(3)] == [{"power_w": 312.5, "sm_active": 0.4}] * 3
+    chip.close()
+    assert len(nvml.freed) == 2 and nvml.closed
+
+
+def test_a_gpu_without_the_counters_gives_power_alone():
+    assert _Chip(FakeNvml(supported=False), "handle").read() == {"power_w": 312.5}
+
+
+def test_what_the_gpu_refuses_is_left_out_aloud_and_not_asked_again(capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    nvml = FakeNvml(power=None)
+    chip = _Chip(nvml, "handle")
+    assert chip.read() == {"sm_active": 0.4}
+    assert capsys.readouterr().err == "gpubound: power_w is left out: NVML says Not Supported.\n"
+    nvml.power = 100_000
+    assert chip.read() == {"sm_active": 0.4}
+
+
+def test_at_most_once_a_period():
+    with Gauges(CPU, period=3600) as gauges:
+        assert gauges.read().keys() == {"memory_bytes"} and gauges.read() == {}
+    with Gauges(CPU, period=0) as gauges:
+        first, second = gauges.read()["memory_bytes"], gauges.read()["memory_bytes"]
+    assert 100e6 < first <= second < 100e9, "bytes: torch alone is some hundred million"
+
+
+@pytest.mark.gpu
+def test_a_real_gpu(device):
+    with Gauges(device, period=0) as gauges:
+        gauges.read()
+        a = torch.randn(4096, 4096, device=device)
+        for _ in range(200):
+            a @ a
+        torch.cuda.synchronize()
+        found = gauges.read()
+    peak, allocated, reserved = (found[f"memory_{kind}bytes"] for kind in ("", "allocated_", "reserved_"))
+    assert min(peak, reserved) >= allocated >= a.nbytes, "the peak is the process's, and may be of memory given back since"
+    assert 20 < found["power_w"] < 2000
+    assert "sm_active" not in found or 0 < found["sm_active"] <= 1
 
 
 def test_what_is_measured_seldom_stays_in_the_line():
@@ -56,3 +147,62 @@ def test_live_without_a_terminal_prints_ten_lines():
             live.show({"step": step, "loss": 2.0, "tokens_per_s": 192_400, "syncs": 0})
     lines = out.getvalue().splitlines()
     assert len(lines) == 11 and lines[-1] == "demo 100/100  loss 2.000  192k tok/s  0 syncs/step"
+
+
+RECORD = {"step": 7, "loss": 2.5, "lr": 1e-3}
+
+
+def library(name, **functions):
+    module = types.ModuleType(name)
+    for function, does in functions.items():
+        setattr(module, function, does)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_trackers_get_the_config_and_each_record(tmp_path, monkeypatch, capsys, kind):
+    calls = []
+    note = lambda what: lambda *a, **k: (calls.append((what, a, k)), what == "log" or print(what))  # noqa: E731
+    monkeypatch.setitem(sys.modules, kind, library(kind, init=note("init"), log=note("log"), finish=note("finish")))
+    with open_log(kind, tmp_path, "first", {"lr": 1e-3}) as log:
+        log.write(RECORD)
+    where = {"dir": str(tmp_path)} if kind == "wandb" else {}
+    assert calls == [
+        ("init", (), {"project": "gpubound", "name": "first", "config": {"lr": 1e-3}, **where}),
+        ("log", ({"loss": 2.5, "lr": 1e-3},), {"step": 7}),
+        ("finish", (), {}),
+    ]
+    assert capsys.readouterr() == ("", "init\nfinish\n"), "stdout is for --json"
+
+
+def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
+    written, closed = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "tensorboard")
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setitem(sys.modules, "tensorboard", library("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library("torch.utils.tensorboard", SummaryWriter=SummaryWriter))
+    with open_log("tensorboard", tmp_path, "first", {}) as log:
+        log.write(RECORD)
+    assert written == [("loss", 2.5, 7), ("lr", 1e-3, 7)] and closed == [True]
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_library_is_named(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(ValueError) as error:
+        open_log(kind, tmp_path, "first", {})
+    assert str(error.value) == f"log: {kind} is not installed; pip install {kind}, or leave --log out."
+
+
+def test_no_logger_is_none():
+    with open_log(None, "anywhere", "first", {}) as log:
+        log.write(RECORD)

@@ -1,4 +1,4 @@
-"""The street door: `gpubound COMMAND`. One file a command, imported only when it is called.
+"""The street door: `gpubound COMMAND`. One file a command, imported only when it is called; its options are a dataclass.
 
 Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the user's script failed, 3 could not measure,
 130 Ctrl-C, 141 nobody reads stdout any more.
@@ -10,13 +10,20 @@ import os
 import select
 import sys
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args
 
 from ..errors import BudgetError, GpuboundError, MeasureError
 from ..trace import printable
 from ..version import __version__
+
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+Config = TypeVar("Config")
 
 # Command -> an example of it. Its module is gpubound.cli.<command>, with main(argv) -> int; the first line of that module's
 # docstring is its help here. A name without a module is not offered.
@@ -31,6 +38,10 @@ COMMANDS = {
     "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
 }
+
+# An option's type -> what stands for its value in the help, and in the sentence about a value that is none.
+KINDS: dict[type, tuple[str, str]] = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text")}
+UNSET = "unset"  # how the help writes the default of an option that has none
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,3 +127,48 @@ def _help() -> str:
     lines += ["", "examples:", *(f"  {COMMANDS[name]}" for name in found), ""]
     lines.append("Each command explains itself with --help. gpubound --version prints the version.")
     return "\n".join(lines)
+
+
+def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Config | None = None) -> Config:
+    """Parse `argv` into the dataclass `kind`. Its docstring is the help text, its fields' docstrings are the options'.
+
+    Unknown options end with exit code 2 and the near ones; `--help` prints the docstring, which holds an example.
+    """
+    import tyro  # here, because gpubound's own --help and --version are answered without it
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_in_words)
+    config = (tyro.conf.FlagCreatePairsOff,)
+    start: Any = {} if default is None else {"default": default}
+    return tyro.cli(kind, args=list(argv), prog=f"gpubound {command}", config=config, registry=registry, **start)
+
+
+def _in_words(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
+    """N in place of INT, and of {None}|INT where the option may be left out."""
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    members = get_args(info.type) if info.type_origin in (Union, types.UnionType) else (info.type,)
+    kinds = [member for member in members if member is not type(None)]
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        return None
+    (kind,) = kinds
+    optional, (metavar, wanted) = len(members) > 1, KINDS[kind]
+
+    def read(words: list[str]) -> Any:
+        (text,) = words
+        if optional and text in ("None", "none"):
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"got {text!r}, wanted {wanted}.") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: (
+            isinstance(value, kind) or (optional and value is None) or (kind is float and type(value) is int)
+        ),
+        str_from_instance=lambda value: [UNSET if value is None else str(value)],
+    )

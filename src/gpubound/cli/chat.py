@@ -18,8 +18,7 @@ from ..corpus.chat import ends_of_turn
 from ..decode import FastDecoder
 from ..device import label
 from ..errors import GpuboundError
-from .decoders import HARMLESS, build, check_text, settings_of
-from .saved import Saved
+from .saved import HARMLESS, Saved, build, check_text, settings_of
 from .speed import Speed
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ..train.lock import LOCK
 from ..train.prepare import prepare as prepare_run
 from ..train.recipe import STDLIB, TORCH, Recipe
 from ..train.run import Run
-from .options import arguments
+from . import arguments
 from .session import alone, finish, say, train
 
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'

@@ -19,7 +19,7 @@ from .. import measure
 from ..device import label, look, resolve
 from ..errors import DeviceError
 from ..kernels.plans.kept import file_of, rows_in
-from .options import arguments
+from . import arguments
 
 # Figure -> what it says, in the order printed.
 ROWS = {

@@ -19,9 +19,8 @@ import tyro
 from ..decode.loop import ActiveRequest
 from ..decode.request import Choice
 from ..device import label, resolve
-from .decoders import HARMLESS, VERIFY, build, check_text, settings_of
-from .options import arguments
-from .saved import Saved, open_saved
+from . import arguments
+from .saved import HARMLESS, VERIFY, Saved, build, check_text, open_saved, settings_of
 from .speed import Speed
 
 NEW = 256  # tokens that a text goes on for, unless asked otherwise
@@ -102,7 +101,7 @@ class Generate:
     tokenizer: str | None = None
     """A folder whose tokenizer.json to use instead of the model's."""
     trust_remote_code: bool = False
-    """ActiveRequest the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
+    """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
     fused: bool = True
     """--no-fused runs transformers' own forward instead of our kernels."""
     verify: str = "full"

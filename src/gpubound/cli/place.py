@@ -22,7 +22,7 @@ from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
 from ..models.llama.hf_config import config_of
 from ..place import place
 from ..trace import notice
-from .options import arguments
+from . import arguments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130

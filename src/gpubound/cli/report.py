@@ -13,7 +13,7 @@ import tyro
 
 from ..monitor import Tape, write_report
 from ..monitor.figures import Figures
-from .options import arguments
+from . import arguments
 
 
 @dataclass(frozen=True)

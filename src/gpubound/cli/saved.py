@@ -1,8 +1,16 @@
-"""A saved model, ready to generate: a Hugging Face folder, a run of `gpubound train` or `demo`, or one of its checkpoints."""
+"""A saved model and its decoder, as the options of `gpubound generate` ask for them.
 
+The model is a Hugging Face folder, one by its name on the hub, a run of `gpubound train` or `demo`, or one of its checkpoints.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -10,6 +18,9 @@ from torch import Tensor, nn
 
 from ..corpus import Tokenizer
 from ..corpus.encode import adapt
+from ..decode import FastDecoder, decoder
+from ..device import label
+from ..errors import DataError
 from ..models import load_hf
 from ..models.folder import Beyond, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
@@ -17,12 +28,20 @@ from ..models.llama.hf_config import config_of
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
-from . import hub
+from ..words import quantity
+
+if TYPE_CHECKING:
+    from .generate import Generate
 
 WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that transformers alone can read
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
+# What a model writes may hold control characters, and a terminal obeys them.
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 POSITIONS = 4096  # of a model that does not say for how many it is made
 
 
@@ -48,8 +67,8 @@ def open_saved(
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}.")
     own = Tokenizer.load(tokenizer) if tokenizer else None
-    known = not Path(path).exists() and hub.is_name(path)
-    source = find(hub.download(str(path), trust_remote_code) if known else Path(path))
+    known = not Path(path).exists() and is_hub_name(path)
+    source = find(_download(str(path), trust_remote_code) if known else Path(path))
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
         model, folder = _from_checkpoint(source, own, device, DTYPES.get(dtype)), source.path
@@ -154,3 +173,94 @@ def _ends(told: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
 def _positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether `path` could be a model's name. A folder of that name goes first."""
+    return HUB_NAME.fullmatch(str(path)) is not None and ".." not in str(path) and not Path(path).parent.exists()
+
+
+def _download(name: str, trust_remote_code: bool = False) -> Path:
+    """The folder in the cache that holds the model `name`."""
+    if find_spec("huggingface_hub") is None:
+        raise ValueError(
+            f"{name}: there is no such folder, and a model of this name on the Hugging Face hub is read with transformers, "
+            "which is not installed: pip install 'gpubound[hf]'."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, *(["*.py"] if trust_remote_code else [])]))
+    except GatedRepoError as error:
+        raise DataError(f"{name}: the hub gives this model only to users it knows; accept its terms and log in.") from error
+    except RepositoryNotFoundError as error:
+        raise DataError(f"{name}: there is no such folder, and no such model on the Hugging Face hub.") from error
+    except LocalEntryNotFoundError as error:
+        raise DataError(
+            f"{name}: there is no such folder, the cache of the Hugging Face hub does not hold the model, and the hub cannot "
+            "be reached; give the folder of a downloaded model."
+        ) from error
+    except Exception as error:  # the connection's own errors, of whichever library speaks to it
+        raise DataError(f"{name}: the Hugging Face hub did not give the model ({type(error).__name__}: {error}).") from error
+
+
+def check_text(where: str, text: str) -> None:
+    """Bytes that are not UTF-8 reach Python as surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
+
+
+class Spoken:
+    """The tokenizer for the decoder's texts: special tokens are left out of them, unless asked for."""
+
+    def __init__(self, inner: Tokenizer, special: bool):
+        self.inner, self.special = inner, special
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(ids, skip_special=not self.special)
+
+
+def build(
+    options: "Generate", saved: Saved, probe: list[list[int]], length: int, device: torch.device, begun: float
+) -> FastDecoder:
+    """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
+    # On a CPU a launch of many steps saves nothing, and the first token would wait for the last.
+    k = int(options.k) if options.k != "auto" else 1 if device.type == "cpu" else "auto"
+    tokenizer = Spoken(saved.tokenizer, options.special)
+    way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
+    way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
+    made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
+    for _ in range(2 if device.type == "cuda" else 0):  # what such a request compiles, then what it captures: not on its clock
+        made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})
+    first = next(saved.model.parameters())
+    parts = [
+        f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
+        f"{str(first.dtype).removeprefix('torch.')} on {label(device)}",
+        f"its own forward ({made.path})" if made.path else made.kernels,
+        f"ready in {time.perf_counter() - begun:.2f} s",
+    ]
+    print(", ".join(parts), file=sys.stderr, flush=True)
+    if options.table:
+        print(made, file=sys.stderr, flush=True)
+    return made
+
+
+def settings_of(options: "Generate", saved: Saved) -> dict[str, Any]:
+    """What the decoder's generate() takes. A special token's name among the stops is its number: texts leave it out."""
+    special = {token.content: i for i, token in saved.tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    ends = [] if options.ignore_eos else [i for i in saved.ends if i < vocabulary(saved)]
+    stops = [*ends, *options.stop_id, *(special.get(text, text) for text in options.stop)]
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n", "logprobs", "max_new_tokens")
+    return {name: getattr(options, name) for name in names} | {"stop": tuple(dict.fromkeys(stops))}
+
+
+def vocabulary(saved: Saved) -> int:
+    model: Any = saved.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
+    return head.weight.shape[0]

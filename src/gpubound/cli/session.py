@@ -20,8 +20,7 @@ from ..device import label
 from ..errors import DataError, MeasureError
 from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import warnings
-from ..monitor.gauges import Gauges
-from ..monitor.logs import open_log
+from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
 from ..train.lock import locked
 from ..train.loop import Record, Stop

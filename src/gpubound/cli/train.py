@@ -20,11 +20,11 @@ import tyro
 import yaml
 
 from ..models.trainable import trainable
-from ..monitor.logs import check_log
+from ..monitor.live import check_log
 from ..train.prepare import prepare
 from ..train.recipe import KINDS, Recipe, shown, unknown
 from ..train.recompute import parse as parse_recompute
-from .options import arguments
+from . import arguments
 from .session import alone, finish, quietly, say, train
 
 

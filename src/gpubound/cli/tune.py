@@ -28,7 +28,7 @@ from ..models.folder import dtype_of, read_config
 from ..models.llama.decoder import DecoderConfig
 from ..models.llama.hf_config import config_of
 from ..trace import say
-from .options import arguments
+from . import arguments
 
 TOKENS, SEQUENCE, LOSS_ROWS = 8192, 1024, 1024  # of a training step's ops
 WIN = 1.02  # the least that a plan must be faster by, its interval's lower end

@@ -10,20 +10,20 @@ docs/measuring.md says how to use them and what each leaves out.
 """
 
 from ..words import in_words as in_words
-from .arithmetic import bandwidth as bandwidth
-from .arithmetic import mfu as mfu
-from .arithmetic import rate as rate
-from .arithmetic import train_flops_per_token as train_flops_per_token
 from .ceiling import Ceilings as Ceilings
+from .ceiling import bandwidth as bandwidth
 from .ceiling import ceilings as ceilings
+from .ceiling import mfu as mfu
+from .ceiling import rate as rate
 from .ceiling import share as share
+from .ceiling import train_flops_per_token as train_flops_per_token
 from .comparison import Comparison as Comparison
 from .comparison import Ratio as Ratio
 from .comparison import compare as compare
 from .comparison import compare_samples as compare_samples
-from .facts import Machine as Machine
-from .facts import gpus as gpus
-from .facts import machine as machine
+from .limits import Machine as Machine
+from .limits import gpus as gpus
+from .limits import machine as machine
 from .timing import Prepared as Prepared
 from .timing import Timing as Timing
 from .timing import Work as Work

@@ -1,15 +1,126 @@
-"""The line that a running training shows: step, loss, speed, share of the matrix rate, host syncs, memory."""
+"""A run while it goes on: what the machine says of itself, the live line, and the same records for other loggers.
 
+The machine is read in the host loop, at most once a second: one reading costs the host a fraction of a millisecond, and the
+device nothing. The SMs' activity comes from the counters of NVML's GPM (Hopper and later); the utilisation that nvidia-smi
+prints would say 100 % of a GPU on which one SM works.
+"""
+
+import resource
 import sys
+import time
 from collections.abc import Iterable
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..trace import printable
+from ..trace import notice, printable
 from ..words import quantity, readable
+
+PERIOD = 1.0  # seconds between two readings
+
+
+class Gauges:
+    """`with Gauges(device) as gauges: record |= gauges.read()`. What a machine does not have is left out."""
+
+    def __init__(self, device: torch.device, period: float = PERIOD):
+        self.device, self.period = device, period
+        self._chip: _Chip | None = None
+        self._last = float("-inf")
+
+    def __enter__(self) -> "Gauges":
+        if self.device.type == "cuda":
+            self._chip = _open_chip(self.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._chip is not None:
+            self._chip.close()
+
+    def read(self) -> dict[str, float]:
+        """The figures of this moment, or nothing when the last ones are younger than the period."""
+        now = time.monotonic()
+        if now - self._last < self.period:
+            return {}
+        self._last = now
+        if self.device.type != "cuda":
+            return {"memory_bytes": _resident_bytes()}
+        found = {
+            "memory_bytes": torch.cuda.max_memory_allocated(self.device),
+            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device),
+            "memory_reserved_bytes": torch.cuda.memory_reserved(self.device),
+        }
+        return found | (self._chip.read() if self._chip is not None else {})
+
+
+def _resident_bytes() -> int:
+    """The most that this process has held. Linux counts in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _open_chip(device: torch.device) -> "_Chip | None":
+    try:
+        import pynvml
+    except ImportError:
+        notice("power and SM activity are left out: pip install nvidia-ml-py.")
+        return None
+    try:
+        pynvml.nvmlInit()
+        # By UUID: CUDA_VISIBLE_DEVICES counts GPUs differently from NVML.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return _Chip(pynvml, handle)
+    except pynvml.NVMLError as error:
+        notice(f"power and SM activity are left out: NVML says {error}.")
+        return None
+
+
+class _Chip:
+    """One GPU through NVML. The first reading that a GPU refuses (a slice of one, no permission) ends that gauge, aloud."""
+
+    def __init__(self, nvml: Any, handle: Any):
+        self.nvml, self.handle = nvml, handle
+        self._gauges = {"power_w": self._power}
+        self._samples: list[Any] = []
+        if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+            nvml.nvmlGpmSampleGet(handle, self._samples[0])
+            self._gauges["sm_active"] = self._sm_active
+
+    def read(self) -> dict[str, float]:
+        found = {}
+        for name, gauge in list(self._gauges.items()):
+            try:
+                found[name] = gauge()
+            except self.nvml.NVMLError as error:
+                notice(f"{name} is left out: NVML says {error}.")
+                del self._gauges[name]
+        return found
+
+    def _power(self) -> float:
+        return self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3
+
+    def _sm_active(self) -> float:
+        """The share of SMs that had work, averaged since the last reading."""
+        nvml, (old, new) = self.nvml, self._samples
+        nvml.nvmlGpmSampleGet(self.handle, new)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+        asked.sample1, asked.sample2 = old, new
+        asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        nvml.nvmlGpmMetricsGet(asked)
+        self._samples = [new, old]
+        return asked.metrics[0].value / 100
+
+    def close(self) -> None:
+        for sample in self._samples:
+            self.nvml.nvmlGpmSampleFree(sample)
+        self.nvml.nvmlShutdown()
+
 
 # Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
 LINES = 10
@@ -85,3 +196,81 @@ class LiveLine:
     def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
+
+
+LOGGERS = ("tensorboard", "wandb", "trackio")
+
+
+class Log:
+    """`with open_log(...) as log: log.write(record)`. This one, for none, writes nothing."""
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def check_log(kind: str | None) -> None:
+    """Refuse a logger that cannot be opened, before hours are spent on what it was to log."""
+    if kind is not None and kind not in LOGGERS:
+        raise ValueError(f"log: got {kind!r}, wanted one of {', '.join(LOGGERS)}.")
+    if kind is not None:
+        _library(kind)
+
+
+def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Log:
+    check_log(kind)
+    if kind is None:
+        return Log()
+    if kind == "tensorboard":
+        return TensorBoard(import_module("torch.utils.tensorboard"), folder)
+    return Tracker(_library(kind), folder, name, config)
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(f"log: {name} is not installed; pip install {name}, or leave --log out.") from error
+
+
+class TensorBoard(Log):
+    """Event files in <folder>/tensorboard."""
+
+    def __init__(self, library: Any, folder: Path):
+        self._writer = library.SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for what, value in _figures(record).items():
+            self._writer.add_scalar(what, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker(Log):
+    """Weights & Biases, or trackio, which keeps to its interface. What they print goes to stderr: --json has stdout."""
+
+    def __init__(self, library: Any, folder: Path, name: str, config: dict[str, Any]):
+        self._library = library
+        where = {"dir": str(folder)} if library.__name__ == "wandb" else {}
+        with redirect_stdout(sys.stderr):
+            library.init(project="gpubound", name=name, config=config, **where)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._library.log(_figures(record), step=record["step"])
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._library.finish()
+
+
+def _figures(record: dict[str, Any]) -> dict[str, Any]:
+    return {what: value for what, value in record.items() if what != "step" and isinstance(value, int | float)}
