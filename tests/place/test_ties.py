@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.place import refusals
+from gpubound.place import candidates
 from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, training_run, twin
@@ -94,17 +94,17 @@ def test_a_tie_inside_a_group_is_said_and_its_layers_called_one_by_one(how):
 @pytest.mark.parametrize("how", ALIASED.values(), ids=ALIASED)
 def test_tensors_over_one_memory_are_left_where_they_are(how):
     model = made(how)
-    shared = refusals.shared_memory(model)
+    shared = candidates.shared_memory(model)
     assert shared
     why = {row.why for row in place(model).rows if "over the same memory" in row.why}
     assert why and all(any(name in reason for name in shared) for reason in why)
-    assert refusals.shared_memory(model) == shared
+    assert candidates.shared_memory(model) == shared
 
 
 def test_what_is_no_tie():
     model = tiny("llama tied")
     first = place(model)
-    assert not refusals.shared_memory(model), (
+    assert not candidates.shared_memory(model), (
         "one Parameter in two modules is one tensor; neighbours in a buffer do not overlap"
     )
     first.undo()

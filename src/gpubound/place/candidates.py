@@ -1,5 +1,6 @@
 """Which modules of a model can be swapped: those of the families that models/ knows, torch's own norms, and what every
-language model of transformers has.
+language model of transformers has. Which are better left alone, and what a model must be before it is placed: each refusal
+names what it found.
 
 Of families that nobody here knows, RMS norms are swapped by the formula that their verification finds to be theirs, and the
 loss where the model is shown to do nothing to its logits.
@@ -9,15 +10,22 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..layers.stacked import overlapping
 from ..models.placing import Swap
 from ..models.registry import role_of, swaps_of
 from ..models.trial import BATCH, TOKENS, random_case, reads_tokens
-from . import torch_parts
+from .fused import TORCH_NORMS, Fused
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks
 WHOLES = (*STACKS, "ForCausalLM")  # verified by exercise, in this order, once their leaves are swapped
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+QUANTISERS = (
+    "bitsandbytes", "torchao", "auto_gptq", "gptqmodel", "awq", "hqq", "quanto", "optimum", "compressed_tensors", "fbgemm_gpu",
+)  # fmt: skip
 
 
 class Candidate(NamedTuple):
@@ -31,7 +39,7 @@ def leaves(model: nn.Module) -> Iterator[Candidate]:
     stacks = _stacks(model)
     for name, module in model.named_modules():
         role = role_of(module)
-        if type(module) in torch_parts.PARTS:
+        if type(module) in TORCH_NORMS:
             yield Candidate(name, module, _torch_norm(module))
         elif role is not None and role not in WHOLES and role in (swaps := swaps_of(module)):
             yield Candidate(name, module, swaps[role](module, stacks.get(name.rpartition(".layers.")[0])))
@@ -83,7 +91,7 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
 def _torch_norm(module: Any) -> Swap:
     width = getattr(module, "normalized_shape", (getattr(module, "num_channels", 0),))
     shape = (BATCH, width[0], 4, 4) if isinstance(module, nn.GroupNorm) else (BATCH, TOKENS, *width)
-    part: Any = torch_parts.PARTS[type(module)]
+    part: Any = TORCH_NORMS[type(module)]
     refusal = f"it norms over {len(width)} dimensions, the kernel over one" if len(width) > 1 else ""
     return Swap(part, part.ops, cases=(random_case(module, shape),), refusal=refusal)
 
@@ -109,3 +117,92 @@ def _foreign_causal_lm(module: Any) -> bool:
     usual = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     routed = hasattr(module.config, "output_router_logits") if named else False  # a loss of the router's is added to it
     return named and usual and not routed and isinstance(getattr(module, "lm_head", None), nn.Module)
+
+
+def check_placeable(model: nn.Module) -> None:
+    """Raise ValueError when the model as a whole cannot be placed."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"place: model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
+    if any(isinstance(m, Fused) for m in model.modules()):
+        raise ValueError(
+            "place: this model is placed already; call undo() on its placement first. (model.to(device) moves a placed model: "
+            "its fused weights follow.)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("place: model is a ScriptModule, whose code is frozen; place the nn.Module it was made from.")
+    spread = getattr(model, "hf_device_map", None) or {}
+    if len(set(spread.values())) > 1:
+        raise ValueError(
+            f"place: the model is spread over {_listed(set(spread.values()))} by its hf_device_map; "
+            f"load it without device_map, so that it is on one device."
+        )
+    _check_tensors(model)
+
+
+def _check_tensors(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if empty := [name for name, t in tensors if t.is_meta]:
+        raise ValueError(
+            f"place: {empty[0]}{_and_more(len(empty) - 1)} on the meta device, without values; "
+            f"load or initialise the weights (model.to_empty(device=...), then fill them) before placing."
+        )
+    if sharded := [name for name, t in tensors if hasattr(t, "device_mesh") or hasattr(t, "ds_id")]:
+        raise ValueError(
+            f"place: {sharded[0]}{_and_more(len(sharded) - 1)} sharded over several devices; "
+            f"place the model before sharding it."
+        )
+
+
+def devices(model: nn.Module) -> set[torch.device]:
+    return {t.device for t in (*model.parameters(), *model.buffers())}
+
+
+def check_movable(model: nn.Module, device: torch.device) -> None:
+    """Raise ValueError when the model is elsewhere and its quantised weights cannot follow."""
+    where = devices(model) - {device}
+    found = next((f"{name} ({why})" for name, m in model.named_modules() if (why := quantised(m))), None)
+    if where and found and getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"place: the model is on {_listed(where)} and its quantised weights cannot be moved: {found}; "
+            f"load it with device_map={{'': '{device}'}}."
+        )
+
+
+def quantised(module: nn.Module) -> str | None:
+    """What in `module` itself holds quantised weights, in words; None when nothing does."""
+    home = type(module).__module__.split(".")[0]
+    if home in QUANTISERS:
+        return f"{home}.{type(module).__name__} holds quantised weights"
+    for name, p in module._parameters.items():
+        if p is not None and (p.dtype not in FLOATS or type(p.data) not in (Tensor, nn.Parameter)):
+            return f"{type(module).__name__}'s {name} is quantised ({type(p.data).__name__}, {p.dtype})"
+    for name, b in module._buffers.items():
+        if b is not None and "weight" in name and b.dtype not in FLOATS:
+            return f"{type(module).__name__}'s {name} is quantised ({b.dtype})"
+    return None
+
+
+def shared_memory(model: nn.Module) -> dict[str, str]:
+    """Each parameter or buffer that lies over another one's memory without being the same tensor, and that other's name."""
+    pairs = list(overlapping([*model.named_parameters(), *model.named_buffers()]))
+    return dict(pairs) | {b: a for a, b in pairs}
+
+
+def leave_alone(module: nn.Module) -> str | None:
+    """Why `module` is not to be swapped, whatever it is; None when it may be."""
+    for name, child in module.named_modules():
+        if why := quantised(child):
+            return f"{name}: {why}" if name else why
+    if hasattr(module, "_hf_hook"):
+        return "accelerate moves its weights in and out with a hook"
+    if "forward" in module.__dict__:
+        return "its forward is already patched on this instance"
+    return None
+
+
+def _listed(things: set) -> str:
+    return ", ".join(sorted(str(t) for t in things))
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more tensors are" if count else " is"

@@ -4,13 +4,19 @@ The new class inherits from the part that computes faster and from the module's 
 instance keeps its parameters, buffers, hooks, attributes and name in the tree; isinstance() and everything that goes by the
 class's name hold; the original forward stays within reach (`self.original.forward(self, ...)`); and undoing is setting the
 class back. Nothing is patched for other instances.
+
+Below are the parts for torch's own normalisations, in any model; those for families are in models/.
 """
 
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from ..kernels import group_norm, layer_norm, rms_norm
+from ..layers.stacked import Kernels
 
 
 class Fused:
@@ -67,3 +73,47 @@ def release(module: Any) -> None:
 def release_if_fused(module: Any) -> None:
     if isinstance(module, Fused):
         release(module)
+
+
+class _Norm:
+    """What the parts read of the modules they are swapped into."""
+
+    eps: Any
+    num_groups: int
+    weight: Tensor | None
+    bias: Tensor | None
+    ops: tuple[str, ...]
+    original: Any
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", self.ops
+
+
+class TorchRMSNorm(_Norm):
+    ops = ("rms_norm",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return self.original.forward(self, x)
+        return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
+
+
+class TorchLayerNorm(_Norm):
+    ops = ("layer_norm",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return self.original.forward(self, x)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class TorchGroupNorm(_Norm):
+    ops = ("group_norm",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return self.original.forward(self, x)
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+TORCH_NORMS: dict[type, type] = {nn.RMSNorm: TorchRMSNorm, nn.LayerNorm: TorchLayerNorm, nn.GroupNorm: TorchGroupNorm}

@@ -17,7 +17,7 @@ from .verify import Verdict
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacedModule:
     module: str
     kind: str
     device: str
@@ -60,7 +60,7 @@ class Placement:
         self._notes, self._verdict = notes, verdict
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PlacedModule]:
         """One for each module that holds parameters of its own or was swapped, as things stand now."""
         return [_row(note) for note in self._notes]
 
@@ -120,7 +120,7 @@ class Placement:
         return "\n".join([*text, self.summary])
 
 
-def _row(note: Note) -> Row:
+def _row(note: Note) -> PlacedModule:
     tensors = [*note.module.parameters(), *note.module.buffers()]
     where = _joined(str(t.device) for t in tensors)
     dtypes = _joined(str(p.dtype).removeprefix("torch.") for p in note.module.parameters())
@@ -132,7 +132,7 @@ def _row(note: Note) -> Row:
     kind = note.module._get_name()
     error, limit = (note.verdict.error, note.verdict.limit) if note.verdict else (None, None)
     name, often = note.name or "(the model)", sum(reasons.values())
-    return Row(name, kind, where, dtypes, note.kernel, why, error, limit, often, dict(reasons))
+    return PlacedModule(name, kind, where, dtypes, note.kernel, why, error, limit, often, dict(reasons))
 
 
 def slow_calls(module: nn.Module) -> Counter[str]:
@@ -154,9 +154,9 @@ def _joined(values: Iterable[str]) -> str:
     return "+".join(sorted(set(values)))
 
 
-def _grouped(rows: list[Row]) -> list[Row]:
+def _grouped(rows: list[PlacedModule]) -> list[PlacedModule]:
     """Rows that differ only in the layer's number, as one, in their order: layers.*.mlp (24). The worst of them speaks."""
-    groups: dict[tuple, list[Row]] = {}
+    groups: dict[tuple, list[PlacedModule]] = {}
     for row in rows:
         what = "" if row.error is not None else row.why
         key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.device, row.dtype, row.kernel, what)
@@ -164,7 +164,7 @@ def _grouped(rows: list[Row]) -> list[Row]:
     return [_merged(key[0], group) for key, group in groups.items()]
 
 
-def _merged(name: str, group: list[Row]) -> Row:
+def _merged(name: str, group: list[PlacedModule]) -> PlacedModule:
     if len(group) == 1:
         return group[0]
     worst = max(group, key=lambda r: (r.fallbacks, (r.error or 0.0) / (r.limit or 1.0)))

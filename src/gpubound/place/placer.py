@@ -18,7 +18,7 @@ from ..errors import FallbackError, GpuboundError, PlaceError
 from ..kernels.choose import hasten, runs
 from ..layers import MLP, Attention
 from ..trace import fallback
-from . import candidates, exercise, refusals, truth
+from . import candidates, exercise
 from .candidates import Candidate
 from .fused import Fused, adopt, release_if_fused
 from .placement import Note, Placement, forget_slow_calls
@@ -37,10 +37,10 @@ def place(
     Parameters keep their names and identity, so state_dict, save_pretrained and an optimizer built before keep working.
     """
     begin = time.perf_counter()
-    refusals.check(model)
+    candidates.check_placeable(model)
     there = facts.resolve(device)
-    if refusals.devices(model) - {there}:
-        refusals.check_movable(model, there)
+    if candidates.devices(model) - {there}:
+        candidates.check_movable(model, there)
         model.to(there)
     if fuse:
         hasten(candidates.kernels_of(model), there, _dtype(model))
@@ -90,10 +90,10 @@ def _compared(run: exercise.Exercise, before: exercise.Sketch, model: nn.Module)
     try:
         after = run()
         verdict = exercise.compare(after, before, dtype)
-        if verdict.ok or not truth.wanted(verdict, dtype):
+        if verdict.ok or not exercise.rounding_may_be_it(verdict, dtype):
             return verdict
         try:
-            return truth.judge_by_truth(model, run, after, before, dtype)
+            return exercise.judge_by_truth(model, run, after, before, dtype)
         except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
             return verdict
     except FallbackError:
@@ -112,9 +112,9 @@ class _Placer:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def leaves(self, model: nn.Module) -> None:
-        shared = refusals.shared_memory(model)
+        shared = candidates.shared_memory(model)
         for found in candidates.leaves(model):
-            why = found.swap.refusal or refusals.leave_alone(found.module) or _torn(found, shared)
+            why = found.swap.refusal or candidates.leave_alone(found.module) or _torn(found, shared)
             if why:
                 self.refuse(found, why)
                 continue

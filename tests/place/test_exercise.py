@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound.place import exercise, truth
+from gpubound.place import exercise
 from gpubound.place.fused import Fused
 
 from .models import OPTIONS, tiny, tokens
@@ -36,15 +36,15 @@ def sketch(spread: float, seed: int, of: exercise.Sketch | None = None) -> exerc
 def test_the_placed_run_may_be_twice_as_far_off(off, right):
     exact = sketch(0, 0)
     model = nn.Linear(4, 4, dtype=BF16)
-    verdict = truth.judge_by_truth(model, lambda: exact, sketch(off, 1, exact), sketch(0.05, 2, exact), BF16)
+    verdict = exercise.judge_by_truth(model, lambda: exact, sketch(off, 1, exact), sketch(0.05, 2, exact), BF16)
     assert verdict.ok == right and abs(verdict.error - off) < 1e-3
     assert verdict.where.endswith(", from fp32,")
 
 
 def test_only_what_rounding_may_explain_is_judged_again():
     apart = lambda off: exercise.compare(sketch(off, 1, sketch(0, 0)), sketch(0, 0), BF16)  # noqa: E731
-    assert not apart(0.1).ok and truth.wanted(apart(0.1), BF16)
-    assert not truth.wanted(apart(0.5), BF16) and not truth.wanted(apart(0.1), torch.float32)
+    assert not apart(0.1).ok and exercise.rounding_may_be_it(apart(0.1), BF16)
+    assert not exercise.rounding_may_be_it(apart(0.5), BF16) and not exercise.rounding_may_be_it(apart(0.1), torch.float32)
 
 
 def test_the_model_is_its_placed_self_again():
@@ -54,7 +54,7 @@ def test_the_model_is_its_placed_self_again():
     ids, places, kinds = tokens(), [p.data_ptr() for p in model.parameters()], [type(m) for m in model.modules()]
     with torch.no_grad():
         before = model(ids).logits
-    with truth.as_it_came(model), truth.in_fp32(model):
+    with exercise.as_it_came(model), exercise.in_fp32(model):
         assert not any(isinstance(m, Fused) for m in model.modules())
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         with torch.no_grad():
