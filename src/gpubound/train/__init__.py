@@ -1,19 +1,19 @@
 """Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
 
     TrainStep      micro-batches in, weights updated, a launch a micro-batch, if captured    step.py
-    AdamW, Muon    the numbers of an optimizer                                                optimizer.py, muon.py
+    AdamW, Muon    the numbers of an optimizer                                                optimizer.py
     Schedule       learning rates, counted in updates                                         schedule.py
     Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
-    StepResult     device scalars; read() gives StepValues without holding the device up      result.py
+    StepResult     device scalars; read() gives StepValues without holding the device up      device_step.py
 
 docs/training.md tells how they fit together.
 """
 
 from .accumulate import Accumulators as Accumulators
-from .muon import Muon as Muon
+from .device_step import StepResult as StepResult
+from .device_step import StepValues as StepValues
 from .optimizer import AdamW as AdamW
 from .optimizer import AdamW8bit as AdamW8bit
-from .result import StepResult as StepResult
-from .result import StepValues as StepValues
+from .optimizer import Muon as Muon
 from .schedule import Schedule as Schedule
 from .step import TrainStep as TrainStep

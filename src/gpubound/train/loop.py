@@ -18,7 +18,7 @@ import torch
 
 from ..trace import span
 from ..watch import Ledger, watch
-from .result import StepResult
+from .device_step import StepResult
 from .step import TrainStep
 
 Record = dict[str, Any]

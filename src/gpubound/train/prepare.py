@@ -24,7 +24,7 @@ from ..trace import notice
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
 from .recipe import PHASED, Recipe, check_model
-from .run import Run, make_step
+from .run import Run
 
 FREE = (
     "out", "keep", "keep_every", "save_every", "evaluate_every", "patience", "device", "graph", "recompute", "overlap",
@@ -122,7 +122,7 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
 
     def train(recipe: Recipe) -> None:
         model = build_model(recipe, tokenizer, device).train()
-        step = make_step(model, recipe.new_objective(), recipe, device)
+        step = recipe.make_step(model, recipe.new_objective(), device)
         feed = stage.feed(device, recipe)
         try:
             for _ in range(2):  # the first captures, the second runs what was captured

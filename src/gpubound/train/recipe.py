@@ -10,15 +10,18 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+import torch
+from torch import nn
+
 from ..corpus.tokenizer import SPECIALS
 from ..models.trainable import is_named, presets
-from .muon import Muon
+from .graphs import MODES as GRAPH_MODES
 from .objectives import Objective, objective_named
-from .optimizer import AdamW, AdamW8bit
+from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS, Schedule
-from .step_graphs import MODES as GRAPH_MODES
+from .step import TrainStep
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
@@ -167,6 +170,23 @@ class Recipe:
     def new_objective(self) -> Objective:
         """A new objective, as the recipe wants it."""
         return objective_named(self.objective, self.objective_options)
+
+    def make_step(self, model: nn.Module, objective: Objective, device: torch.device) -> TrainStep:
+        """The optimizer step of this recipe; with a byte budget for recomputing, without any yet."""
+        budget = parse_recompute(self.recompute)[0] == "budget"
+        return TrainStep(
+            model,
+            objective,
+            self.numbers,
+            accumulate=self.accumulate,
+            clip=self.clip,
+            precision=self.precision if self.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
+            graph=self.graph,
+            schedule=self.rates,
+            recompute="cheap" if budget else self.recompute,
+            overlap=self.overlap,
+            seed=self.seed,
+        )
 
     def stages(self) -> list[tuple[str, "Recipe"]]:
         """(name, its own recipe) of each phase; a recipe without phases is its only one."""

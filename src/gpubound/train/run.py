@@ -19,7 +19,6 @@ from ..models.trainable import Trainable, family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
-from .ema import Average
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
@@ -50,7 +49,7 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)
     diverged: bool = False  # ended because step after step was skipped
     step: TrainStep = field(init=False)
-    average: Average | None = field(init=False, default=None)
+    average: "Average | None" = field(init=False, default=None)
     objective: Objective = field(init=False)
     family: Trainable = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
@@ -83,7 +82,7 @@ class Run:
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
-        self.step = make_step(self.model, self.objective, self.stage.recipe, self.device)
+        self.step = self.stage.recipe.make_step(self.model, self.objective, self.device)
         way, budget = parse_recompute(self.recipe.recompute)
         if way == "budget":
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
@@ -270,19 +269,45 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def make_step(model: nn.Module, objective: Objective, recipe: Recipe, device: torch.device) -> TrainStep:
-    """The optimizer step that `recipe` describes; with a byte budget for recomputing, without any yet."""
-    budget = parse_recompute(recipe.recompute)[0] == "budget"
-    return TrainStep(
-        model,
-        objective,
-        recipe.numbers,
-        accumulate=recipe.accumulate,
-        clip=recipe.clip,
-        precision=recipe.precision if recipe.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
-        graph=recipe.graph,
-        schedule=recipe.rates,
-        recompute="cheap" if budget else recipe.recompute,
-        overlap=recipe.overlap,
-        seed=recipe.seed,
-    )
+class Average:
+    """An exponential moving average of the weights, by parameter name, taken at each `update()`: a launch or two, no host sync.
+
+    It reads the finest weights that there are, the fp32 masters of 16-bit ones, where they lie; so it works behind a captured
+    step as behind an eager one. The decay rises as (1 + t) / (10 + t) towards its full value, or the first random weights would
+    stay in a short run's average.
+    """
+
+    def __init__(self, model: nn.Module, step: TrainStep, decay: float):
+        if not 0 < decay < 1:
+            raise ValueError(f"Average: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1,000 steps.")
+        state = step.state_dict()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.decay, self.updates = decay, 0
+        self._weights = [p.detach() for p in named.values()]
+        self._finest = [state.get(f"master.{name}", p.detach()) for name, p in named.items()]
+        self.average = {name: w.float().clone() for name, w in zip(named, self._finest)}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        now = [w if w.dtype == torch.float32 else w.float() for w in self._finest]
+        torch._foreach_lerp_(list(self.average.values()), now, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        kept = [w.clone() for w in self._weights]
+        self.settle()
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._weights, kept)
+
+    def settle(self) -> None:
+        """Make the average the weights, for good."""
+        torch._foreach_copy_(self._weights, list(self.average.values()))
+
+    def load(self, average: dict[str, Tensor], updates: int) -> None:
+        self.updates = updates
+        for name, tensor in self.average.items():
+            tensor.copy_(average[name])

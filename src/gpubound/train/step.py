@@ -24,21 +24,18 @@ from ..layers.recompute import KEEP_ALL, recompute_from
 from ..trace import notice, span
 from ..words import readable
 from .accumulate import Accumulators
-from .batches import gather, take_apart
-from .device_step import DeviceStep, Loss, Reduce
+from .device_step import DeviceStep, Loss, Mail, Reduce, StepResult
 from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
 from .foreign import FlatForeign, Foreign
-from .muon import FlatMuon, Muon
-from .objectives import OBJECTIVES, Objective
-from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, memory
+from .graphs import MODES as GRAPH_MODES
+from .graphs import WindowGraphs, gather, take_apart
+from .objectives import OBJECTIVES, Objective, objective_class
+from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, FlatMuon, Muon, memory
 from .precision import Fp8Weights, Precision
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .recompute import recompute_blocks
-from .result import Mail, StepResult
 from .schedule import Schedule
-from .step_graphs import MODES as GRAPH_MODES
-from .step_graphs import StepGraphs
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
@@ -115,7 +112,7 @@ class TrainStep:
             model, lossy, accumulators, self._optimizer, numbers,
             single=accumulate == 1, reduce=reduce, fp8=self._fp8, side=side,
         )  # fmt: skip
-        self._graphs = StepGraphs(device_step, graph)
+        self._graphs = WindowGraphs(device_step, graph)
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -288,7 +285,7 @@ def _flat_optimizer(config: AdamW | Muon | Foreign, *rest: Any) -> FlatAdamW:
 
 def _loss(loss: str | Loss | Objective) -> Loss | Objective:
     if isinstance(loss, str) and loss in OBJECTIVES:
-        return OBJECTIVES[loss]()
+        return objective_class(loss)()
     if callable(loss):
         return loss
     names = " or ".join(map(repr, OBJECTIVES))

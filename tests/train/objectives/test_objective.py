@@ -6,7 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gpubound.train.objectives import OBJECTIVES, NextToken, objective_named
+from gpubound.train.objectives import OBJECTIVES, objective_named
+from gpubound.train.objectives.causal_lm import NextToken
 
 from ..runs import recipe, train
 
@@ -30,7 +31,7 @@ class Share(NextToken):
 
 @pytest.fixture
 def share(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, Share.name, Share)
+    monkeypatch.setitem(OBJECTIVES, Share.name, (__name__, Share.__name__))
 
 
 def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):

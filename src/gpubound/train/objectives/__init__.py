@@ -1,25 +1,65 @@
-"""Training objectives, a file each, and the registry of their names: `objective:` of a recipe, `loss=` of a TrainStep."""
+"""Training objectives: what a run minimises, and what it reports of the held-out data.
+
+Each is a class in a file of its own here and a line in OBJECTIVES: `objective:` of a recipe, `loss=` of a TrainStep.
+"""
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, ClassVar
 
-from .causal_lm import CausalLM, NextToken
-from .objective import Objective
+import torch
+from torch import Tensor
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    "causal_lm": CausalLM,
-    "next_token": NextToken,
+OBJECTIVES = {
+    "causal_lm": (".causal_lm", "CausalLM"),
+    "next_token": (".causal_lm", "NextToken"),
 }
+"""(module, class) by name; imported when it is asked for"""
+
+
+class Objective:
+    """(model, batch) -> (sum of the losses of all items that count, their number), both on the device.
+
+    A subclass is a dataclass; its fields are its options, which a recipe gives as `objective_options`. A batch holds device
+    tensors, so nothing here may wait for the device but `prepare` and `validate`.
+    """
+
+    name: ClassVar[str]
+    of_corpus: ClassVar[bool] = True  # whether it takes batches as a Corpus cuts them: the labels are the next tokens
+
+    def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`scale` multiplies the sum. Training always gives one: gradients that are made in forward hold it, and backward then
+        begins with 1."""
+        raise NotImplementedError
+
+    def prepare(self, model: Any, batch: Any) -> None:
+        """Called before the step is captured: what must read the device once happens here."""
+
+    def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
+        """What a record says of the held-out data. `held_out` is what the best weights are chosen by, the lower the better.
+
+        Here it is the mean of the training's own loss.
+        """
+        total, count = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            loss, items = self(model, batch)
+            total, count = total.to(loss.device) + loss.double(), count.to(loss.device) + items.double()
+        return {"held_out": (total / count).item()}
+
+
+def objective_class(name: str) -> type[Objective]:
+    module, kind = OBJECTIVES[name]
+    return getattr(import_module(module, __name__), kind)
 
 
 def objective_named(name: str, options: Mapping[str, Any]) -> Objective:
     """The objective of a run on a Corpus, with its options."""
-    kind = OBJECTIVES.get(name)
-    if kind is None or not kind.of_corpus:
-        there = ", ".join(name for name, kind in OBJECTIVES.items() if kind.of_corpus)
-        raise ValueError(f"recipe: objective: got {name!r}, wanted one of {there}.")
+    of_corpus = {known: kind for known in OBJECTIVES if (kind := objective_class(known)).of_corpus}
+    if name not in of_corpus:
+        raise ValueError(f"recipe: objective: got {name!r}, wanted one of {', '.join(of_corpus)}.")
+    kind = of_corpus[name]
     known = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for key in options:
         if key not in known:

@@ -5,7 +5,7 @@ import torch
 
 from gpubound.errors import GraphError
 from gpubound.trace import fallbacks
-from gpubound.train import AdamW, Schedule, TrainStep, step_graphs
+from gpubound.train import AdamW, Schedule, TrainStep, graphs
 
 from .conftest import cut, draw, named, small, summed
 
@@ -114,8 +114,8 @@ class TestShapes:
         assert losses[2.0] == pytest.approx(2 * losses[1.0]) and len(step.captured) == 2
 
     def test_too_many(self, monkeypatch):
-        monkeypatch.setattr(step_graphs, "MOST", 1)
-        monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)
+        monkeypatch.setattr(graphs, "MOST", 1)
+        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
         require, auto = (TrainStep(small(), summed, precision="fp32", graph=mode) for mode in ("require", "auto"))
         require(draw(2)), auto(draw(2))
         with pytest.raises(GraphError) as error:
@@ -136,15 +136,15 @@ def test_what_cannot_be_captured(monkeypatch):
     before, model = None, small()
     step = TrainStep(model, reads, precision="fp32", graph="require")
     before = named(model)
-    with pytest.raises(GraphError, match=r"test_step_graphs.py:\d+"):
+    with pytest.raises(GraphError, match=r"test_graphs.py:\d+"):
         step(draw(2))
     assert all(p.equal(before[name]) for name, p in model.named_parameters()), "the refused attempt left no trace"
-    monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     auto, off = (TrainStep(small(), reads, precision="fp32", graph=mode) for mode in ("auto", "off"))
     for i in range(3):
         assert auto(draw(2, seed=i)).read() == off(draw(2, seed=i)).read()
     (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
-    assert "test_step_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
+    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
 
 
 @pytest.mark.usefixtures("on_reference")
@@ -154,20 +154,20 @@ def test_an_update_that_cannot_be_captured(monkeypatch):
     def reads(gradient, totals):
         gradient.mul_(1 + 0 * totals[1].item())
 
-    monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     steps = {
         mode: TrainStep(small(), summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph=mode, reduce=reads)
         for mode in ("auto", "off", "require")
     }
     before = named(steps["require"].model)
-    with pytest.raises(GraphError, match=r"update.*test_step_graphs.py:\d+"):
+    with pytest.raises(GraphError, match=r"update.*test_graphs.py:\d+"):
         steps["require"](cut(draw(4), 2))
     assert all(p.equal(before[name]) for name, p in steps["require"].model.named_parameters())
     for i in range(3):
         window = cut(draw(4, seed=i), 2)
         assert steps["auto"](window).read() == steps["off"](window).read()
     (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
-    assert "test_step_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
+    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
 
 
 @pytest.mark.usefixtures("on_reference")
@@ -185,16 +185,12 @@ def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatc
 @pytest.mark.usefixtures("on_reference")
 def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
     """Rates beside the largest weight: small ones widen the limit for what noise moves, no rate widens it to a value's size."""
-    monkeypatch.setattr(step_graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     limits = []
     for rate in (0.0, 1e-3, 1.0, 1e6):
         step = TrainStep(small(), summed, AdamW(lr=rate))
         limits.append(step._graphs._tolerance())
-    assert (
-        limits[0] == step_graphs.NOISE < limits[1] < 2 * step_graphs.NOISE
-        and limits[2:] == [step_graphs.MOST_NOISE] * 2
-        and limits[3] < 1
-    )
+    assert limits[0] == graphs.NOISE < limits[1] < 2 * graphs.NOISE and limits[2:] == [graphs.MOST_NOISE] * 2 and limits[3] < 1
 
 
 @pytest.mark.usefixtures("on_reference")
