@@ -16,10 +16,10 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
 from gpubound.corpus import Corpus
+from gpubound.files import LOCK, locked
 from gpubound.models.llama import training as llama
 from gpubound.models.llama.training import PRESETS
 from gpubound.train.checkpoint import Checkpoints
-from gpubound.train.lock import LOCK, locked
 
 from .train.runs import build_corpus, texts
 

@@ -10,8 +10,9 @@ import gpubound
 
 ROOT = Path(gpubound.__file__).parent
 FLOORS = [
-    ["errors", "version"],  # the ground floor, in three steps
-    ["trace", "files", "words"],
+    ["errors", "version"],  # the ground floor, in four steps
+    ["trace", "words"],
+    ["files"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
     ["graph", "layers", "lora", "corpus"],

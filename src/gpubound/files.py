@@ -1,21 +1,31 @@
-"""Files that come from outside: opened only if they are regular files, read as what they should be, written whole.
+"""Files that come from outside: opened only if they are regular files, read as what they should be, written whole, by one.
 
 A folder of data, a corpus or a model may be damaged or made by somebody with bad intentions. Everything here ends in the
 content or in one DataError that names the file.
+
+Locks are flock's. The kernel releases one when its process ends, also after kill -9, so a lock is never left behind. NFS
+(Linux, version 3 or later) passes flock to its server, so a lock also holds between machines. Where a file system has no locks,
+a line says so, and the work goes on.
 """
 
+import errno
+import fcntl
 import json
 import os
+import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 from .errors import DataError
+from .trace import notice
 
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+LOCK = "run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def regular(path: Path) -> Path:
@@ -45,7 +55,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == ENOSPC:
+        if error.errno == errno.ENOSPC:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise DataError(
             f"{path}: cannot be written: {_reason(error)}; check its permissions, its disk and its quota."
@@ -94,3 +104,64 @@ def cache_folder() -> Path:
     """Where this user's programs keep what this machine measured: ceilings, tuned plans."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "gpubound"
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Inside, this process alone writes to a run's `folder`. ValueError when another one does.
+
+    A file there says who holds the lock; it is removed at the end. The folder is made. If nothing has been written to it at the
+    end, it is removed again.
+    """
+    folder = Path(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = _take(folder)
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever has opened it in between sees that it is gone
+        os.close(handle)
+        for path in made:
+            if not path.is_dir() or any(path.iterdir()):
+                break
+            path.rmdir()
+
+
+def _take(folder: Path) -> int:
+    while True:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 4096)
+            os.close(handle)
+            raise ValueError(
+                f"{folder} is in use by {_described(holder)}; wait until it has ended, or give another --out."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+            notice(f"{folder}: its file system has no locks ({error.strerror}); make sure that no other process trains there.")
+        if _is_at(handle, folder / LOCK):
+            os.truncate(handle, 0)
+            about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            os.write(handle, json.dumps(about).encode())
+            return handle
+        os.close(handle)  # its holder has just ended and removed the file
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _described(holder: bytes) -> str:
+    try:
+        about = json.loads(holder)
+        return f"process {about['pid']} on {about['host']} (since {about['since']})"
+    except (ValueError, KeyError, TypeError):  # taken a moment ago, or not written by us
+        return "another process"

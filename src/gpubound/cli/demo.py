@@ -14,9 +14,9 @@ import torch
 
 from ..corpus import Corpus
 from ..device import resolve
+from ..files import LOCK
 from ..monitor.tape import ABOUT, Tape
 from ..train.data import open_data
-from ..train.lock import LOCK
 from ..train.prepare import prepare as prepare_run
 from ..train.recipe import STDLIB, TORCH, Recipe
 from ..train.run import Run

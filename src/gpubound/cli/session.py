@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from .. import measure, trace
 from ..device import label
 from ..errors import DataError, MeasureError
+from ..files import locked
 from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
-from ..train.lock import locked
 from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
 from ..version import __version__
