@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpubound.errors import DeviceError
+from gpubound.watch import pretend
 from gpubound.watch.pretend import SimTensor, simgpu
-from gpubound.watch.pretend import backend as parts
 
 from .test_ledger import Block, make_step
 
@@ -185,7 +185,7 @@ def test_devices_do_not_mix(sim):
 
 def refused(monkeypatch, backend: str, gpu: bool) -> str:
     """What simgpu() says in a process that has this backend, and a GPU or none."""
-    monkeypatch.setattr(parts, "_registered", [])
+    monkeypatch.setattr(pretend, "_registered", [])
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: backend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(DeviceError) as error:

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from ..ops import composite, on_host, tensors
-from ..unseen import announce
+from .ops import composite, on_host, tensors
+from .unseen import announce
 
 NAME = "simgpu"
 
