@@ -60,10 +60,10 @@ def test_an_op_that_is_tested_in_its_callers_shape_is_not_begun(tested):
 
 
 def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
-    name, begun, go = "gpubound.kernels.triton.swiglu", threading.Event(), threading.Event()
+    name, begun, go = "gpubound.kernels.triton.gated", threading.Event(), threading.Event()
     ops.load("triton", "swiglu")  # so that there is something to put back afterwards
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(triton, "swiglu")
+    monkeypatch.delattr(triton, "gated")
 
     class Slow:
         """A finder whose module is in sys.modules for a while before it holds anything."""

@@ -20,7 +20,9 @@ from .dynamic_tanh import dynamic_tanh as dynamic_tanh
 from .experts import add_routed as add_routed
 from .experts import route as route
 from .experts import routed_gate_up as routed_gate_up
-from .geglu import geglu as geglu
+from .gated import geglu as geglu
+from .gated import swiglu as swiglu
+from .gated import swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .layer_norm import layer_norm as layer_norm
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
@@ -42,5 +44,3 @@ from .sampling import pick as pick
 from .sampling import sample as sample
 from .speculation import accept as accept
 from .speculation import propose as propose
-from .swiglu import swiglu as swiglu
-from .swiglu import swiglu_backward as swiglu_backward

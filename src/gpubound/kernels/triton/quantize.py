@@ -17,7 +17,7 @@ from ..plans import job_of
 from ..plans.kinds import MatrixPlan
 from ..quantize import LARGEST
 from ._launch import launch
-from .swiglu import _activated, _halves, _matrix
+from .gated import _activated, _halves, _matrix
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
 _E4M3, _E5M2 = tl.constexpr(_ROUND.format("e4m3x2")), tl.constexpr(_ROUND.format("e5m2x2"))

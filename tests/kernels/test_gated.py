@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.triton import swiglu as fast
+from gpubound.kernels.triton import gated as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("swiglu")
+reference = definitions("gated")
 
 FP32 = torch.float32
 

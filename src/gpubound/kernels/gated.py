@@ -1,4 +1,8 @@
-"""SwiGLU: silu(gate) · up, with silu(g) = g · sigmoid(g). One packed tensor [gate | up], or two. And its backward as an op."""
+"""Gated activations, f(gate) · up, of one packed tensor [gate | up] or of two. And SwiGLU's backward as an op.
+
+SwiGLU has f = silu, silu(g) = g · sigmoid(g). GeGLU has gelu: "none" is gelu(g) = g · Φ(g) with the normal distribution Φ,
+"tanh" its usual approximation.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +14,31 @@ from .selftest import draw
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up. Pass both, or one packed tensor (..., 2 I) that holds [gate | up]. The result is (..., I)."""
-    check_gated("swiglu", gate, up)
-    return implementation("swiglu", gate, None, gated_shape(gate, up))(gate, up)
+    """silu(gate) · up. Give both, or one tensor (..., 2 I) that holds [gate | up]; the result is (..., I)."""
+    _check("swiglu", gate, up)
+    return implementation("swiglu", gate, None, _shape(gate, up))(gate, up)
 
 
-@definition(lambda g, cols=40, packed=True: draw_gated(g, cols, packed))
+@definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed))
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
-    return (F.silu(gate_half.to(wide)) * up_half.to(wide)).to(gate.dtype)
+    gate_half, up_half = _wide_halves(gate, up)
+    return (F.silu(gate_half) * up_half).to(gate.dtype)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """gelu(gate) · up, packed or apart as in `swiglu`. `approximate` as torch's gelu: "tanh", or "none" for the exact one."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(
+            f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."
+        )
+    _check("geglu", gate, up)
+    return implementation("geglu", gate, None, _shape(gate, up))(gate, up, approximate)
+
+
+@definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"))
+def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    gate_half, up_half = _wide_halves(gate, up)
+    return (F.gelu(gate_half, approximate=approximate) * up_half).to(gate.dtype)
 
 
 def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +46,7 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
     It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
     """
-    check_gated("swiglu_backward", gate_up, None)
+    _check("swiglu_backward", gate_up, None)
     if dh.shape != (*gate_up.shape[:-1], gate_up.shape[-1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
         raise ValueError(
             f"swiglu_backward: dh must be half of gate_up, {tuple(gate_up.shape)} {gate_up.dtype} on {gate_up.device}, "
@@ -40,25 +59,30 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a packed [gate | up] from that of h = silu(gate) · up, and h itself again."""
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    d, (gate, up) = dh.to(wide), gate_up.to(wide).chunk(2, -1)
-    s = torch.sigmoid(gate)
+    gate, up = _wide_halves(gate_up, None)
+    d, s = dh.to(gate.dtype), torch.sigmoid(gate)
     gradient = torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1)
     return gradient.to(gate_up.dtype), (gate * s * up).to(gate_up.dtype)
 
 
-def gated_shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
+def _wide_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
+    return gate_half.to(wide), up_half.to(wide)
+
+
+def _shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
     """Columns of a half, and whether both halves are one tensor."""
     return (gate.shape[-1] // 2, True) if up is None else (gate.shape[-1], False)
 
 
-def draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Tensor, Tensor | None]:
+def _draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Tensor, Tensor | None]:
     if packed:
         return draw(generator, 16, 2 * cols), None
     return draw(generator, 16, cols), draw(generator, 16, cols)
 
 
-def check_gated(op: str, gate: Tensor, up: Tensor | None) -> None:
+def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
     if not gate.is_floating_point() or gate.dim() == 0:
         raise ValueError(
             f"{op}: gate must be a floating-point tensor with a last dimension, got {gate.dtype} {tuple(gate.shape)}; "

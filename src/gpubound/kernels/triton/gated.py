@@ -1,4 +1,4 @@
-"""SwiGLU, and what GeGLU shares with it: out = f(gate) · up, one pass over memory each way, gate and up packed or apart.
+"""Gated activations: out = f(gate) · up, one pass over memory each way, gate and up packed or apart.
 
 Backward: dgate = dout · up · f'(gate) and dup = dout · f(gate), from the saved inputs. Packed inputs get one packed gradient.
 It is a new tensor: written over the saved input it would save memory, but break a second backward and other users of the input.
@@ -111,7 +111,7 @@ def _cut(rows: int, cols: int, elements: int) -> tuple[tuple[int], int, int]:
     return (triton.cdiv(rows, at_once) * triton.cdiv(cols, block),), at_once, block
 
 
-class Gated(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """apply(gate, up, activation, op), or with a packed gate and None for up. `op` is whose call it is."""
 
     @staticmethod
@@ -155,7 +155,11 @@ class Gated(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return Gated.apply(gate, up, "silu", "swiglu")
+    return _Gated.apply(gate, up, "silu", "swiglu")
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    return _Gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", "geglu")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""GeGLU, with the exact gelu and its tanh form: both mirrors agree, packed and apart; what is shared is in test_swiglu.py."""
+"""GeGLU, with the exact gelu and its tanh form: both mirrors agree, packed and apart; what is shared is in test_gated.py."""
 
 import math
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.triton import geglu as fast
-from gpubound.kernels.triton import swiglu
+from gpubound.kernels.triton import gated as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("geglu")
+reference = definitions("gated")
 
 FP32, CPU = torch.float32, torch.device("cpu")
 FORMS = pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -59,7 +58,7 @@ def test_large_gates_stay_finite(approximate, device):
 def test_stores_stay_inside(approximate, device):
     packed, form = draw(device, FP32, 5, 2 * 63), "gelu_tanh" if approximate == "tanh" else "gelu_erf"
     whole, out = banded((5, 63), device)
-    swiglu._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form)
+    fast._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form)
     assert_inside(whole, out)
     same("out", out, reference.geglu(packed, None, approximate), TOLERANCE[FP32])
 
