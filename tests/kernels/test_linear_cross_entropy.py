@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpubound import kernels
-from gpubound.kernels.triton import linear_cross_entropy as fast
+from gpubound.kernels.triton import cross_entropy as fast
 
 from .cases import definitions, draw, same
 from .test_cross_entropy import OPTIONS, labels_for
 
-reference = definitions("linear_cross_entropy")
+reference = definitions("cross_entropy")
 
 FP32, BF16, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 # fp32: two products of up to 70 terms. 16 bits: logits near 3 are rounded before the loss (2^-11, 2^-8 of themselves, and so is

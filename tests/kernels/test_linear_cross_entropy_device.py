@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubound.kernels.triton import linear_cross_entropy as fast
+from gpubound.kernels.triton import cross_entropy as fast
 
 from .cases import draw
 from .test_choose import COMPARE, TRACE, run_apart
@@ -103,7 +103,7 @@ def test_no_sync_and_capture(main):
 
 BROKEN_PROMISE = """
 import torch
-from gpubound.kernels.triton.linear_cross_entropy import linear_cross_entropy
+from gpubound.kernels.triton.cross_entropy import linear_cross_entropy
 x = torch.randn(8, 16, device="cuda", requires_grad=True)
 w = torch.randn(64, 16, device="cuda", requires_grad=True)
 y = torch.zeros(8, device="cuda", dtype=torch.long)

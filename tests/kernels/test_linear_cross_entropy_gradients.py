@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubound.kernels.triton import linear_cross_entropy as fast
+from gpubound.kernels.triton import cross_entropy as fast
 
 from .cases import definitions, same
 from .test_linear_cross_entropy import BF16, BOTH, CPU, FP32, MAIN, NAMES, TOLERANCE, accumulate, check, near, problem, truth
 
-reference = definitions("linear_cross_entropy")
+reference = definitions("cross_entropy")
 
 CHUNK = pytest.mark.parametrize("chunk", [None, 5], ids=["one chunk", "three chunks"])
 

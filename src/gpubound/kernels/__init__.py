@@ -10,6 +10,7 @@ from .adamw import plan_update as plan_update
 from .adamw8 import adamw8 as adamw8
 from .add_rows import add_rows as add_rows
 from .cross_entropy import cross_entropy as cross_entropy
+from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .decode_attention import decode_attention as decode_attention
 from .decode_attention import quantized_decode_attention as quantized_decode_attention
 from .decode_product import add_product as add_product
@@ -25,7 +26,6 @@ from .gated import swiglu as swiglu
 from .gated import swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .layer_norm import layer_norm as layer_norm
-from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .ops import reference as reference
 from .quantize import quantize as quantize
 from .quantize import quantize_swiglu as quantize_swiglu

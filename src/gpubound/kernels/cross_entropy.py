@@ -1,4 +1,4 @@
-"""Cross-entropy of integer labels, with the options that language models use.
+"""Cross-entropy of integer labels, with the options that language models use: of logits, or of a head and what it multiplies.
 
 For one row of logits z over V words, capped first when `softcap` is given (z ← c · tanh(z / c)), and its label y:
 
@@ -11,20 +11,11 @@ neither that nor in 0..V−1 makes its row's loss and gradient NaN: the host can
 import torch
 from torch import Tensor
 
+from .accumulate import widened
 from .checks import INTEGERS
 from .choose import implementation
 from .ops import definition
 from .selftest import draw
-
-
-def options(smoothed: bool = True, capped: bool = True) -> tuple[int, float, float | None, float, str]:
-    """Of an example: ignore_index, label_smoothing, softcap, z_loss, reduction."""
-    return -100, 0.1 if smoothed else 0.0, 5.0 if capped else None, 1e-3, "mean"
-
-
-def example_words(words: int) -> int:
-    """As many words as it takes for an example to have the kernels of `words`, which may be a hundred times as many."""
-    return words if words <= 8192 else 8192 + words % 16 + 16
 
 
 def cross_entropy(
@@ -47,15 +38,15 @@ def cross_entropy(
             f"cross_entropy: logits must be a floating-point tensor (..., V), got {logits.dtype} {tuple(logits.shape)}; "
             f"cast it before the call."
         )
-    check_words("cross_entropy", "logits", logits.shape[-1])
-    check_labels("cross_entropy", "logits", logits, labels)
-    check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
-    shape = example_words(logits.shape[-1]), label_smoothing != 0, softcap is not None
+    _check_words("cross_entropy", "logits", logits.shape[-1])
+    _check_labels("cross_entropy", "logits", logits, labels)
+    _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
+    shape = _example_words(logits.shape[-1]), label_smoothing != 0, softcap is not None
     fast = implementation("cross_entropy", logits, None, shape)
     return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
 
 
-@definition(lambda g, words=300, *kind: (draw(g, 5, words), draw_labels(g, 5, words), *options(*kind)))
+@definition(lambda g, words=300, *kind: (draw(g, 5, words), _draw_labels(g, 5, words), *_options(*kind)))
 def cross_entropy_reference(
     logits: Tensor,
     labels: Tensor,
@@ -82,12 +73,113 @@ def cross_entropy_reference(
     return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
 
 
-def check_words(op: str, name: str, words: int) -> None:
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """cross_entropy(x weightᵀ + bias, labels) for x (..., H) and weight (V, H), whose logits never lie in memory whole.
+
+    Products run in x's dtype (under autocast, in autocast's). The loss is float32; options are those of `cross_entropy`. With
+    gradients wanted, forward computes them too, chunk by chunk. Memory on the way, for N tokens in numbers of s bytes:
+
+        chunk · V · s  logits  +  N · H · s  dx  +  V · H · 4  dweight, summed in fp32 (V · H · s if one chunk holds all)
+
+    `chunk` is the number of tokens taken at a time; left out, H of them: logits no larger than the weight. What
+    is frozen costs nothing.
+
+    A training step that knows its loss's factor (1 / tokens of all micro-batches) passes it as `grad_scale`, a float scalar
+    on the device. Loss and gradients are multiplied by it, and the caller promises to run backward once, from the loss
+    itself. No pass over the gradients is then left to do, and a weight with `main_grad` needs no dweight at all: forward's
+    products add to main_grad. That happens in forward, so do not call it with gradients on without wanting them (nor inside
+    activation checkpointing). Without grad_scale, main_grad gets its gradient in backward, and any upstream gradient and any
+    number of backwards are right.
+    """
+    _check_linear(x, weight, bias, chunk, grad_scale)
+    _check_labels("linear_cross_entropy", "x", x, labels)
+    _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
+    shape = _example_words(weight.shape[0]), label_smoothing != 0, softcap is not None
+    arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
+    if not torch.is_autocast_enabled(x.device.type):
+        return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):  # it would round the fp32 parts as well
+        return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
+
+
+@definition(
+    lambda g, words=300, *kind: (
+        draw(g, 5, 40),
+        draw(g, words, 40),
+        _draw_labels(g, 5, words),
+        draw(g, words),
+        *_options(*kind),
+        3,
+    )
+)
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ widened(weight, wide).t()
+    if bias is not None:
+        logits = logits + widened(bias, wide)
+    loss = cross_entropy_reference(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return loss if grad_scale is None else last(loss * grad_scale.detach())
+
+
+def last(loss: Tensor) -> Tensor:
+    """`loss`, whose backward checks what `grad_scale` promises: one backward, from an upstream gradient of 1. No sync."""
+    return _Last.apply(loss)
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        ctx.spent = False
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        if ctx.spent:
+            raise RuntimeError(
+                "linear_cross_entropy: with grad_scale the gradients are made for one backward, and this is the second; "
+                "leave grad_scale out to run backward again."
+            )
+        ctx.spent = True
+        torch._assert_async(
+            upstream == 1,
+            "linear_cross_entropy: with grad_scale backward must start at the loss itself, with a gradient of 1; "
+            "put any factor into grad_scale.",
+        )
+        return upstream
+
+
+def _check_words(op: str, name: str, words: int) -> None:
     if words == 0:
         raise ValueError(f"{op}: {name} has a vocabulary of 0 words; there is no label to be right or wrong about.")
 
 
-def check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
+def _check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
     if labels.dtype not in INTEGERS or labels.shape != rows.shape[:-1]:
         raise ValueError(
             f"{op}: labels must be integers of shape {tuple(rows.shape[:-1])}, one for each row of {name}, "
@@ -99,7 +191,7 @@ def check_labels(op: str, name: str, rows: Tensor, labels: Tensor) -> None:
         )
 
 
-def check_options(
+def _check_options(
     op: str, smoothing: float, softcap: float | None, z_loss: float, reduction: str, reductions: tuple[str, ...]
 ) -> None:
     if not 0 <= smoothing < 1:
@@ -114,8 +206,49 @@ def check_options(
         raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")
 
 
-def draw_labels(generator: torch.Generator, rows: int, words: int) -> Tensor:
+def _draw_labels(generator: torch.Generator, rows: int, words: int) -> Tensor:
     """Labels, the second of them ignored."""
     labels = torch.randint(words, (rows,), generator=generator, device="cpu")
     labels[1] = -100
     return labels
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None, grad_scale: Tensor | None) -> None:
+    op = "linear_cross_entropy"
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{op}: x must be a floating-point tensor (..., H), got {x.dtype} {tuple(x.shape)}; cast it before the call."
+        )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.is_floating_point():
+        raise ValueError(
+            f"{op}: weight must be a floating-point matrix (V, {x.shape[-1]}) to match x, got {weight.dtype} "
+            f"{tuple(weight.shape)}; give the head as a linear layer holds it."
+        )
+    _check_words(op, "weight", weight.shape[0])
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"{op}: bias must be a floating-point tensor ({weight.shape[0]},) to match weight, got {bias.dtype} "
+            f"{tuple(bias.shape)}; it needs one value for each word."
+        )
+    for name, t in (("weight", weight), ("bias", bias), ("grad_scale", grad_scale)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(
+            f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for logits no larger than the weight."
+        )
+    if grad_scale is not None and (grad_scale.dim() != 0 or not grad_scale.is_floating_point()):
+        raise ValueError(
+            f"{op}: grad_scale must be a floating-point scalar tensor, got {grad_scale.dtype} {tuple(grad_scale.shape)}; "
+            f"make it on the device, as in 1 / tokens."
+        )
+
+
+def _options(smoothed: bool = True, capped: bool = True) -> tuple[int, float, float | None, float, str]:
+    """Of an example: ignore_index, label_smoothing, softcap, z_loss, reduction."""
+    return -100, 0.1 if smoothed else 0.0, 5.0 if capped else None, 1e-3, "mean"
+
+
+def _example_words(words: int) -> int:
+    """As many words as it takes for an example to have the kernels of `words`, which may be a hundred times as many."""
+    return words if words <= 8192 else 8192 + words % 16 + 16

@@ -1,16 +1,42 @@
-"""Cross-entropy of logits that are the caller's (kernels in _logits.py).
+"""Cross-entropy of logits that are the caller's, and of x weightᵀ + bias, whose logits are ours (kernels in _logits.py).
 
-They are left alone: backward computes their gradient from them and the saved lse, so that they are read twice in all.
-linear_cross_entropy.py owns its logits, and overwrites them by their gradient in the launch that reads them.
+The caller's logits are left alone: backward computes their gradient from them and the saved lse, so that they are read twice
+in all.
+
+Ours are never whole in memory, and cost no host sync. Tokens are taken in chunks. A chunk's logits are one product into a
+buffer that all chunks share; one launch turns them into losses and overwrites them by their gradient; two more products give
+the chunk's dx and add to dweight. So the gradients exist before backward is called, and the upstream gradient u reaches them
+afterwards, in two ways.
+
+Without `grad_scale`, gradients are kept as if u and the mean's 1/count were one, and backward multiplies copies of them by
+both, on the device. u is never read by the host, so backward may run any number of times with any u. Cost: one pass over dx
+and dweight.
+
+With `grad_scale`, that factor is in the loss and in the gradients from the start, and the caller promises u = 1 and one
+backward. A weight with `main_grad` then gets its gradient in forward, by the products themselves: neither a buffer of the
+weight's size nor a pass over one. Both promises are checked, u on the device (an assertion there, no sync).
+
+Legend: N tokens, H features, V words.
 """
 
 import torch
 import triton
 from torch import Tensor
 
+from ..accumulate import add_product, main_gradient, opens, product
+from ..cross_entropy import last
 from ..plans.kinds import TilePlan
 from ._launch import first_order_only, launch
-from ._logits import Options, _cross_entropy_gradient_kernel, flat_labels, layout, loss_job, row_losses, valid_share
+from ._logits import (
+    Options,
+    _cross_entropy_gradient_kernel,
+    chunk_rows,
+    flat_labels,
+    layout,
+    loss_job,
+    row_losses,
+    valid_share,
+)
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -59,3 +85,107 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss), reduction)
+
+
+def _buffer(rows: int, words: int, like: Tensor) -> Tensor:
+    """(rows, words) whose rows begin 64 elements apart or a multiple of it: cuBLAS and 16-byte loads want them aligned."""
+    width = words if torch.compiler.is_compiling() else 64 * triton.cdiv(words, 64)  # dynamo wants out= contiguous
+    return torch.empty(rows, width, device=like.device, dtype=like.dtype)[:, :words]
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _settle(gradient: Tensor | None, owner: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    """The gradient times `factor` (None: 1), or None after adding that to its owner's main_grad."""
+    if gradient is None:
+        return None
+    main = None if owner is None else main_gradient(owner)
+    if owner is None or main is None:
+        return gradient if factor is None else gradient * factor
+    if opens([owner]):
+        main.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=main)
+    else:
+        main.add_(gradient) if factor is None else main.addcmul_(gradient, factor)
+    return None
+
+
+def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, dtype):
+    """(losses, dx, dweight, dbias), gradients times `scale`; dweight is added to what comes in, or made in `dtype`."""
+    want_x, want_weight, want_bias = wanted
+    tokens, words = x_NH.shape[0], weight.shape[0]
+    w, b = weight.to(x_NH.dtype), None if bias is None else bias.to(x_NH.dtype)
+    dx = torch.empty(x_NH.shape, device=x_NH.device, dtype=x_NH.dtype) if want_x else None
+    owners = () if dweight is None else (weight,)
+    losses, dbias, logits = [], None, _buffer(min(rows, tokens), words, x_NH)
+    for start in range(0, tokens, rows):
+        stop = min(start + rows, tokens)
+        part, z = x_NH[start:stop], logits[: stop - start]
+        _project(part, w, b, z)
+        losses.append(row_losses(z, labels[start:stop], options, write=any(wanted), scale=scale)[0])
+        if dx is not None:
+            torch.mm(z, w, out=dx[start:stop])
+        if want_weight and dweight is None:
+            dweight = product(z, part, dtype)
+        elif want_weight:
+            add_product(dweight, z, part, owners)
+        if want_bias:
+            dbias = z.sum(0, dtype=torch.float32) if dbias is None else dbias.add_(z.sum(0, dtype=torch.float32))
+    return torch.cat(losses), dx, dweight, dbias
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted):
+        x_NH, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
+        factor = valid_share(labels, options.ignore_index) if reduction == "mean" else None
+        ctx.final = grad_scale is not None
+        if ctx.final:
+            scale = grad_scale.detach().float()
+            factor = scale if factor is None else factor * scale
+        ctx.owners = weight, bias
+        main, main_bias = main_gradient(weight), None if bias is None else main_gradient(bias)
+        rows = chunk or chunk_rows(*x_NH.shape)
+        one_product = rows >= x_NH.shape[0] and main is None  # it rounds its own fp32 sum; several are summed in fp32 first
+        losses, dx, dweight, dbias = _chunks(
+            x_NH, weight, bias, labels, options, wanted, rows, factor if ctx.final else None,
+            main if ctx.final else None, weight.dtype if one_product else torch.float32,
+        )  # fmt: skip
+        if ctx.final and main is not None:
+            dweight = None  # delivered
+        elif dweight is not None and main is None:
+            dweight = dweight.to(weight.dtype)
+        if dbias is not None and main_bias is None:
+            dbias = dbias.to(bias.dtype)
+        ctx.save_for_backward(None if dx is None else dx.view(x.shape), dweight, dbias, None if ctx.final else factor)
+        return losses.sum() if factor is None else losses.sum() * factor
+
+    @staticmethod
+    def backward(ctx, upstream):
+        first_order_only("linear_cross_entropy")
+        *gradients, share = ctx.saved_tensors
+        factor = None if ctx.final else upstream if share is None else upstream * share
+        settled = [_settle(gradient, owner, factor) for gradient, owner in zip(gradients, (None, *ctx.owners))]
+        return *settled, *[None] * 6
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
+    options = Options(ignore_index, label_smoothing, softcap, z_loss)
+    loss = _LinearCrossEntropy.apply(x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted)
+    return loss if grad_scale is None else last(loss)
