@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.adamw8 import decode, encode
-from gpubound.kernels.triton import adamw8 as fast
+from gpubound.kernels.adamw import decode, encode
+from gpubound.kernels.triton import adamw as fast
 
 from .cases import assert_inside, banded, definitions, draw, module, same
 
-reference, wide = definitions("adamw8"), definitions("adamw")
+reference = definitions("adamw")
 
 SIZES = [1, 255, 256, 2049]  # a block is 256, a program of the kernel 2048
 BETAS = (0.9, 0.95)
@@ -47,7 +47,7 @@ class TestCode:
         table = reference._number(every_code(dtype)).clamp(min=0).unique()
         want = (x[:, None] - table).abs().amin(1)
         got = (x - reference._number(reference._code(x, dtype).to(dtype))).abs()
-        smallest = 8.0 ** -reference.zeros_most(dtype)
+        smallest = 8.0 ** -reference._zeros_most(dtype)
         assert (got - want)[x > smallest].abs().max() <= 1e-7
         assert (got - want).max() <= smallest / 8, "zero is taken below 9/16 of the smallest, not below a half"
 
@@ -100,7 +100,7 @@ def test_one_update_is_adamws_with_the_moments_coded_behind_it(by, device):
     m_wide, v_wide = decode(m, m_scale), decode(v, v_scale)
     weight, gradient = draw(device, torch.float32, n, seed=1), draw(device, torch.float32, n)
     want = weight.clone()
-    wide.adamw(want, gradient, m_wide, v_wide, plan_of(device), None, BETAS, 1e-8, 300, None)
+    reference.adamw(want, gradient, m_wide, v_wide, plan_of(device), None, BETAS, 1e-8, 300, None)
     by.adamw8(weight, gradient, m, v, m_scale, v_scale, plan_of(device), None, BETAS, 1e-8, 300, None)
     same("weight", weight, want, 1e-6)
     for coded, scale, moment, step in ((m, m_scale, m_wide, 7 / 8 / 64), (v, v_scale, v_wide, 7 / 8 / 128)):
@@ -146,7 +146,7 @@ def test_it_follows_fp32_adamw_downhill(by, device):
             state[3] = state[3].clone()
         for t in range(1, steps + 1):
             plan = torch.tensor([1, 1, 1, 0.05 / (1 - 0.9**t), (1 - 0.95**t) ** -0.5, t], device=device)
-            update = by.adamw8 if coded else wide.adamw
+            update = by.adamw8 if coded else reference.adamw
             update(weight, steep * weight, *state, plan, None, BETAS, 1e-8, 0, None)
         ends.append(weight)
     exact, coarse = ((steep * w.square()).sum().item() for w in ends)
@@ -168,7 +168,7 @@ def test_random_rounding_is_the_same_in_both_mirrors(device):
 def test_reference_part_by_part_is_the_whole(monkeypatch):
     results = []
     for part in (256, 10240):
-        monkeypatch.setattr(module("adamw8"), "PART", part)
+        monkeypatch.setattr(module("adamw"), "PART", part)
         weight, state = draw("cpu", torch.bfloat16, 700), moments(700, "cpu")
         reference.adamw8(weight, draw("cpu", torch.float32, 700, seed=1), *state, plan_of("cpu"), None, BETAS, 1e-8, 300, 5)
         results.append((weight, *state))

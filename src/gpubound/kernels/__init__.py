@@ -6,8 +6,8 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 """
 
 from .adamw import adamw as adamw
+from .adamw import adamw8 as adamw8
 from .adamw import plan_update as plan_update
-from .adamw8 import adamw8 as adamw8
 from .add_rows import add_rows as add_rows
 from .cross_entropy import cross_entropy as cross_entropy
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy

@@ -2,7 +2,16 @@
 
 The gradient holds a sum over every item of every micro-batch. Dividing it by the number of items, undoing the loss scale and
 clipping are one factor, so none of them costs a pass over the gradient. Nothing here is read by the host.
+
+`adamw8` keeps both moments in 8 bits. The numbers between two steps are coarse, the step is not: each update decodes them, goes
+on in fp32 as `adamw` does, and codes them again. Moments lie over many powers of ten, and small ones matter as much as large
+ones. So the leading zeros of a code say how small it is, a factor of 8 for each, and the bits behind them divide that range
+evenly: 128 steps (64 with a sign) between 1/8 and 1, half as many between 1/64 and 1/8, down to 8^-7 (8^-6). Code 0 is 0, the
+largest is 1. Powers of two make it exact arithmetic on a float's own bits, without a table. Numbers are coded in blocks of 256,
+each over its own largest magnitude, which is kept beside the codes in fp32.
 """
+
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,8 +23,10 @@ from .selftest import doubles, draw
 
 STATE = ("updates", "skipped", "loss_scale", "good_steps")  # fp64, carried from step to step
 PLAN = ("apply", "gradient_factor", "decay_factor", "step_size", "inverse_root", "update")  # fp32, for adamw
-PART = 1 << 16  # elements at a time on a CPU: what lies between stays in its cache, 0.1 s for ten million parameters, not 0.5
 REPORT = ("loss", "grad_norm", "tokens", "skipped", "lr", "updates", "loss_scale")  # fp64, for people
+BLOCK = 256  # moments in 8 bits that share a scale
+PART = 256 * BLOCK  # elements at a time on a CPU: they stay in its cache, 0.1 s for ten million parameters, not 0.5
+_TINY = 2.0**-126  # one over anything smaller may overflow: a block whose largest is smaller is all zeros
 
 
 def plan_update(
@@ -46,8 +57,8 @@ def plan_update(
                 f"got {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}; "
                 f"see its docstring for what each number is."
             )
-    check_flat("plan_update", gradient=gradient)
-    check_device("plan_update", gradient, totals=totals, state=state, rates=rates)
+    _check_flat("plan_update", gradient=gradient)
+    _check_device("plan_update", gradient, totals=totals, state=state, rates=rates)
     return implementation("plan_update", gradient)(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval)
 
 
@@ -108,15 +119,15 @@ def adamw(
     `decay_until` elements (None: all of them).
     """
     there = {"m": m, "v": v} | ({"master": master} if master is not None else {})
-    check_flat("adamw", weight=weight, gradient=gradient, **there)
-    check_device("adamw", weight, gradient=gradient, plan=plan, **there)
+    _check_flat("adamw", weight=weight, gradient=gradient, **there)
+    _check_device("adamw", weight, gradient=gradient, plan=plan, **there)
     for name, tensor in {"gradient": gradient, **there}.items():
         if tensor.numel() != weight.numel():
             raise ValueError(f"adamw: {name} must hold {weight.numel()} elements like weight, got {tensor.numel()}.")
         if tensor.dtype != gradient.dtype:
             raise ValueError(f"adamw: {name} must be {gradient.dtype} like gradient, got {tensor.dtype}.")
-    check_plan("adamw", plan, gradient)
-    check_seed("adamw", weight, master, seed)
+    _check_plan("adamw", plan, gradient)
+    _check_seed("adamw", weight, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
     implementation("adamw", weight)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
@@ -132,34 +143,95 @@ def adamw_reference(
     `master` holds the fp32 weights when `weight` is 16-bit; None updates `weight` itself. A `seed` rounds a bf16 `weight` up
     or down at random, by how near each is, so that updates below its precision are right on average.
     """
-    part = PART if weight.device.type == "cpu" else max(1, weight.numel())
-    for start in range(0, weight.numel(), part):
-        here = slice(start, start + part)
-        whole = weight[here] if master is None else master[here]
-        p = advance(whole, gradient[here], m[here], v[here], plan, betas, eps, decay_until - start)
-        rounded = p.to(weight.dtype) if seed is None else round_at_random(p, start, plan[5], seed)
-        for kept, new in ((weight[here], rounded), *(((whole, p),) if master is not None else ())):
-            torch.where(plan[0] != 0, new, kept, out=kept)
+    for here in _parts(weight):
+        whole = None if master is None else master[here]
+        _advance(weight[here], gradient[here], m[here], v[here], plan, whole, betas, eps, decay_until, seed, here.start)
     return weight, m, v
 
 
-def advance(
-    p: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, betas: tuple[float, float], eps: float, decay_until: int
-) -> Tensor:
-    """The new weights; the moments are updated in place, unless plan says skip."""
-    apply, factor, decay, step_size, inverse_root, _ = plan.unbind()
+def adamw8(
+    weight: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_scale: Tensor,
+    v_scale: Tensor,
+    plan: Tensor,
+    master: Tensor | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    decay_until: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """`adamw` with both moments in 8 bits: 18 bytes an element with bf16 weights and masters, where fp32 moments move 30.
+
+    `m` is int8, `v` uint8; `m_scale` and `v_scale` are fp32, one number for every 256 elements. Zeros are where they all begin.
+    """
+    wide = {"gradient": gradient} | ({"master": master} if master is not None else {})
+    _check_flat("adamw8", weight=weight, **wide, m_scale=m_scale, v_scale=v_scale)
+    _check_device("adamw8", weight, **wide, m=m, v=v, m_scale=m_scale, v_scale=v_scale, plan=plan)
+    n = weight.numel()
+    wanted = {name: (tensor, torch.float32, n) for name, tensor in wide.items()}
+    wanted |= {"m": (m, torch.int8, n), "v": (v, torch.uint8, n)}
+    wanted |= {name: (t, torch.float32, -(-n // BLOCK)) for name, t in (("m_scale", m_scale), ("v_scale", v_scale))}
+    for name, (tensor, dtype, count) in wanted.items():
+        if tensor.dtype != dtype or tensor.shape != (count,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"adamw8: {name} must be a contiguous {dtype} vector of {count}, for {n} weights, "
+                f"got {tuple(tensor.shape)} {tensor.dtype}; begin with torch.zeros({count}, dtype={dtype})."
+            )
+    _check_plan("adamw8", plan, gradient)
+    _check_seed("adamw8", weight, master, seed)
+    decay_until = n if decay_until is None else decay_until
+    implementation("adamw8", weight)(
+        weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed
+    )  # fmt: skip
+
+
+@definition(lambda g: (*_example_coded(g, 300), (0.9, 0.99), 1e-8, 40, None))
+@torch.no_grad()
+def adamw8_reference(
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
+    master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """In place, as `adamw`: `m` is int8, `v` uint8, `m_scale` and `v_scale` hold the largest magnitude of each 256 elements."""
+    for here in _parts(weight):
+        rows = slice(here.start // BLOCK, -(-here.stop // BLOCK))
+        whole, wide = None if master is None else master[here], (decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows]))
+        _advance(weight[here], gradient[here], *wide, plan, whole, betas, eps, decay_until, seed, here.start)
+        codes = (code for moment, kept in zip(wide, (m, v)) for code in encode(moment, kept.dtype))
+        _put(plan, zip((m[here], m_scale[rows], v[here], v_scale[rows]), codes))
+    return weight, m, v, m_scale, v_scale
+
+
+def _parts(weight: Tensor) -> Iterator[slice]:
+    part = PART if weight.device.type == "cpu" else max(1, weight.numel())
+    return (slice(start, start + part) for start in range(0, weight.numel(), part))
+
+
+def _advance(
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
+    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None, start: int,
+) -> None:  # fmt: skip
+    """Update a part that begins at element `start`, in place, unless plan says skip."""
+    _, factor, decay, step_size, inverse_root, update = plan.unbind()
     g = gradient * factor
     m_new = m + (1 - betas[0]) * (g - m)
     v_new = betas[1] * v + (1 - betas[1]) * g * g
-    wide = p.to(plan.dtype)
-    cut = max(0, decay_until)
+    wide = (weight if master is None else master).to(plan.dtype)
+    cut = max(0, decay_until - start)
     decayed = torch.cat([wide[:cut] * decay, wide[cut:]])
-    for kept, new in ((m, m_new), (v, v_new)):
-        torch.where(apply != 0, new, kept, out=kept)
-    return decayed - step_size * m_new / (v_new.sqrt() * inverse_root + eps)
+    p = decayed - step_size * m_new / (v_new.sqrt() * inverse_root + eps)
+    rounded = p.to(weight.dtype) if seed is None else _round_at_random(p, start, update, seed)
+    _put(plan, [(m, m_new), (v, v_new), (weight, rounded), *([] if master is None else [(master, p)])])
 
 
-def round_at_random(x: Tensor, start: int, update: Tensor, seed: int) -> Tensor:
+def _put(plan: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for kept, new in pairs:
+        torch.where(plan[0] != 0, new, kept, out=kept)
+
+
+def _round_at_random(x: Tensor, start: int, update: Tensor, seed: int) -> Tensor:
     """fp32 to bf16: up with the probability of the part that is cut off; the same in every run for one seed, update, index."""
     index = torch.arange(start, start + x.numel(), device=x.device)
     noise = _mix(index ^ _mix(update.long() ^ _mix((index >> 32) ^ seed))) & 0xFFFF
@@ -175,12 +247,59 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def check_plan(op: str, plan: Tensor, gradient: Tensor) -> None:
+def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(codes, the largest magnitude of each block) of a flat fp32 tensor. int8 keeps the sign; in uint8 all must be positive.
+
+    In uint8 only 0 becomes code 0: a second moment that vanished would make of a small step a jump.
+    """
+    blocks = -(-x.numel() // BLOCK)
+    padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - x.numel())).view(blocks, BLOCK)
+    scale = padded.abs().amax(1)
+    scale = torch.where(scale < _TINY, 0.0, scale)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    codes = _code((padded.abs() * inverse[:, None]).clamp(max=1), dtype)
+    if dtype == torch.int8:
+        codes = torch.where(padded < 0, -codes, codes)
+    else:
+        codes = torch.where((padded > 0) & (scale[:, None] > 0), codes.clamp(min=1), codes)
+    return codes.to(dtype).view(-1)[: x.numel()], scale
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 numbers again."""
+    return _number(codes) * scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: codes.numel()]
+
+
+def _code(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest code's magnitude, as int32, of numbers from 0 to 1."""
+    most = _zeros_most(dtype)
+    power = torch.where(x > 0, x.frexp().exponent, -99)
+    zeros = ((-power).clamp(min=0) // 3).clamp(max=most)
+    steps = torch.ldexp(torch.ones_like(x), most - zeros)
+    step = ((torch.ldexp(x, 3 * zeros) - 0.125) * (8 / 7 * steps) + 0.5).floor()
+    return (steps - 1 + step).to(torch.int32)
+
+
+def _number(codes: Tensor) -> Tensor:
+    """fp32 numbers from -1 to 1."""
+    c = codes.to(torch.int32).abs().float()
+    power = c.clamp(min=1).frexp().exponent - 1  # c lies from 2^power to just below 2^(power + 1)
+    steps = torch.ldexp(c + 1, -power) - 1
+    x = torch.ldexp(0.125 + 0.875 * steps, -3 * (_zeros_most(codes.dtype) - power))
+    return torch.where(c == 0, 0.0, x) * torch.where(codes < 0, -1.0, 1.0)
+
+
+def _zeros_most(dtype: torch.dtype) -> int:
+    """How many leading zeros a magnitude can have: of 8 bits, or of 7 behind a sign."""
+    return 6 if dtype == torch.int8 else 7
+
+
+def _check_plan(op: str, plan: Tensor, gradient: Tensor) -> None:
     wide = torch.promote_types(gradient.dtype, torch.float32)
     require(op, "plan", plan, wide, (len(PLAN),), gradient.device, "plan_update makes it")
 
 
-def check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None) -> None:
+def _check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None) -> None:
     if seed is not None and (weight.dtype != torch.bfloat16 or master is not None):
         raise ValueError(
             f"{op}: seed rounds bfloat16 weights at random where there is no master, "
@@ -188,7 +307,7 @@ def check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None)
         )
 
 
-def check_flat(op: str, **tensors: Tensor) -> None:
+def _check_flat(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_floating_point():
             raise ValueError(
@@ -197,7 +316,7 @@ def check_flat(op: str, **tensors: Tensor) -> None:
             )
 
 
-def check_device(op: str, first: Tensor, **tensors: Tensor) -> None:
+def _check_device(op: str, first: Tensor, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != first.device:
             raise ValueError(
@@ -211,8 +330,17 @@ def _draw_squares(generator: torch.Generator, size: int, count: int) -> list[Ten
 
 def _example(generator: torch.Generator) -> tuple[Tensor, ...]:
     weight, (gradient, m, v, master) = draw(generator, 70), _draw_squares(generator, 70, 4)
-    return weight, gradient, m, v, example_plan(), master
+    return weight, gradient, m, v, _example_plan(), master
 
 
-def example_plan() -> Tensor:
+def _example_plan() -> Tensor:
     return doubles(1, 0.5, 0.9, 0.5, 2, 3).float()
+
+
+def _example_coded(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
+    """Weights, a gradient, both moments in 8 bits, their scales, a plan, masters."""
+    weight, gradient, master = (draw(generator, size) for _ in range(3))
+    codes = torch.randint(-127, 128, (size,), generator=generator, device="cpu")
+    scales = torch.linspace(0.5, 2, -(-size // BLOCK), device="cpu")
+    moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
+    return weight, gradient.detach(), *moments, _example_plan(), master.detach()

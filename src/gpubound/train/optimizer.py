@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
-from ..kernels.adamw8 import BLOCK, adamw8, decode
+from ..kernels.adamw import BLOCK, adamw8, decode
 from ..kernels.record import made_record
 from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, matrices
 from .precision import Precision
