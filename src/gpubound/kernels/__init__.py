@@ -30,12 +30,12 @@ from .ops import reference as reference
 from .quantize import quantize as quantize
 from .quantize import quantize_swiglu as quantize_swiglu
 from .quantize import quantize_swiglu_backward as quantize_swiglu_backward
-from .quantized_experts import quantized_add_routed as quantized_add_routed
-from .quantized_experts import quantized_routed_gate_up as quantized_routed_gate_up
 from .quantized_product import dequantize as dequantize
 from .quantized_product import quantized_add_product as quantized_add_product
+from .quantized_product import quantized_add_routed as quantized_add_routed
 from .quantized_product import quantized_norm_gate_up as quantized_norm_gate_up
 from .quantized_product import quantized_norm_product as quantized_norm_product
+from .quantized_product import quantized_routed_gate_up as quantized_routed_gate_up
 from .rms_norm import add_rms_norm as add_rms_norm
 from .rms_norm import rms_norm as rms_norm
 from .rope import rope as rope

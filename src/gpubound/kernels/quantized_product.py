@@ -1,4 +1,11 @@
-"""A decoding step's products with packed weights (packed.py). As in decode_product.py, everything is written in place."""
+"""A decoding step's products with packed weights (packed.py): of whole weights, as in decode_product.py, and of a sparse MLP's
+experts, as in experts.py. Everything is written in place.
+
+The experts' weights are packed as one, whose rows are those of one expert after the other. Which experts a row is given is read
+on the device, and of the packed weights only theirs are read.
+
+Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
+"""
 
 import torch
 from torch import Tensor
@@ -9,10 +16,12 @@ from .decode_product import (
     WRITTEN,
     add_product_reference,
     check_best,
+    check_stream,
     draw_stream,
     norm_gate_up_reference,
     norm_product_reference,
 )
+from .experts import add_routed_reference, check_ids, draw_routes, routed_gate_up_reference
 from .ops import definition
 from .packed import BITS, GROUP, Packed, pack, unpack
 from .selftest import draw, ints
@@ -24,7 +33,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     turns   how many weights share the rows of `weight` by turns (2 where rows of gate and up alternate). In `out` one
             weight follows the other
     """
-    check_packed("dequantize", weight)
+    _check_packed("dequantize", weight)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
@@ -51,7 +60,7 @@ def quantized_norm_product(
     """out (B, rows, fp32) = rms_norm(x) times a packed weight. `best` and `arg` as in norm_product."""
     if out is None:
         out = torch.empty(x.shape[0], weight.rows, device=x.device, dtype=torch.float32)
-    check_packed_stream("quantized_norm_product", x, norm, weight)
+    _check_packed_stream("quantized_norm_product", x, norm, weight)
     _check_bias("quantized_norm_product", bias, weight)
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
@@ -81,7 +90,7 @@ def quantized_norm_gate_up(
     gate and up alternate in `gate_up`, and so do the elements of `bias`."""
     if out is None:
         out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=norm.dtype)
-    check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
+    _check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
     if gate_up.rows % 2:
         raise ValueError(
             f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted gate and up by turns; use pack_gate_up."
@@ -108,7 +117,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
             f"quantized_add_product: h must be contiguous (rows, {weight.columns}) to match weight, got {tuple(h.shape)}."
         )
     require("quantized_add_product", "h", h, None, tuple(h.shape), weight.words.device, "the kernel reads row after row")
-    check_packed("quantized_add_product", weight)
+    _check_packed("quantized_add_product", weight)
     _check_bias("quantized_add_product", bias, weight)
     require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
     return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
@@ -120,19 +129,63 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
     return add_product_reference(h, unpack(weight), bias, x)
 
 
-def check_packed_stream(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
-    if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
-    if norm.shape != x.shape[1:]:
-        raise ValueError(f"{op}: norm must have shape {tuple(x.shape[1:])} to match x, got {tuple(norm.shape)}.")
+def quantized_routed_gate_up(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
+    """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, n the RMSNorm of x.
+
+    gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
+    ids       (B, S) int32. One that is no expert's makes its slot NaN, as does quantized_add_routed
+    """
+    _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
+    check_ids("quantized_routed_gate_up", ids, x.shape[0], x.device)
+    require("quantized_routed_gate_up", "out", out, norm.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
+    _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
+    return implementation("quantized_routed_gate_up", norm)(x, norm, eps, gate_up, ids, out, dependent)
+
+
+@definition(lambda g: (*draw_stream(g, 48), draw_packed(g, 5 * 80, 48, "int4"), draw_routes()[0], torch.zeros(2, 3, 40)))
+@torch.no_grad()
+def quantized_routed_gate_up_reference(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
+    return routed_gate_up_reference(x, norm, eps, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out)
+
+
+def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+    """x += Σ weight · h downᵀ over the slots of a row, in their order: the down product of a sparse MLP, with the residual.
+
+    h (B, S, I), down (E hidden, I) packed, ids and weights (B, S). Dependent, it reads ids and weights while the kernel before
+    it still runs: that must be the `quantized_routed_gate_up` that read them too.
+    """
+    check_ids("quantized_add_routed", ids, h.shape[0], x.device)
+    _check_packed("quantized_add_routed", down)
+    why = "a row of it belongs to each expert that was chosen"
+    require("quantized_add_routed", "h", h, None, (*ids.shape, down.columns), x.device, why)
+    shares = "it holds a share for each id"
+    require("quantized_add_routed", "weights", weights, torch.float32, tuple(ids.shape), x.device, shares)
+    require("quantized_add_routed", "x", x, torch.float32, (h.shape[0], x.shape[-1]), x.device, WRITTEN)
+    _check_experts("quantized_add_routed", "down", down, x.shape[-1])
+    return implementation("quantized_add_routed", h)(h, down, ids, weights, x, dependent)
+
+
+@definition(lambda g: (draw(g, 2, 3, 40), draw_packed(g, 5 * 48, 40, "int8"), *draw_routes(), draw(g, 2, 48).detach()))
+@torch.no_grad()
+def quantized_add_routed_reference(
+    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0
+) -> Tensor:
+    return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
+
+
+def _check_packed_stream(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
+    check_stream(op, x, norm)
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
-    require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
-    check_packed(op, weight)
+    _check_packed(op, weight)
     require(op, "the weight's words", weight.words, torch.int32, tuple(weight.words.shape), x.device, "move the weight to x")
 
 
-def check_packed(op: str, weight: Packed) -> None:
+def _check_packed(op: str, weight: Packed) -> None:
     """What `pack` made, whole: rows of it are read one behind the other."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
@@ -146,6 +199,14 @@ def check_packed(op: str, weight: Packed) -> None:
 def _check_bias(op: str, bias: Tensor | None, weight: Packed) -> None:
     if bias is not None:
         require(op, "bias", bias, None, (weight.rows,), weight.words.device, "it has one number for each row of the weight")
+
+
+def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
+    if not rows or weight.rows % rows or not weight.rows:
+        raise ValueError(
+            f"{op}: {name} has {weight.rows} rows, wanted {rows} for each expert; pack the experts' weights as one, "
+            "pack(stack.flatten(0, 1), kind)."
+        )
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:

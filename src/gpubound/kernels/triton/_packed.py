@@ -1,0 +1,159 @@
+"""Sums of x times the rows of a packed weight (packed.py): memory-bound, so a weight may cost few instructions.
+
+At 4.3 TB/s an H200 reads 8.6e12 int4 weights a second and issues 132 · 128 · 1.75 GHz = 3e13 instructions of a lane: 3.4 a
+weight, of which 1.7 may be integer ones, that have half the lanes. What one costs here, for a row of x and 16 rows of the
+weight a program:
+
+int4   a mask and an exponent put over it 1 (one LOP3), a shift 0.4, multiply and add 1: 2.4; 1.4 of them integer
+int8   the same with a shift of 0.75, and twice the time for it
+fp8    two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
+all    x, its norm, square and sum, 5 each for all rows of a program: 0.3; the sums across lanes, 0.3
+
+x stays in fp32. No conversion instruction, no shuffle, no shared memory but for the last sums. The norm rides along as in
+decode_product.py. Counted in what Triton 3.6 makes for compute capability 9.0: int4 3.4 instructions a weight in all with one
+row of x (hidden 4096, 16 rows a program), 5.0 with two.
+"""
+
+import triton
+import triton.language as tl
+
+from ..packed import GROUP
+from .decode_product import _end, _wait
+
+_ONE = 127 << 23  # the bits of 1.0
+# x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
+_HALFWAY = tl.constexpr(2.0**60)
+_FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
+assert GROUP == 128  # which stands below as it is
+
+
+@triton.jit
+def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr):
+    """A slot of every word as fp32, with what `_excess` says too much; of fp8, 2^-120 of it.
+
+    `one` holds the bits of 1.0. Were it a constant, the compiler would mask in one instruction and put the exponent over in
+    another: LOP3 does both at once, but takes only one constant.
+    """
+    if KIND == "fp8":
+        return (((words << (8 * SLOT)) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True)
+    SHOWN: tl.constexpr = 2 if KIND == "int4" else 1  # levels in the window of bits 15 to 22
+    window: tl.constexpr = SLOT // SHOWN
+    bits = words.to(tl.uint32, bitcast=True)
+    if window == 1:
+        bits = bits << 8
+    elif window == 2:
+        bits = bits >> 8
+    elif window == 3:
+        bits = (bits >> 16) | (bits << 16)
+    lowest: tl.constexpr = 19 if SLOT % SHOWN < SHOWN - 1 else 15
+    mask: tl.constexpr = (15 if KIND == "int4" else 255) << lowest
+    return ((bits & mask) | (one + ((23 - lowest) << 23)).to(tl.uint32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _excess(SLOT: tl.constexpr, KIND: tl.constexpr):
+    """2^e + the level that stands for zero."""
+    if KIND == "int4":
+        return 24.0 if SLOT % 2 == 0 else 264.0
+    return 384.0
+
+
+@triton.jit
+def _vector(ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + col).to(tl.float32)
+    return tl.load(ptr + col, mask=col < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+              C: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); the squares of x (C,))."""
+    SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
+    WORDS: tl.constexpr = 128 // SLOTS
+    first = word // WORDS * 128 + word % WORDS
+    products, excess, squares = (), (), ()
+    for _ in tl.static_range(B):
+        products += (tl.zeros([R, C], tl.float32),)
+        excess += (tl.zeros([C], tl.float32),)
+        squares += (tl.zeros([C], tl.float32),)
+    for slot in tl.static_range(SLOTS):
+        col = first + slot * WORDS
+        number = _number(words, one, slot, KIND)
+        so_far, products, excess, squares = (products, excess, squares), (), (), ()
+        for b in tl.static_range(B):  # inside, or the numbers of all slots would have to be kept
+            x = _vector(x_ptr + b * K, col, K, EVEN)
+            if NORMED:
+                squares += (so_far[2][b] + x * x,)
+                x *= _vector(norm_ptr, col, K, EVEN)
+            else:
+                squares += (so_far[2][b],)
+            if KIND == "fp8":
+                x *= _HALFWAY
+                excess += (so_far[1][b],)
+            else:
+                excess += (so_far[1][b] + x * _excess(slot, KIND),)
+            products += (so_far[0][b] + number * x[None],)
+    sums = ()
+    for b in tl.static_range(B):
+        total = tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2)
+        if KIND != "fp8":
+            total -= tl.sum(tl.reshape(excess[b], [C // 4, 4]), 1)[None]
+        sums += (total,)
+    return sums, squares
+
+
+@triton.jit
+def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
+    """Of a matrix with ROW elements a row, at `col` in all of `row`, where the column is `there`."""
+    at = ptr + row.to(tl.int64)[:, None] * ROW + col[None]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=(row < rows)[:, None] & there[None], other=0)
+
+
+@triton.jit
+def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+              R: tl.constexpr, C: tl.constexpr, NORMED: tl.constexpr, WHOLE: tl.constexpr,
+              DEPENDENT: tl.constexpr):  # fmt: skip
+    """For each row of x, the sums (R,) of R rows of the weight."""
+    SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
+    GROUPS: tl.constexpr = (K + 128 - 1) // 128
+    N: tl.constexpr = GROUPS * (128 // SLOTS)  # words a row
+    EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
+    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
+    CHUNKS: tl.constexpr = N // 4 if KIND == "fp8" else 128 // SLOTS // 4  # of four words that share a scale
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
+    words = _tile(w_ptr, row, word, rows, word < N, N, WHOLE)
+    scale = _tile(scale_ptr, row, chunk // CHUNKS, rows, chunk < N // 4, SCALES, WHOLE)
+    _wait(DEPENDENT)
+    totals, squares = (), ()
+    for _ in tl.static_range(B):
+        totals += (tl.zeros([R, C // 4], tl.float32),)
+        squares += (tl.zeros([C], tl.float32),)
+    for start in range(0, N, C):
+        parts, squared = _products(words, one, x_ptr, norm_ptr, start + word, B, K, KIND, R, C, EVEN, NORMED)
+        so_far, totals, squares = (totals, squares), (), ()
+        for b in tl.static_range(B):
+            totals += (so_far[0][b] + parts[b] * scale.to(tl.float32),)
+            squares += (so_far[1][b] + squared[b],)
+        if start + C < N:
+            at, part = start + C + word, (start + C) // 4 + chunk
+            words = _tile(w_ptr, row, at, rows, at < N, N, WHOLE)
+            scale = _tile(scale_ptr, row, part // CHUNKS, rows, part < N // 4, SCALES, WHOLE)
+    _end(DEPENDENT)
+    sums = ()
+    for b in tl.static_range(B):
+        sums += (_finished(totals[b], squares[b], eps, K, KIND, NORMED),)
+    return sums
+
+
+@triton.jit
+def _finished(total, square, eps, K: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr):
+    y = tl.sum(total, 1)
+    if KIND == "fp8":
+        y *= _HALFWAY
+    if NORMED:
+        y /= tl.sqrt(tl.sum(square, 0) / K + eps)
+    return y
