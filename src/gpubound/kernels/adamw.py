@@ -163,9 +163,9 @@ def adamw8(
     decay_until: int | None = None,
     seed: int | None = None,
 ) -> None:
-    """`adamw` with both moments in 8 bits: 18 bytes an element with bf16 weights and masters, where fp32 moments move 30.
+    """`adamw` with both moments in 8 bits. It moves 18 bytes per element with bf16 weights and masters; fp32 moments need 30.
 
-    `m` is int8, `v` uint8; `m_scale` and `v_scale` are fp32, one number for every 256 elements. Zeros are where they all begin.
+    `m` is int8, `v` uint8; `m_scale` and `v_scale` are fp32, one number for every 256 elements. All four begin as zeros.
     """
     wide = {"gradient": gradient} | ({"master": master} if master is not None else {})
     _check_flat("adamw8", weight=weight, **wide, m_scale=m_scale, v_scale=v_scale)

@@ -86,22 +86,23 @@ def linear_cross_entropy(
     chunk: int | None = None,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """cross_entropy(x weightᵀ + bias, labels) for x (..., H) and weight (V, H), whose logits never lie in memory whole.
+    """cross_entropy(x weightᵀ + bias, labels) for x (..., H) and weight (V, H), without the whole logits in memory.
 
-    Products run in x's dtype (under autocast, in autocast's). The loss is float32; options are those of `cross_entropy`. With
-    gradients wanted, forward computes them too, chunk by chunk. Memory on the way, for N tokens in numbers of s bytes:
+    Products run in x's dtype (under autocast, in autocast's). The loss is float32. The options are those of
+    `cross_entropy`. If a gradient is needed, forward computes it too, chunk by chunk. Memory in use meanwhile, for N tokens
+    of s bytes a number:
 
         chunk · V · s  logits  +  N · H · s  dx  +  V · H · 4  dweight, summed in fp32 (V · H · s if one chunk holds all)
 
-    `chunk` is the number of tokens taken at a time; left out, H of them: logits no larger than the weight. What
-    is frozen costs nothing.
+    `chunk` is the number of tokens taken at a time. By default it is H, which keeps the logits no larger than the weight.
+    The gradient of a frozen tensor is not computed and takes no memory.
 
-    A training step that knows its loss's factor (1 / tokens of all micro-batches) passes it as `grad_scale`, a float scalar
-    on the device. Loss and gradients are multiplied by it, and the caller promises to run backward once, from the loss
-    itself. No pass over the gradients is then left to do, and a weight with `main_grad` needs no dweight at all: forward's
-    products add to main_grad. That happens in forward, so do not call it with gradients on without wanting them (nor inside
-    activation checkpointing). Without grad_scale, main_grad gets its gradient in backward, and any upstream gradient and any
-    number of backwards are right.
+    A training step that knows the factor on its loss (1 / tokens of all micro-batches) passes it as `grad_scale`, a float
+    scalar on the device. Loss and gradients are multiplied by it. In return the caller promises to run backward exactly
+    once, from the loss itself. Backward then needs no further pass over the gradients. A weight with `main_grad` needs no
+    dweight: forward adds its products to main_grad. So with grad_scale, call this under no_grad when you do not want the
+    gradients, and do not call it inside activation checkpointing. Without grad_scale, backward adds to main_grad, and any
+    upstream gradient and any number of backwards give correct results.
     """
     _check_linear(x, weight, bias, chunk, grad_scale)
     _check_labels("linear_cross_entropy", "x", x, labels)

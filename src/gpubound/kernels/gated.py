@@ -14,7 +14,7 @@ from .selftest import draw
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up. Give both, or one tensor (..., 2 I) that holds [gate | up]; the result is (..., I)."""
+    """silu(gate) · up. Pass both, or one packed tensor (..., 2 I) that holds [gate | up]. The result is (..., I)."""
     _check("swiglu", gate, up)
     return implementation("swiglu", gate, None, _shape(gate, up))(gate, up)
 
@@ -26,7 +26,7 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """gelu(gate) · up, packed or apart as in `swiglu`. `approximate` as torch's gelu: "tanh", or "none" for the exact one."""
+    """gelu(gate) · up, packed or separate as in `swiglu`. `approximate` is as in torch's gelu: "tanh", or "none" for exact."""
     if approximate not in ("tanh", "none"):
         raise ValueError(
             f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."

@@ -132,10 +132,10 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
 def quantized_routed_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, n the RMSNorm of x.
+    """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
-    ids       (B, S) int32. One that is no expert's makes its slot NaN, as does quantized_add_routed
+    ids       (B, S) int32. An id that no expert has makes its slot NaN, in quantized_add_routed too
     """
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
     check_ids("quantized_routed_gate_up", ids, x.shape[0], x.device)
@@ -155,8 +155,8 @@ def quantized_routed_gate_up_reference(
 def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     """x += Σ weight · h downᵀ over the slots of a row, in their order: the down product of a sparse MLP, with the residual.
 
-    h (B, S, I), down (E hidden, I) packed, ids and weights (B, S). Dependent, it reads ids and weights while the kernel before
-    it still runs: that must be the `quantized_routed_gate_up` that read them too.
+    h (B, S, I), down (E hidden, I) packed, ids and weights (B, S). With `dependent` the kernel reads ids and weights while the
+    kernel before it still runs. That one must be the `quantized_routed_gate_up` with the same ids.
     """
     check_ids("quantized_add_routed", ids, h.shape[0], x.device)
     _check_packed("quantized_add_routed", down)
