@@ -38,7 +38,7 @@ SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches wou
 
 
 class FastDecoder:
-    """Made by `gpubound.decoder`. `print(decoder)` says which path the model takes and what was verified."""
+    """A decoder over live weights; `gpubound.decoder` makes it. `print(decoder)` shows its path and what was verified."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class FastDecoder:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens that end a text, as the model's generation config says; none where it says nothing."""
+        """The tokens that end a text, from the model's generation config. The list may be empty."""
         config: Any = getattr(self.model, "generation_config", None)
         told = vars(config) if config is not None else getattr(self.model, "generation", {})
         return [token for token in ends_of(told) if 0 <= token < self.body.vocab]
@@ -77,7 +77,7 @@ class FastDecoder:
 
     @property
     def path(self) -> str:
-        """Why it is not the fused kernels that compute a step; empty where they do."""
+        """Why the fused kernels do not compute a step; empty where they do."""
         return self.body.path
 
     @property
@@ -91,12 +91,13 @@ class FastDecoder:
     def generate(self, prompts: Any, **settings: Any) -> Generation:
         """Tokens for one prompt or several: text, ids, lists of either, a tensor.
 
-        max_new_tokens      None: as far as max_length allows
-        temperature         0 is greedy; then top_k, top_p, min_p, repetition_penalty as usual, each off by default
-        stop                tokens or strings that end a sequence; None: the model's own end of text, (): nothing. A token stays
-                            among the tokens; no text holds what stopped it
-        seed, n             n sequences a prompt; a seed gives a prompt the same tokens in any batch
-        logprobs            True: the log-probability of each token under the model
+        max_new_tokens  None: as many as max_length allows
+        temperature     0 is greedy. top_k, top_p, min_p and repetition_penalty work as usual; each is off by default
+        stop            tokens or strings that end a sequence. None: the model's own end of text. (): nothing. A stop token
+                        stays in the sequence's tokens, but its text ends before whatever stopped it
+        seed            with the same seed, a prompt gets the same tokens in any batch
+        n               sequences per prompt
+        logprobs        True: also the log-probability of each token under the model
         """
         run = self.start(prompts, **settings)
         for _ in run.play():
@@ -104,19 +105,19 @@ class FastDecoder:
         return run.result()
 
     def stream(self, prompts: Any, **settings: Any) -> Iterator[tuple[int, Any]]:
-        """(row, what is new) as it arrives: text with a tokenizer, else a list of ids. Takes what `generate` takes.
+        """Yield (row, new text) as it arrives; without a tokenizer, (row, list of new ids). Takes what `generate` takes.
 
-        The request is checked at once; leaving the loop early leaves the decoder ready for the next request.
+        The request is checked at once. You may leave the loop early: the decoder is then ready for the next request.
         """
         return self.start(prompts, **settings).play()
 
     def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
-        """A request checked and ready: `play()` yields what `stream` does; then `result()` is what `generate` gives."""
+        """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
         request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
         return ActiveRequest(self, request)
 
     def score(self, prompts: Any) -> list[list[float]]:
-        """The log-probability of every token of each sequence but its first, after what stands before it."""
+        """For each sequence, the log-probability of every token but the first, given the tokens before it."""
         found = read_prompts(prompts, self.tokenizer)
         check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length + 1)
         self._check_free()  # it uses the cache of the first row
@@ -137,7 +138,7 @@ class FastDecoder:
         return scores
 
     def accuracy(self, text: Any) -> Accuracy:
-        """What rounding costs on `text` (text or ids): KL a token and both perplexities. Printed in the table."""
+        """What rounding costs on `text` (text or ids): KL divergence per token and both perplexities, as a table."""
         return self.body.accuracy(read_prompts(text, self.tokenizer)[0])
 
     def __repr__(self) -> str:
@@ -208,23 +209,24 @@ def decoder(
     cache: str | None = None,
     pages: int | None = None,
 ) -> FastDecoder:
-    """A decoder on `model`'s live weights.
+    """A decoder that reads `model`'s weights where they are: after a training step it generates with the new ones.
 
     max_batch   sequences at once
-    max_length  tokens of a sequence, prompt included; the cache is made for as many
-    k           steps in one launch, a token each: 'auto' takes 32, 8 or 1, whichever the rest of the text has room for
-    dtype       must be the model's own, because the weights are read where they are and never cast
-    tokenizer   for text in and out; anything with encode and decode
-    fused       False: transformers' own forward over a static cache, instead of our kernels
-    verify      True: the certificate; 'quick': without the comparison with fp32; False: none, and it says so
-    weights     None: the live ones; 'int8', 'int4' or 'fp8': rounded copies, rounded again when a weight has changed.
-                `accuracy(text)` says what the rounding costs
-    cache       None: keys and values in the model's dtype; 'int8' or 'fp8': in 8 bits, each token and kv head with a scale of
-                its own. `accuracy(text)` includes its cost
+    max_length  the most tokens of a sequence, prompt included; the cache has this size
+    k           steps per launch, each of which brings a token. 'auto': 32, 8 or 1, by what the rest of the text has room for
+    dtype       must be the model's own, because the weights are never cast
+    tokenizer   for text in and out: any object with encode and decode
+    fused       False: transformers' own forward over a static cache instead of our kernels
+    verify      True: the certificate. 'quick': the certificate without the comparison with fp32. False: none, and a line
+                says so
+    weights     None: the model's own. 'int8', 'int4' or 'fp8': rounded copies, which follow the model's weights when these
+                change. `accuracy(text)` measures what the rounding costs
+    cache       None: keys and values in the model's dtype. 'int8' or 'fp8': in 8 bits, with one scale for each token and
+                kv head. `accuracy(text)` measures this cost too
     pages       None: room for max_batch rows of max_length. A number: the rows share this many pages of 64 tokens, and a
-                request takes as many as its prompts and max_new_tokens may fill
-    speculate   a number: guess this many tokens from the row's own text and check them in one step; gb.Draft(model, tokens):
-                let a small model guess. The tokens are the same, and come sooner
+                request reserves the pages that its prompts and max_new_tokens may fill
+    speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
+                a small model guesses. The tokens are the same; they come sooner
     """
     if max_batch < 1 or max_length < 2:
         raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")

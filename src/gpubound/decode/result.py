@@ -22,6 +22,8 @@ class Generated:
 
 @dataclass
 class Generation:
+    """What `generate` returns: the sequences, in the order of the prompts, and how fast they came."""
+
     sequences: list[Generated]
     seconds: float  # from the call to the last token on the host
     first_token_s: float  # to the first
@@ -45,16 +47,16 @@ class Generation:
 
     @property
     def tokens_a_step(self) -> float:
-        """Of a row that was alive: 1 unless steps are speculative, then 1 + the drafted tokens that turned out right."""
+        """Tokens per step of a row that was alive: 1, or with speculation 1 + the drafted tokens that proved right."""
         return self.count / self.row_steps if self.row_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all rows together, prompt and first token included in the time."""
+        """Tokens per second of all rows together. The time includes the prompt and the first token."""
         return self.count / self.seconds if self.seconds else 0.0
 
     def roofline(self, read_bytes_per_s: float) -> float:
-        """The share of the time that reading the weights and the live cache once a step would take on this machine."""
+        """The fraction of the time that this machine needs just to read the weights and the live cache once per step."""
         return self.bytes_read / read_bytes_per_s / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:

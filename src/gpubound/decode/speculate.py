@@ -31,9 +31,9 @@ MOST = 15  # tokens that may be drafted: with the last token, as many as a tile 
 
 @dataclass(frozen=True)
 class Draft:
-    """For `decoder(..., speculate=Draft(model, tokens))`: a smaller model with the same tokenizer says what may follow.
+    """A smaller model with the same tokenizer that guesses tokens ahead, for `decoder(..., speculate=Draft(model, tokens))`.
 
-    It draws with the model's own settings, seeds and positions: the same noise decides for both, and mostly alike.
+    It samples with the large model's settings, seeds and positions. Both models see the same noise, so they mostly agree.
     """
 
     model: nn.Module
