@@ -24,10 +24,11 @@ TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones a
 
 
 class Accumulators:
-    """fp32 gradients of `named` parameters (as from model.named_parameters()) as `gradient`, flat, and parameter.main_grad.
+    """Exact fp32 gradients of `named` parameters (as from model.named_parameters()), summed over backwards.
 
-    A sum begins in one of two ways. `zero` writes zeros, and every delivery adds. After `begin` the first delivery to each
-    main_grad writes, and `finish` must follow the last one. `side` is the stream for deliveries while a backward has it open.
+    `gradient` is flat and holds them all; each parameter.main_grad is its part of it. A sum begins in one of two ways.
+    After `zero`, every backward adds. After `begin`, the first one writes, and `finish` must follow the last one. `side` is
+    a second stream for additions during a backward.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> sums = Accumulators([("weight", weight)])
@@ -65,7 +66,7 @@ class Accumulators:
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._take))
 
     def zero(self) -> None:
-        """Begin a new sum: one memset."""
+        """Begin a new sum with one memset."""
         self.gradient.zero_()
         self._forget()
         if self.opened:
@@ -80,7 +81,7 @@ class Accumulators:
         self.opened = True
 
     def finish(self) -> None:
-        """Zero what has had no delivery since `begin`. From here on `gradient` is the whole sum."""
+        """Set what got nothing since `begin` to zero. After this `gradient` is the whole sum."""
         if self.opened:
             close_sums(self._parameters)
         self.opened = False
@@ -90,7 +91,7 @@ class Accumulators:
         self._taken, self._bytes = [], 0
 
     def release(self) -> None:
-        """Take the hooks and main_grad off again; gradients go to parameter.grad from now on."""
+        """Remove the hooks and main_grad. From now on gradients go to parameter.grad."""
         for hook in self._hooks:
             hook.remove()
         for slot in self.layout.slots:

@@ -67,7 +67,7 @@ class FlatLayout:
 
 
 def matrices(name: str, parameter: Parameter) -> bool:
-    """The usual rule of weight decay: matrices and tables do, gains and biases do not."""
+    """The usual rule of weight decay: matrices and embeddings decay, gains and biases do not."""
     return parameter.dim() > 1
 
 

@@ -33,7 +33,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class AdamW:
-    """torch.optim.AdamW's numbers. Matrices decay, gains and biases do not; `decays` (name, parameter) -> bool is the rule."""
+    """The settings of torch.optim.AdamW. `decays(name, parameter)` says what weight decay applies to: by default, matrices."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -54,7 +54,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class AdamW8bit(AdamW):
-    """AdamW whose moments are kept in 8 bits from step to step: 2 bytes a parameter instead of 8. Gradient and masters stay."""
+    """AdamW that keeps its moments in 8 bits: 2 bytes per parameter instead of 8. Gradient and master weights stay in fp32."""
 
 
 @dataclass(frozen=True)

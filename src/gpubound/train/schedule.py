@@ -20,12 +20,12 @@ MOST_STEPS = 10_000_000  # a table of 80 MB, which takes a second or two to make
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the learning rate at update 1, 2, … `steps`; the last one holds after that.
+    """A factor on the learning rate for each update 1, 2, … `steps`. Later updates keep the last factor.
 
-    shape    constant; linear or cosine from 1 to `final`; wsd (warm-up, stable, decay): 1, then linear to `final` over the last
-             `decay` part; or a function from the update's number (1, 2, …) to the factor
-    steps    how many updates the run is planned for; only a constant one may do without
-    warmup   updates, or below 1 a fraction of `steps`, in which the factor rises in equal steps; the first is above 0
+    shape    "constant"; "linear" or "cosine" from 1 to `final`; "wsd" (warm-up, stable, decay): 1, then linear to `final`
+             over the last fraction `decay` of the run; or a function from the update's number (1, 2, …) to the factor
+    steps    the planned number of updates; only "constant" does without it
+    warmup   the number of updates, or if below 1 the fraction of `steps`, in which the factor rises evenly from above 0 to 1
     """
 
     shape: str | Callable[[int], float] = "constant"
@@ -59,7 +59,7 @@ class Schedule:
         return round(self.warmup * (self.steps or 1)) if self.warmup < 1 else int(self.warmup)
 
     def factor(self, update: int) -> float:
-        """The factor of this update, counted from 1."""
+        """The factor at this update; the first update is 1."""
         return float(self._factors(np.array([update]))[0])
 
     def _factors(self, updates: np.ndarray) -> np.ndarray:
@@ -88,7 +88,7 @@ class Schedule:
         return float(factor)
 
     def table(self, lr: float, device: torch.device | str = "cpu") -> Tensor:
-        """The rates of update 1, 2, … as fp64, ending with the one that holds."""
+        """The rates of update 1, 2, … in fp64. The last one holds for all later updates."""
         length = self.warmup_steps if self.shape == "constant" or self.steps is None else self.steps
         return torch.from_numpy(lr * self._factors(np.arange(1, length + 2))).to(device)
 

@@ -42,21 +42,24 @@ OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": 
 
 
 class TrainStep:
-    """One optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, one clip, one update, no host sync.
+    """A whole optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
-    loss       "causal_lm" (labels as Hugging Face's, the tokens themselves), "next_token" (labels are the next tokens already,
-               as a Corpus cuts them), or (model, batch) -> (sum of the loss over valid items, their number), on the device
-    optimizer  an AdamW(...), AdamW8bit(...) or Muon(...), or "adamw", "adamw8bit" or "muon" for their defaults; or what makes
-               a torch.optim.Optimizer of a list of parameters: torch.optim.SGD, a functools.partial, a lambda (foreign.py)
+    loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
+               tokens, as a Corpus gives them. Or a function (model, batch) -> (sum of the loss over valid items, their
+               number), both tensors on the device
+    optimizer  AdamW(...), AdamW8bit(...) or Muon(...); "adamw", "adamw8bit" or "muon" for their defaults; or a function from
+               a list of parameters to a torch.optim.Optimizer, such as torch.optim.SGD or a functools.partial (foreign.py)
     clip       the largest global gradient norm; None does not clip
-    precision  bf16 (fp32 masters), fp8 (the same, the blocks' linear products in 8 bits), bf16-pure (rounded at random),
-               fp16 (fp32 masters, loss scale), tf32 or fp32
-    graph      auto: captured when it can be, else run call by call, the reason said; require: captured or GraphError; off
-    schedule   a Schedule; None keeps the rate
-    recompute  what backward computes again. cheap: norms and gated activations of our layers; none: nothing, for a little less
-               time and more memory; blocks: all of a block but its input; a number: of so many blocks
+    precision  "bf16" (fp32 master weights), "fp8" (as bf16, but with 8-bit linear products in the blocks), "bf16-pure" (no
+               masters, stochastic rounding), "fp16" (fp32 masters, loss scale), "tf32" or "fp32"
+    graph      "auto": captured in a CUDA graph when possible, otherwise run call by call, and a line says why. "require":
+               captured, or GraphError. "off": never captured
+    schedule   a Schedule; None keeps the rate constant
+    recompute  what backward computes again to save memory. "cheap": norms and gated activations of our layers. "none":
+               nothing; a little faster, more memory. "blocks": all of each block but its input. A number: that of so many
+               blocks
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
-    reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is taken
+    reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is computed
     """
 
     def __init__(
@@ -116,9 +119,9 @@ class TrainStep:
         self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
-        """One step over a list of micro-batches, one batch, or what is drawn from a feed (epoch after epoch) or an iterator.
+        """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
 
-        None when an iterator has no more. A shorter list, or the rest of an iterator, is a shorter window, and as exact.
+        Returns None when an iterator is empty. A shorter list, or the rest of an iterator, gives a smaller step, just as exact.
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
@@ -135,7 +138,7 @@ class TrainStep:
 
     @property
     def lr(self) -> float:
-        """AdamW's base learning rate (Muon's keeps its ratio to it); set it and the next step uses it, captured or not."""
+        """AdamW's base learning rate. Set it, and the next step uses it, captured or not. Muon's rate keeps its ratio to it."""
         return self._optimizer.config.lr
 
     @lr.setter
@@ -146,19 +149,19 @@ class TrainStep:
 
     @property
     def captured(self) -> list[Captured]:
-        """The captures, each with its certificate: of the step, or of a micro-batch and of the update; one more for each
-        further shape of micro-batch."""
+        """The captured graphs, each with its certificate: one of the step, or one of a micro-batch and one of the update.
+        Each further shape of micro-batch adds one."""
         return self._graphs.captured
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next step depends on besides the model's own state_dict: moments and masters by parameter name, counters.
+        """What the next step needs besides the model's own state_dict: moments and masters by parameter name, and counters.
 
-        The tensors are the live ones, not copies; `precision` is its name, letter by letter.
+        The tensors are live, not copies. `precision` is its name as character codes, because every value is a tensor.
         """
         return {"precision": _spelled(self._precision), "state": self._optimizer.state, **dict(self._named_state())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue where `state` was taken, bit for bit once the model's own state is loaded too, before or after."""
+        """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
         here = self.state_dict()
         _check_precision(here.pop("precision"), state)
         here = {name: tensor for name, tensor in here.items() if not self._optimizer.makes(name)}
@@ -188,7 +191,7 @@ class TrainStep:
             yield f"fp8.{slot.name}", states[:, 0]
 
     def close(self) -> None:
-        """Give the model back: no hooks, no main_grad, no recomputing. Its weights keep their dtype."""
+        """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""
         self._closed = True
         self._graphs.drop()
         self._unwind()
