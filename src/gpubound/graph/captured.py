@@ -33,10 +33,10 @@ class CaptureOptions:
 
 
 class Captured:
-    """A captured function. Call it with inputs like those it was captured with; `capture` explains the rest.
+    """A captured function; `capture` makes it. Call it with inputs like those of the capture.
 
-    The outputs are the graph's own tensors: the next call overwrites them. Clone what must outlive it, or capture with
-    clone=True. One thread at a time may call it, and functions that share a pool must be replayed on one stream.
+    The outputs are the graph's own tensors, and the next call overwrites them. Clone what you keep, or capture with
+    clone=True. Only one thread at a time may call it. Functions that share a pool must be replayed on one stream.
     """
 
     certificate: Certificate | None
@@ -67,9 +67,9 @@ class Captured:
         return self._give()
 
     def recapture(self, *inputs: Any) -> "Captured":
-        """Capture again in place, after a weight has moved, a constant has changed or fn computes something else.
+        """Capture again, in place: after a weight moved, a constant changed, or fn computes something else.
 
-        Without arguments the inputs of the last call are the example. Tensors returned before belong to the old graph.
+        Without arguments, the inputs of the last call serve as the example. Tensors returned before belong to the old graph.
         """
         if not inputs and self._poison is not None:
             self._inputs.copy_in(self._last)
@@ -78,17 +78,17 @@ class Captured:
 
     @property
     def inputs(self) -> tuple:
-        """The static buffers. What is written there and passed as it is costs no copy."""
+        """The static input buffers. Write into one and pass it, and the call copies nothing."""
         return self._inputs.static
 
     @property
     def held(self) -> list[str]:
-        """The names of every tensor that the graph uses and keeps alive: those from outside, then its static inputs."""
+        """The names of all tensors that the graph uses and keeps alive: those from outside, then its static inputs."""
         return list(self._held.names)
 
     @property
     def memory_bytes(self) -> int:
-        """What the graph holds by itself: static inputs, and its pool's growth or, without one, the static outputs."""
+        """Memory of the graph itself: static inputs, and the growth of its pool or, without a pool, the static outputs."""
         outputs = sum(leaf.nbytes for leaf in self._leaves if isinstance(leaf, Tensor))
         return sum(buffer.nbytes for buffer in self._inputs.buffers) + (self._runner.memory_bytes or outputs)
 
@@ -146,22 +146,23 @@ def capture(
     tolerance: float = 0.0,
     clone: bool = False,
 ) -> Captured:
-    """Capture `fn(*example_inputs)` in a CUDA graph that checks itself; on a CPU, the same checks around eager calls.
+    """Capture `fn(*example_inputs)` in a CUDA graph that checks itself. On a CPU the same checks surround eager calls.
 
-    fn may do anything on one device: forward, backward, an optimizer's step. Inputs are tensors and constants in any nesting of
-    tuples, lists and dicts. What else fn uses is found by watching it. The state that warm-up and capture change (weights,
-    moments, caches, torch's random generators) is put back bit for bit.
+    fn may do anything on one device: forward, backward, an optimizer's step. Its inputs are tensors and constants in any
+    nesting of tuples, lists and dicts. capture watches fn and so finds every other tensor that it uses. Warm-up and capture
+    change state (weights, moments, caches, torch's random generators); all of it is restored bit for bit.
 
-    The certificate calls fn on other inputs, with the host's clocks decades ahead and with other random numbers: a graph that
-    has baked one of them in is refused.
+    For the certificate, fn is called again with other inputs, with the host's clocks decades ahead, and with other random
+    numbers of the host. A graph that kept an old value of any of these is refused.
 
-    pool          another Captured's `.pool`, to share its memory: for functions that are replayed one after the other
-    state         modules, optimizers, tensors, generators in any nesting that fn uses unseen (in an extension's kernels)
-    verify        compare replays on other inputs with eager calls: the certificate. False saves its time and says so
+    pool          another Captured's `.pool`, to share its memory between functions that are replayed one after the other
+    state         what fn uses where watching cannot see it (in an extension's kernels): modules, optimizers, tensors and
+                  generators, in any nesting
+    verify        True: the certificate, replays on other inputs compared with eager calls. False: none, and a line says so
     poison        for tests: NaN into static inputs, outputs and free pool memory around every replay
-    warmup        watched eager calls before the capture, at least 3
-    other_inputs  a list of argument tuples for the certificate, a round each, where made-up values would not do
-    tolerance     how far a replay may be from eager, over the largest value; 0 is bit for bit
+    warmup        the number of watched eager calls before the capture, at least 3
+    other_inputs  inputs for the certificate where invented values would not do: a list of argument tuples, one per round
+    tolerance     the largest difference allowed between replay and eager, relative to the largest value; 0: equal bits
     clone         return copies of the outputs, which the next call does not overwrite
 
     >>> import torch

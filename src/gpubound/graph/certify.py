@@ -26,7 +26,7 @@ from .vary import varied, vary
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was compared, and how well it agreed."""
+    """What `capture` compared with eager calls, and how well it agreed."""
 
     rounds: int
     inputs: int
