@@ -44,20 +44,21 @@ def feed(
     rows: int | None = None,
     seq: int | None = None,
 ) -> Feed:
-    """Serve the batches of `source` on `device`, without a copy in the step where memory allows, else without a wait for it.
+    """Serve the batches of `source` on `device`. The step copies nothing if memory allows; otherwise it waits for no copy.
 
     source      a list or iterable of batches (tensors in dicts, tuples, lists, dataclasses), a function that returns such an
-                iterable, a DataLoader, or single items with `batch_size`: a map dataset or a list
-    device      None is the GPU if there is one; else as in gpubound.device
-    budget      bytes the feed may hold on the device ("2 GB"); "auto" is a quarter of what is free now, or all but `keep`
-    slots       pinned buffers of the ring, 3 or more: one being filled, one being copied, one ready
-    mode        "resident": uploaded once. "ring": copied ahead by a thread. "direct": as they come, where nothing needs a
-                copy. "auto" is resident if the source is sure to yield the same batches every epoch (a list, tensors) and
-                they fit, direct on the CPU, else the ring. Say "resident" for a dataset or DataLoader whose items you know
-                never change.
-    shuffle     a new order every epoch from (seed, epoch): of batches for a list of batches, of items with batch_size
+                iterable, a DataLoader, a Corpus; or, with `batch_size`, a list or map dataset of single items
+    device      None: the GPU if there is one. Otherwise a device as in gpubound.device
+    budget      the bytes that the feed may hold on the device ("2 GB"). "auto": a quarter of the free memory, or with `keep`
+                all but that
+    slots       the number of pinned buffers of the ring, at least 3: one being filled, one being copied, one ready
+    mode        "resident": all batches are uploaded once. "ring": a thread copies ahead. "direct": batches pass unchanged,
+                because nothing needs a copy. "auto": resident if the source surely yields the same batches every epoch (a
+                list, tensors) and they fit; direct on the CPU; otherwise the ring. Choose "resident" yourself for a dataset
+                or DataLoader whose items never change
+    shuffle     a new order in every epoch, from (seed, epoch): of the batches in a list, or of items with `batch_size`
     pad, bucket, rows   see gpubound.feed.leaves: pad={"input_ids": 0, "labels": -100}, bucket="pow2", rows=32
-    seq         for a Corpus: tokens in each of `batch_size` rows; corpus.batches(...) has more to choose from
+    seq         for a Corpus: the tokens in each of `batch_size` rows. corpus.batches(...) has more options
 
     >>> batches = [{"x": torch.ones(2), "y": torch.zeros(2)} for _ in range(3)]
     >>> [batch["x"].sum().item() for batch in feed(batches, device="cpu")]

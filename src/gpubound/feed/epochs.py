@@ -61,7 +61,7 @@ class Direct:
 
 @dataclass
 class Stats:
-    """What the feed has done since it was made. `str()` is one line for a person."""
+    """What the feed has done since it was made. `str()` is a readable line."""
 
     mode: str
     batches: int = 0
@@ -91,7 +91,7 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of leaves that needed no copy; 1.0 before the first batch."""
+        """The fraction of tensors that needed no copy; 1.0 before the first batch."""
         total = self.resident + self.passed + self.copied
         return (self.resident + self.passed) / total if total else 1.0
 
@@ -105,9 +105,8 @@ class Stats:
 class Feed:
     """An iterable of batches on one device; `gpubound.feed` makes it.
 
-    `for batch in feed` is one epoch; the next loop is the next epoch, also after a `break`. `feed.take()` draws one batch
-    after another across epochs. `state_dict()` says how far the loop has come, and after `load_state_dict()` the next loop
-    continues there.
+    `for batch in feed` is one epoch. The next loop is the next epoch, also after a `break`. `feed.take()` gives one batch at
+    a time, across epochs. `state_dict()` holds the position. After `load_state_dict()` the next loop continues there.
     """
 
     def __init__(self, store: Store, device: torch.device, identity: Mapping[str, Any]):
@@ -159,7 +158,7 @@ class Feed:
         return self._running is not None and self._running() is epoch
 
     def close(self) -> None:
-        """End the iteration under way and its thread; a later loop starts anew."""
+        """End the current iteration and its thread. A later loop begins a new one."""
         running = self._running() if self._running is not None else None
         self._running = self._drawing = None
         if running is not None:
@@ -169,14 +168,14 @@ class Feed:
         return self._stats
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """The position, and the identity of the source that it belongs to."""
         epoch, batch = self.epoch, self.batch
         if self._length is not None and batch >= self._length:
             epoch, batch = epoch + 1, 0
         return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was saved; the source must be the one it was saved with."""
+        """Continue where `state` was saved. The source must be the same one."""
         for key, now in self._identity.items():
             if key not in state or state[key] != now:
                 raise ValueError(
@@ -186,7 +185,7 @@ class Feed:
         self.seek(state["epoch"], state["batch"])
 
     def admit(self) -> None:
-        """Raise if a batch cannot be had now: one from the ring, inside a graph capture."""
+        """Raise if no batch can come now: the ring gives none inside a graph capture."""
         self._store.admit()
 
     def seek(self, epoch: int, batch: int = 0) -> None:
