@@ -206,24 +206,24 @@ class _HostCut:
 
 
 class CorpusFeed(Feed):
-    """A Feed of token batches. When resident, `fetch()` draws a batch by the device's own count, also inside a captured
-    graph."""
+    """A Feed of token batches. If it is resident, `fetch()` gives the next batch by a counter on the device, which works inside
+    a captured graph too."""
 
     @property
     def counter(self) -> Tensor:
-        """The device's count of batches drawn: the state that a graph around `fetch()` carries from replay to replay."""
+        """How many batches `fetch()` has given, counted on the device: the state of a graph around `fetch()`."""
         return self._device_cut().counter
 
     def fetch(self) -> dict[str, Tensor]:
-        """The batch of the device's counter, which is then one further; in a later epoch if need be. Nothing changes on the
-        host, so this may be captured: after n fetches, in replays or outside, tell the host with `fetched(n)`."""
+        """The batch at the device's counter, which then grows by one; it also crosses into the next epoch. Nothing changes on
+        the host, so this can be captured. After n fetches, in replays or outside, call `fetched(n)` to tell the host."""
         store = self._device_cut()
         batch = store.cutter.cut(store.cutter.rows(store.counter))
         store.counter.add_(1)
         return batch
 
     def fetched(self, batches: int) -> None:
-        """Count on the host what `fetch()` has drawn on the device."""
+        """Count on the host what `fetch()` has given on the device."""
         store = self._device_cut()
         self.close()
         store.drawn += batches

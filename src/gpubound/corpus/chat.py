@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 def render(template: str, messages: list[Message], prompt: bool, **names: Any) -> str:
-    """The chat as text; `prompt` ends it where the assistant is to answer. `names` are the template's other variables.
+    """The chat as text. With `prompt` it ends where the assistant's answer begins. `names` are the template's other variables.
 
     By transformers where it is installed, so that the text is the one its models were trained on; else by the same rules here.
     A template comes with a downloaded tokenizer, so either way it runs in a sandbox.

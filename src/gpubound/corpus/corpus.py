@@ -42,8 +42,8 @@ class Part:
 
 
 class Corpus:
-    """`Corpus.build(texts, tokenizer, path)` once, `Corpus.open(path)` ever after; `corpus.batches(seq, micro_batch)` to
-    train on it."""
+    """A token corpus on disk. `Corpus.build(texts, tokenizer, path)` writes it once, `Corpus.open(path)` opens it, and
+    `corpus.batches(seq, micro_batch)` gives batches for training."""
 
     def __init__(self, parts: Sequence[Part], vocab_size: int, tokenizer: str, path: Path | None):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
@@ -52,8 +52,8 @@ class Corpus:
 
     @staticmethod
     def open(path: str | Path | Sequence[str | Path], verify: bool = True) -> "Corpus":
-        """The corpus in the folder `path`, or made of the shards listed. `verify` reads every byte once and compares
-        checksums (about 2 GB/s a core); without it only headers and sizes are looked at."""
+        """Open the corpus in the folder `path`, or one made of the listed shards. `verify` reads every byte and compares
+        checksums (about 2 GB/s per core). Without it only headers and sizes are checked."""
         folder = None if isinstance(path, list | tuple) else Path(path)  # type: ignore[arg-type]
         if folder is not None and folder.is_dir():
             names = listed_shards(folder)
@@ -101,7 +101,7 @@ class Corpus:
         return self.parts[0].tokens.dtype
 
     def offsets(self) -> np.ndarray:
-        """Where each document begins in the whole corpus, and the end."""
+        """Where each document begins in the whole corpus, and at last where the corpus ends."""
         runs = [part.documents[:-1] + start for part, start in zip(self.parts, self.starts)]
         return np.concatenate([*runs, self.starts[-1:]])
 
@@ -120,7 +120,7 @@ class Corpus:
         raise AssertionError("the parts hold fewer documents than they count")
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that was saved with the corpus. DataError when the files there are another one's by now."""
+        """The tokenizer that was saved with the corpus. DataError if its files have been replaced since."""
         if self.path is None or not (self.path / "tokenizer.json").exists():
             raise DataError(f"{self.path or 'Corpus'}: no tokenizer was saved with it; load the one it was built with.")
         found = Tokenizer.load(self.path)
@@ -133,26 +133,26 @@ class Corpus:
         return found
 
     def split(self, validation: float, seed: int = 0) -> tuple["Corpus", "Corpus"]:
-        """(training, validation): the fraction `validation` of the documents, drawn from all over the corpus.
+        """(training, validation): two corpora. The fraction `validation` of the documents, from all over, goes to the second.
 
-        The same corpus and seed give the same documents on every machine. A corpus of more than 256 / `validation` documents
-        gives up runs of neighbours instead of single ones.
+        The same corpus and seed give the same documents on every machine. In a corpus of more than 256 / `validation`
+        documents, runs of neighbours are taken instead of single documents.
         """
         return split(self, validation, seed)
 
     def of(self, parts: Sequence[Part]) -> "Corpus":
-        """A corpus of some of this one's parts."""
+        """A corpus of these parts of this one."""
         return Corpus(parts, self.vocab_size, self.fingerprint, self.path)
 
     def read(self, index: np.ndarray) -> np.ndarray:
-        """The tokens at `index`, from wherever they lie on the disk."""
+        """The tokens at `index`, read from the disk."""
         return self._gather(index, [part.tokens for part in self.parts], self.dtype)
 
     def read_mask(self, index: np.ndarray) -> np.ndarray:
         return self._gather(index, self.masks(), np.dtype(np.uint8))
 
     def masks(self) -> list[np.ndarray]:
-        """The loss mask of each part; where none was stored, every token may be learnt."""
+        """The loss mask of each part. Where none was stored, the loss counts every token."""
         every = np.ones(1, np.uint8)
         return [part.mask if part.mask is not None else np.broadcast_to(every, len(part.tokens)) for part in self.parts]
 
@@ -169,7 +169,7 @@ class Corpus:
         return found.reshape(index.shape)
 
     def identity(self) -> int:
-        """A number that changes with the corpus's extent and its documents: a saved position is one in this corpus alone."""
+        """A number that changes with the corpus's size and documents: a saved position belongs to this corpus alone."""
         return mix(self.tokens, self.documents, *(int(n) for n in self.offsets()[:: max(1, self.documents // 64)]))
 
     def __repr__(self) -> str:

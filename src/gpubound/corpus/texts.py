@@ -147,16 +147,15 @@ _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 
 
 def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """Source files of this Python's standard library, each under its name as a comment: a corpus that every machine has.
+    """Source files of this Python's standard library, a corpus that every machine has. Each begins with its name, a comment.
 
-    Files come in an order that mixes packages and is always the same. The last one is before the file that would exceed
-    `limit_bytes`.
+    The order mixes packages and is always the same. The texts end before the file that would exceed `limit_bytes`.
     """
     yield from _sources(Path(sysconfig.get_paths()["stdlib"]), limit_bytes)
 
 
 def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """The same of the installed torch: several times as much text, which every machine that runs this has as well."""
+    """Source files of the installed torch, in the same form: several times as much text, on every machine that runs this."""
     import torch
 
     yield from _sources(Path(torch.__file__).parent, limit_bytes)

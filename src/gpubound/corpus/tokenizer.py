@@ -24,7 +24,7 @@ CHAT = (
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with what its tokenizer.json leaves out: which token ends a text, and how a chat is written."""
+    """A tokenizer of the `tokenizers` library, and what its tokenizer.json lacks: end of text and chat template."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Tokenizer:
         return self.inner.encode(text).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """All cores at work, in the library's own threads."""
+        """The ids of each text. The library's own threads use all cores."""
         return [encoding.ids for encoding in self.inner.encode_batch_fast(texts)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
-        """(id, our token, theirs) of the first id that both use for different tokens; None where the ids agree."""
+        """(id, our token, their token) for the first id that stands for different tokens; None if there is none."""
         mine, theirs = (
             {number: token for token, number in t.inner.get_vocab(with_added_tokens=True).items()} for t in (self, other)
         )
         return next(((i, mine[i], theirs[i]) for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]), None)
 
     def encode_chats(self, chats: list[list[dict[str, Any]]]) -> list[tuple[list[int], np.ndarray]]:
-        """(ids, mask) of each chat; the mask is 1 on the assistant's tokens, which are to be learnt, and 0 on the prompts."""
+        """(ids, mask) of each chat. The mask is 1 on the assistant's tokens, which the model learns, and 0 on the prompts."""
         written = [self._write_chat(chat) for chat in chats]
         encodings = self.inner.encode_batch([text for text, _ in written], add_special_tokens=False)
         return [(encoding.ids, _mask(encoding.offsets, spans)) for encoding, (_, spans) in zip(encodings, written)]
@@ -91,7 +91,7 @@ class Tokenizer:
         return text, spans
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The chat as text; `prompt` ends it where the assistant is to answer."""
+        """The chat as text. With `prompt` it ends where the assistant's answer begins."""
         if self.chat_template is None:
             raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
         from .chat import render  # jinja2 is imported when a chat is written
@@ -175,8 +175,8 @@ def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.nd
 
 
 def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens learnt from `texts` (see gpubound.corpus.texts.Texts): 256 bytes, a few special
-    tokens, and the merges that save most. `progress` shows on stderr how far it is.
+    """Train a byte-level BPE of `vocab_size` tokens on `texts` (see gpubound.corpus.texts.Texts). It has 256 bytes, a few
+    special tokens, and the merges that save most. `progress` prints its progress on stderr.
 
     >>> tokenizer = train_tokenizer(["low lower lowest"] * 10, vocab_size=270)
     >>> tokenizer.decode(tokenizer.encode("lowest low"))
