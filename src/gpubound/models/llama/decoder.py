@@ -24,7 +24,7 @@ from ...layers.rope import RopeTable, RotaryAngles
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape. What is derived from it (head_dim, counts) is computed here and nowhere else."""
+    """The shape of a Decoder. What follows from it (head_dim, counts) is computed here and nowhere else."""
 
     hidden: int
     intermediate: int
@@ -57,7 +57,7 @@ class DecoderConfig:
 
     @property
     def product_parameters(self) -> int:
-        """Parameters that are multiplied with every token: the floor of its arithmetic. The embedding's lookup is none."""
+        """The number of parameters that every token is multiplied by. The embedding is a lookup and does not count."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
 
@@ -105,7 +105,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`Decoder(PRESETS["10m"])`. Calling it gives logits; `loss` gives the loss, never holding the logits whole."""
+    """A Llama-like language model: `Decoder(PRESETS["10m"])`. A call gives logits. `loss` never holds the whole logits."""
 
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
 
     @property
     def base_model(self) -> Trunk:
-        """Everything below the head, by the name that Hugging Face gives it."""
+        """All layers below the head. Hugging Face uses this name."""
         return self.model
 
     def get_output_embeddings(self) -> LMLoss:
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, std: float = 0.02) -> None:
-        """Normal weights; what writes into the residual stream is smaller, so that the stream does not widen with the depth."""
+        """Draw normal weights. Those that write to the residual stream are smaller, so that depth does not widen it."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
                 parameter.zero_()
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocabulary). Causal, or as `mask` says (an SDPA mask)."""
+        """Logits (B, T, vocabulary). Attention is causal, or as `mask` says (an SDPA mask)."""
         return self.lm_head(self.model(input_ids, position_ids, mask))
 
     def loss(

@@ -38,7 +38,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder in a Hugging Face folder. `dtype` None keeps what config.json says."""
+    """Load the Decoder in a Hugging Face folder. `dtype` None keeps the one of config.json."""
     path = Path(path)
     about = read_config(path)
     config, stored = config_of(about, path), stored_tensors(path)
@@ -57,9 +57,9 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
 
 
 def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> Path:
-    """Write a folder that transformers loads to the same logits, in place of the model that it may hold.
+    """Write a folder that transformers loads, with the same logits. A model that is already there is replaced.
 
-    With `tokenizer` the folder is complete: transformers finds the tokenizer there, and which tokens begin, end and pad a text.
+    With `tokenizer` the folder is complete: it also holds the tokenizer, and which tokens begin, end and pad a text.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
