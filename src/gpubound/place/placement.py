@@ -43,7 +43,7 @@ class Note:
 
 
 class Placement:
-    """The record of `place`. `str()` is the table; `undo()` gives the model its own classes back."""
+    """What `place` did. `str()` is the table. `undo()` gives the model its own classes back."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Placement:
 
     @property
     def rows(self) -> list[PlacedModule]:
-        """One for each module that holds parameters of its own or was swapped, as things stand now."""
+        """A row for each module that has parameters of its own or was swapped, in its present state."""
         return [_row(note) for note in self._notes]
 
     @property
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def summary(self) -> str:
-        """The last line: where the model is, and whether it was seen to work there."""
+        """The table's last line: where the model is, and whether it was seen to work there."""
         swaps = f"{self.swapped} swapped, {self.refused} refused, {self.seconds:.1f} s"
         if self.unsupported:
             swaps += (
@@ -108,7 +108,7 @@ class Placement:
         }
 
     def undo(self) -> None:
-        """Every swapped module its own class again. The weights stay on their device, in the same memory."""
+        """Give every swapped module its own class again. The weights stay on their device, in the same memory."""
         for note in self._notes:
             release_if_fused(note.module)
 

@@ -28,13 +28,16 @@ from .verify import Verdict, verify
 def place(
     model: nn.Module, device: str | torch.device = "auto", fuse: bool = True, strict: bool = False, example: Any = None
 ) -> Placement:
-    """Move `model` to `device` and swap its supported modules, on this instance, for fused ones that compute the same.
+    """Move `model` to `device`, and swap its supported modules, in this instance, for fused ones that compute the same.
 
-    device: auto, require, cpu, cuda or cuda:<index> (device.py). fuse=False only moves and exercises. strict: a module that
-    could not be swapped, or fails its verification, raises PlaceError instead of staying as it was. example: a batch to run
-    models with whose input nobody can guess: a dict of keywords, a tuple of arguments, or one argument.
+    device   auto, require, cpu, cuda or cuda:<index> (device.py)
+    fuse     False: only move the model and run it once
+    strict   True: PlaceError when a module cannot be swapped or fails its verification. Otherwise such a module stays
+             unchanged, and the table says why
+    example  a batch to run the model with, where its input cannot be guessed: a dict of keywords, a tuple of arguments, or
+             one argument
 
-    Parameters keep their names and identity, so state_dict, save_pretrained and an optimizer built before keep working.
+    Parameters keep their names and identity. state_dict, save_pretrained and an optimizer built before keep working.
     """
     begin = time.perf_counter()
     candidates.check_placeable(model)
