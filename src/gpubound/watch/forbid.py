@@ -164,10 +164,10 @@ def _comments(lines: tuple[str, ...]) -> dict[int, str]:
 
 
 def no_stall(allow: Iterable[str] = (), message: str | None = None) -> NoStall:
-    """A guard, as `with no_stall():` or `@no_stall()`: StallError at the line where this thread would wait for a device.
+    """Forbid stalls, as `with no_stall():` or `@no_stall()`: StallError at the line where this thread would wait for a device.
 
-    allow    kinds of stall to let through: "sync", "h2d", "d2h".
-    message  text that the error begins with.
+    allow    kinds of stall that are allowed: "sync", "h2d", "d2h".
+    message  the text with which the error begins.
     """
     if isinstance(allow, str):
         allow = (allow,)

@@ -39,7 +39,7 @@ class _Here(threading.local):
 
 
 class Ledger:
-    """What was counted. Made by `watch`; readable while it runs and after."""
+    """What made the GPU wait for the host, counted with source lines. `watch` makes it; read it during the block or after."""
 
     def __init__(self, device: torch.device | None, gputrace: bool | None, launches: str, without: frozenset[str]):
         self.device, self.asked_gputrace, self.launches = device, gputrace, launches
@@ -73,19 +73,19 @@ class Ledger:
         self._started.close()
 
     def step(self) -> None:
-        """Mark the end of a step, so that the table gives rates."""
+        """Mark the end of a step. The table then shows counts per step."""
         self.steps += 1
 
     @property
     def rows(self) -> list[Row]:
-        """Every row, the most frequent first within its kind."""
+        """All rows by kind, the most frequent first."""
         kinds = list(dict.fromkeys(kind for kinds, _ in TOTALS.values() for kind in kinds.split()))
         with self._lock:
             return sorted(self._rows.values(), key=lambda row: (kinds.index(row.kind), -row.count, str(row.place.site)))
 
     @property
     def totals(self) -> dict[str, int | float]:
-        """Sums by name, for what a sensor could count; a name that nothing counted is missing."""
+        """Sums by name. A name that no sensor could count is missing."""
         counted, rows = self.counted, self.rows
         return {
             name: round(sum(getattr(row, what) for row in rows if row.kind in kinds.split()), 3)
@@ -95,17 +95,17 @@ class Ledger:
 
     @property
     def counted(self) -> frozenset[str]:
-        """The totals that some running sensor vouches for."""
+        """The names of the totals that a running sensor counts."""
         return frozenset().union(*(sensor.counts for sensor in self._running))
 
     @property
     def sensors(self) -> dict[str, str]:
-        """The sensors that ran, with what they are blind to."""
+        """The sensors that ran, and what each cannot see."""
         return {sensor.name: sensor.blind for sensor in self._running}
 
     @property
     def absent(self) -> dict[str, str]:
-        """The sensors that did not run, with why."""
+        """The sensors that did not run, and why."""
         return dict(self._absent)
 
     def assert_within(self, **limits: float) -> None:
@@ -220,10 +220,10 @@ def watch(
     launches: str = "ops",
     without: Iterable[str] = (),
 ) -> Ledger:
-    """A ledger, to be used as `with watch() as ledger:`.
+    """Count what makes the GPU wait for the host: `with watch() as ledger:`, then `print(ledger)`.
 
     device    count only what concerns this device ("cuda", "cuda:1", "simgpu"). None: every device but the CPU.
-    gputrace  True: let torch itself report each sync on CUDA. Nothing that torch does is missed, in any thread.
+    gputrace  True: torch itself reports each sync on CUDA, in every thread, so that none is missed.
               None: only while another ledger does so. False: never.
     launches  "ops": count each dispatched device op and each Triton launch, with their lines.
               "kernels": count the driver's launch calls, through Kineto, without lines.
