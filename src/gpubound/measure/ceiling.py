@@ -36,7 +36,7 @@ _PRECISION_OF = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best, in bytes, operations and microseconds. None: not on this device, or see `missing`."""
+    """The best rates of the device, in bytes, operations and microseconds. None: not on this device, or see `missing`."""
 
     device: str  # "cuda" or "cpu"
     name: str
@@ -66,7 +66,7 @@ class Ceilings:
     """Each figure is the best of so many."""
 
     def flops_per_s(self, precision: str | torch.dtype) -> float:
-        """The matrix rate for 'bf16', torch.bfloat16 and so on; MeasureError where it was not measured."""
+        """The matrix rate in a dtype: 'bf16', torch.bfloat16 and so on. MeasureError if it was not measured."""
         short = _PRECISION_OF.get(precision, "") if isinstance(precision, torch.dtype) else precision
         if short not in PRECISIONS:
             raise ValueError(
@@ -83,10 +83,10 @@ class Ceilings:
 
 
 def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
-    """The limits of `device`: from the cache, else measured now (under 10 s; quick: about 2 s, fewer runs on smaller data).
+    """The limits of `device`: from the cache, or measured now in under 10 s. `quick` takes about 2 s: fewer runs, less data.
 
-    `quick` takes full figures when the cache holds them. `refresh` measures again in any case, and keeps the better of each
-    figure; remove the cache's file to forget them.
+    `quick` uses full figures if the cache has them. `refresh` always measures again, and keeps the better value of each
+    figure. Delete the cache's file to forget them.
     """
     where = resolve(device)
     key = _key(where)
@@ -102,11 +102,12 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
 
 
 def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
-    """What part `achieved` is of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
+    """`achieved` as a fraction of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
 
-    A ceiling that is passed was measured on a busy machine: it is measured again, and the better is kept. So is one that was
-    measured once and is nearly reached. None when the best is passed as well, which is said: such work is not bound by it, as a
-    model that fits into the cache is not by the memory.
+    If `achieved` exceeds the ceiling, the ceiling was measured on a busy machine. It is measured again, and the better value
+    is kept. The same happens when it was measured once and is nearly reached. If `achieved` exceeds the new value too, the
+    result is None, and a line says so: this ceiling does not bind such work. Memory, for example, does not bind a model that
+    fits into the cache.
     """
     found = ceilings(device, quick=True)
     while _doubtful(achieved / getattr(found, figure), found.measurements):

@@ -77,7 +77,7 @@ def compare(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Time `works` in turn; the first is ours, the others are its peers. The options are those of `time`."""
+    """Time `works` in turn, round after round. The first is ours, the others are its peers. The options are those of `time`."""
     if len(works) < 2:
         raise ValueError(
             f"compare: got {len(works)} callables, wanted ours and at least one peer, as in {{'ours': f, 'peer': g}}."
@@ -99,7 +99,7 @@ def compare(
 
 
 def compare_samples(seconds: Mapping[str, list[float]], *, clock: str = "given") -> Comparison:
-    """The comparison of samples taken elsewhere: `seconds[name][i]` is round i. The first name is ours."""
+    """Compare samples that were measured elsewhere: `seconds[name][i]` is round i. The first name is ours."""
     names = list(seconds)
     rounds = len(seconds[names[0]])
     if len(names) < 2 or any(len(samples) != rounds for samples in seconds.values()):

@@ -29,7 +29,7 @@ SLEEP_CYCLES_PER_S = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Work with a part that must not be timed: `prepare()` goes before every run, off the clock, and `run` gets its result."""
+    """Work with a part that must not be timed. Before every run, `prepare()` is called untimed, and `run` gets its result."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]
@@ -72,9 +72,9 @@ def time(
     graph: bool = False,
     device: torch.device | str | None = None,
 ) -> Timing:
-    """Median and quartiles of `runs` calls of `fn`. `device`: where its work runs; None is the current GPU, else the CPU.
+    """Time `runs` calls of `fn`: median and quartiles. `device` is where the work runs; None: the current GPU, else the CPU.
 
-    `graph=True` captures GRAPH_CALLS calls in one CUDA graph and times its replays: the figure for launch-bound small things.
+    `graph=True` captures GRAPH_CALLS calls in one CUDA graph and times its replays: use it for small, launch-bound work.
     """
     check_counts("time", warmup=(warmup, 0), runs=(runs, 1))
     where = place_of(device)
@@ -185,7 +185,7 @@ def _ready(work: Work) -> tuple[tuple, Callable[..., Any]]:
 
 
 def run_once(work: Work) -> Any:
-    """What the work computes, untimed."""
+    """Run the work once, untimed, and return its result."""
     prepared, go = _ready(work)
     return go(*prepared)
 
