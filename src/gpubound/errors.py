@@ -17,15 +17,15 @@ Wrong arguments are plain ValueErrors whose sentence says what, got, wanted, and
 
 
 class GpuboundError(RuntimeError):
-    """The root: `except gpubound.GpuboundError` catches whatever the library raised on purpose."""
+    """The base class: `except gpubound.GpuboundError` catches every error of this library's own."""
 
 
 class DeviceError(GpuboundError):
-    """A GPU is visible but does not work, or one is required and none is there."""
+    """A GPU is visible but does not work, or a GPU is required and there is none."""
 
 
 class FallbackError(GpuboundError):
-    """Strict mode: a slower path would have been taken."""
+    """Strict mode is on, and a slower path would have been taken."""
 
 
 class KernelError(GpuboundError):
@@ -33,7 +33,7 @@ class KernelError(GpuboundError):
 
 
 class PlaceError(GpuboundError):
-    """A swapped module does not compute what the original did."""
+    """A swapped module computes something else than the original did."""
 
 
 class GraphError(GpuboundError):
@@ -41,7 +41,7 @@ class GraphError(GpuboundError):
 
 
 class GenerateError(GpuboundError):
-    """A decoder does not compute what its model computes, or the model's logits are not finite."""
+    """A decoder computes something else than its model, or the model's logits are not finite."""
 
 
 class StallError(GpuboundError):
@@ -57,4 +57,4 @@ class DataError(GpuboundError):
 
 
 class MeasureError(GpuboundError):
-    """A figure was asked for that could not be measured."""
+    """A requested figure could not be measured."""

@@ -109,7 +109,7 @@ def fallback(what: str, why: str) -> None:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Forbid every fallback inside the block, on every thread: backward runs on autograd's own."""
+    """Forbid every fallback inside the block, on every thread: backward runs on threads of autograd."""
     global _strict
     with _lock:
         _strict += 1
