@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Versions and hardware by name. None where this machine has no such thing."""
+    """Versions and hardware by name. None: this machine has no such thing."""
 
     system: str
     python: str
@@ -64,7 +64,7 @@ def machine() -> Machine:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows. It starts CUDA: ask device.resolve first whether that works."""
+    """The GPUs that CUDA shows. This starts CUDA; device.resolve says beforehand whether that works."""
     found = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
