@@ -169,7 +169,7 @@ def _words(thing: Any) -> str:
 
 @dataclass(frozen=True)
 class StepValues:
-    """A step's report on the host. `skipped` counts all steps skipped so far, `updates` all that were not."""
+    """A step's report on the host. `skipped` and `updates` count all steps so far: the skipped ones, and the others."""
 
     loss: float
     grad_norm: float
@@ -199,7 +199,7 @@ class StepResult:
     loss_scale = property(lambda self: self._report[6], doc="fp16's loss scale after this step; 1 elsewhere")
 
     def read(self) -> StepValues:
-        """The numbers on the host. Waits for this step alone, and not at all once it is done."""
+        """Read the numbers on the host. This waits until this step is done, and for nothing after it."""
         if self._values is None:
             loss, norm, tokens, skipped, lr, updates, scale = self._landing.wait() if self._landing else self._report.tolist()
             self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale)

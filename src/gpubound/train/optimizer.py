@@ -59,7 +59,7 @@ class AdamW8bit(AdamW):
 
 @dataclass(frozen=True)
 class Muon:
-    """The numbers of both. `takes` (name, parameter) -> bool says which matrices; None: every nn.Linear's but the head's."""
+    """Muon for matrices, `rest` for other parameters. `takes(name, parameter)` chooses; None: every nn.Linear but the head."""
 
     lr: float = 1e-3
     momentum: float = 0.95
@@ -80,7 +80,7 @@ class Muon:
             raise ValueError(f"Muon: rest.lr must be above 0, for one schedule moves both rates, got {self.rest.lr}.")
 
     def chooser(self, model: Any) -> Callable[[str, Parameter], bool]:
-        """Which parameters of `model` it takes."""
+        """The rule that says which parameters of `model` Muon updates."""
         if self.takes is not None:
             return self.takes
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
