@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers, trace
 from gpubound.errors import FallbackError
-from gpubound.layers.embedding import look_up
 from gpubound.layers.linear_site import fused_linear, linear
+from gpubound.layers.vocabulary import look_up
 
 ROWS = (6, 4, 4)
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import Attention
+from .attention import Attention, Rope
 from .mlp import MLP
 from .norm import RMSNorm
-from .rope import Rope
 
 
 class Block(nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..layers.head import LOSS as KERNELS
-from ..layers.head import lm_loss, why_whole
 from ..layers.stacked import Kernels, describe, plain
+from ..layers.vocabulary import LOSS as KERNELS
+from ..layers.vocabulary import lm_loss, why_whole
 from .calls import by_name, delegate
 from .placing import Swap
 from .trial import made_up, mode

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
-from ..layers.attention import Attention, attend
+from ..layers.attention import Attention, Rope, attend
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
-from ..layers.rope import Rope
 from ..layers.stacked import Kernels, Stacked
 from .calls import delegate
 from .placing import ACTIVATIONS, Case, Swap

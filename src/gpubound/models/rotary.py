@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.rope import Rope
+from ..layers.attention import Rope
 
 FIXED = ("default", "linear", "llama3", "yarn")  # the other rope types change their frequencies with the length that is read
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..layers.attention import Rope, RopeTable
 from ..layers.block import run_block, run_blocks
-from ..layers.embedding import look_up
 from ..layers.norm import RMSNorm
-from ..layers.rope import Rope, RopeTable
 from ..layers.stacked import Kernels, hooked
+from ..layers.vocabulary import look_up
 from .calls import by_name, delegate
 from .parts import HFMLP, HFAttention, HFNorm
 from .placing import Swap

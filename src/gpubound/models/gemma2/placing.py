@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...layers.attention import Attention
+from ...layers.attention import Attention, Rope, RopeTable
 from ...layers.block import run_blocks
-from ...layers.rope import Rope, RopeTable
 from ...layers.stacked import Kernels
 from ..language import tried_causal_lm
 from ..parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.attention import Attention, Rope
+from ...layers.attention import Attention, Rope, RopeTable, RotaryAngles
 from ...layers.block import Block, run_blocks
-from ...layers.embedding import look_up
-from ...layers.head import LMLoss, lm_loss
 from ...layers.mlp import MLP
 from ...layers.norm import RMSNorm
-from ...layers.rope import RopeTable, RotaryAngles
+from ...layers.vocabulary import LMLoss, lm_loss, look_up
 
 
 @dataclass(frozen=True)

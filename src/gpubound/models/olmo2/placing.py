@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...layers.rope import Rope
+from ...layers.attention import Rope
 from ...layers.stacked import Kernels
 from ..language import tried_causal_lm
 from ..parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...layers.rope import RopeTable
+from ...layers.attention import RopeTable
 from ..language import tried_causal_lm
 from ..parts import HFMLP, HFAttention, attention, mlp, norm
 from ..placing import Maker, Swap

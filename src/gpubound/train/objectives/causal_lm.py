@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ...kernels import cross_entropy, linear_cross_entropy
-from ...layers.head import shift, why_whole
+from ...layers.vocabulary import shift, why_whole
 from ...trace import fallback
 from . import Objective
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound.layers import embedding, linear, look_up
+from gpubound.layers import linear, look_up, vocabulary
 from gpubound.train.accumulate import Accumulators
 
 IDS = torch.tensor([[1, 3, 1], [0, 1, 2]])
@@ -18,8 +18,8 @@ def table(dtype=torch.float32, **options) -> nn.Embedding:
 
 @pytest.fixture
 def deliveries(monkeypatch) -> list:
-    made, own = [], embedding.deliver_rows
-    monkeypatch.setattr(embedding, "deliver_rows", lambda *given: (made.append(given[0]), own(*given))[1])
+    made, own = [], vocabulary.deliver_rows
+    monkeypatch.setattr(vocabulary, "deliver_rows", lambda *given: (made.append(given[0]), own(*given))[1])
     return made
 
 
