@@ -1,4 +1,4 @@
-"""Lines that no graph can hold, each on a line of its own: test_explain.py asserts that the error names it."""
+"""Lines that no graph can hold, each on a line of its own: test_operations.py asserts that the error names it."""
 
 import numpy as np
 import torch

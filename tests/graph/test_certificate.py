@@ -17,7 +17,6 @@ import torch
 from gpubound.errors import GraphError
 from gpubound.graph import capture, certify, prepare
 from gpubound.graph.memory import difference
-from gpubound.graph.trial import Results
 from gpubound.graph.vary import DECADE, varied, vary
 
 from .cases import drawn, said
@@ -333,7 +332,7 @@ def test_difference():
 def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
     """What _compare says of these outputs and one gradient, from eager and from the replay."""
     with pytest.raises(GraphError) as error:
-        certify._compare(Results(eager, {"w.grad": made[0]}, []), Results(replayed, {"w.grad": made[1]}, []))
+        certify._compare(certify.Results(eager, {"w.grad": made[0]}, []), certify.Results(replayed, {"w.grad": made[1]}, []))
     return str(error.value)
 
 

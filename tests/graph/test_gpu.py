@@ -107,7 +107,7 @@ def test_poison_and_a_shared_pool():
 
 
 def test_poison_reaches_the_pool():
-    from gpubound.graph.poison import scribble
+    from gpubound.graph.vary import scribble
 
     captured = capture(lambda x: (x * 2).sin().cos() + 1, torch.ones(1 << 16, device=cuda))
     assert scribble(captured.pool, cuda) >= 1 << 18

@@ -2,16 +2,14 @@
 
 reach.py       what the function can reach, with names and the ways to it
 discover.py    what it reads and writes, found by watching eager calls
-operations.py  what an operation does to its arguments, and launches that no dispatcher sees
-explain.py     what a graph cannot hold, at which line, and what to write instead
+operations.py  what an operation does to its arguments, what a graph cannot hold, and launches that no dispatcher sees
 memory.py      copies of what it writes, put back bit for bit; the comparison of results
-inputs.py      the static inputs, and the exact check of every later call against them
 runner.py      the CUDA graph, or eager calls where there is no GPU
 prepare.py     the whole way from a function to a graph
 rehearse.py    its eager calls before the capture
-held.py        what it holds, and what of that must still be true at a replay
-certify.py     replays against eager on other inputs (trial.py, vary.py; diagnose.py: why they disagree)
-poison.py      NaN where nothing should be read
+held.py        its static inputs, and what must be true at every call
+certify.py     replays against eager on other inputs; why they disagree
+vary.py        what the certificate changes between its rounds; NaN where nothing should be read
 captured.py    the public function and what it returns
 """
 

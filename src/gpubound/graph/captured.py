@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..trace import count, notice
 from .certify import Certificate, certify
-from .inputs import StaticInputs
-from .poison import Poison
+from .held import StaticInputs
 from .prepare import prepare
+from .vary import Poison
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
 

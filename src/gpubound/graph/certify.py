@@ -6,9 +6,13 @@ every gradient made. The next round goes on from where the last ended, so counte
 
 Beside the capture's snapshot one copy of the state is enough: it holds what a round starts from, then in exchange what eager
 has left. The first round starts from the snapshot itself.
+
+Where they disagree, more calls find out why: the replay ignores an input, fn differs from itself, or fn keeps something on the
+host.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +22,10 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import GraphError
 from ..words import readable
-from .diagnose import cause
 from .memory import EQUAL, Difference, Memory, Room, difference, where
-from .trial import Results, Subject, eager_call, replay_call
-from .vary import varied, vary
+from .prepare import Recording
+from .reach import storage_key
+from .vary import SOURCES, varied, vary
 
 
 @dataclass(frozen=True)
@@ -71,40 +75,50 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Results:
+    """What one call gave. The memory that it wrote lies where it is."""
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor | None]
+    random: list[Tensor]
+
+
+def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: float) -> dict[str, Any]:
     """Run the rounds. Returns the certificate's fields; GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
-    examples = [buffer.detach().clone() for buffer in subject.inputs.buffers]
-    names = subject.inputs.names
+    examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
+    names = recording.inputs.names
     rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
-    subject.reset()
-    room = Room(subject.device)
-    kept = list(subject.snapshot.memories.values())
+    recording.reset()
+    room = Room(recording.device)
+    kept = list(recording.snapshot.memories.values())
     workspace = [Memory(memory.tensor, memory.name, room, now=False) for memory in kept]
     worst, worst_name, same_random = EQUAL, "", True
     for index, (given, _) in enumerate(rounds):
         last = index == len(rounds) - 1
-        verdicts, random = _round(subject, given, workspace, others is None, turn=index, last=last)
+        verdicts, random = _round(recording, given, workspace, others is None, turn=index, last=last)
         same_random = same_random and random
         for name, found in verdicts:
             if not found.bitwise and not found.relative <= tolerance:
+                why = cause(recording, name, given, examples)
                 raise GraphError(
-                    f"{subject.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the largest "
-                    f"value) from eager in round {index + 1} of {len(rounds)}: {cause(subject, name, given, examples)}."
+                    f"{recording.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the "
+                    f"largest value) from eager in round {index + 1} of {len(rounds)}: {why}."
                 )
             if found.relative > worst.relative or (worst.bitwise and not found.bitwise):
                 worst, worst_name = found, name
     copies, where_they_lie = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
     mutated = [memory.name for memory in kept if memory.changed()]
-    made = [leaf.name for leaf in subject.new_leaves if leaf.name not in mutated]
-    subject.reset()
-    subject.inputs.copy_in(examples)
+    made = [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]
+    recording.reset()
+    recording.inputs.copy_in(examples)
     unvaried = set.intersection(*(set(same) for _, same in rounds))
     return {
         "rounds": len(rounds),
         "inputs": len(examples),
         "unvaried": tuple(names[index] for index in sorted(unvaried)),
-        "outputs": len(tree_flatten(subject.outputs)[0]),
+        "outputs": len(tree_flatten(recording.outputs)[0]),
         "mutated": tuple(mutated + made),
         "bitwise": worst.bitwise,
         "worst": worst,
@@ -118,18 +132,18 @@ def certify(subject: Subject, others: list[list[Tensor]] | None, tolerance: floa
 
 
 def _round(
-    subject: Subject, given: list[Tensor], workspace: list[Memory], made_up: bool, turn: int, last: bool
+    recording: Recording, given: list[Tensor], workspace: list[Memory], made_up: bool, turn: int, last: bool
 ) -> tuple[list[tuple[str, Difference]], bool]:
     """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
-    before = subject.generators.states()
-    with varied(turn, subject.reach):
-        eager = eager_call(subject, given, made_up)
-    subject.generators.set(before)
+    before = recording.generators.states()
+    with varied(turn, recording.reach):
+        eager = eager_call(recording, given, made_up)
+    recording.generators.set(before)
     for memory in workspace:
         memory.keep() if turn == 0 else memory.swap()
     if turn == 0:
-        subject.snapshot.restore()
-    replayed = replay_call(subject, given)
+        recording.snapshot.restore()
+    replayed = replay_call(recording, given)
     verdicts = _compare(eager, replayed)
     for memory in workspace:
         found = memory.difference()
@@ -171,3 +185,120 @@ def _checked(name: str, got: Tensor, want: Tensor) -> Difference:
             f"{tuple(got.shape)}; a graph's shapes are fixed."
         )
     return difference(got, want)
+
+
+def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> Results:
+    """Call on fresh copies of the inputs. The results outlive a restored state; gradients are bound to the graph's again."""
+    copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, recording.inputs.buffers)]
+    recording.bind_gradients()
+    try:
+        outputs = recording.eager(recording.inputs.fill(copies))
+    except Exception as error:
+        if not made_up:
+            raise
+        raise GraphError(
+            f"{recording.name}: failed on inputs made up for its certificate ({type(error).__name__}: {error}); "
+            "pass other_inputs=, a list of two tuples of arguments that it can take."
+        ) from error
+    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(outputs)[0]]
+    gradients = {leaf.name: _own(recording, leaf.tensor.grad) for leaf in recording.leaves}
+    recording.bind_gradients()
+    return Results(leaves, gradients, recording.generators.states())
+
+
+def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
+    """Replay on `given`. The results are the graph's own tensors: compare or copy them before the next replay."""
+    recording.inputs.copy_in(given)
+    recording.poison_results()
+    recording.replay()
+    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
+    return Results(tree_flatten(recording.outputs)[0], gradients, recording.generators.states())
+
+
+def _own(recording: Recording, gradient: Tensor | None) -> Tensor | None:
+    """A gradient that eager made anew is kept as it is; one that lies in restored memory is copied."""
+    if gradient is None:
+        return None
+    return gradient.detach().clone() if storage_key(gradient) in recording.snapshot.memories else gradient.detach()
+
+
+MOST_INPUTS = 16  # each costs two calls
+ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
+
+HOST_STATE = (
+    "fn keeps something on the host between calls (a number, a list, an attribute that it rebinds); "
+    "keep it in a tensor and update it in place"
+)
+
+
+def cause(recording: Recording, name: str, given: Sequence[Tensor], examples: Sequence[Tensor]) -> str:
+    """The likeliest cause of a difference in the tensor called `name`, and what to do."""
+    noise = _own_noise(recording, name, given)
+    if not noise.bitwise and noise.relative < ATOMIC:
+        return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
+    if not noise.bitwise:
+        return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
+    if _reads_the_host(recording, name, given):
+        return (
+            f"fn reads {SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
+            "or pass the value as an input tensor"
+        )
+    if ignored := _ignored(recording, given, examples):
+        return (
+            f"the replay ignores {' and '.join(ignored)}, which fn takes from the host (a Python number, a NumPy copy, "
+            "a cached tensor); compute from the input's tensor inside fn"
+        )
+    return f"eager agrees with itself, so {HOST_STATE}"
+
+
+def _own_noise(recording: Recording, name: str, given: Sequence[Tensor]) -> Difference:
+    """How far two eager calls from one state differ in the tensor called `name`."""
+    return _between(*(_value(recording, name, given, turn=0) for _ in range(2)))
+
+
+def _reads_the_host(recording: Recording, name: str, given: Sequence[Tensor]) -> bool:
+    """Whether another time, or other random numbers, change what eager gives."""
+    return not _between(*(_value(recording, name, given, turn) for turn in range(2))).bitwise
+
+
+def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) -> Any:
+    """What an eager call gives in the tensor called `name`."""
+    recording.reset()
+    with varied(turn, recording.reach):
+        results = eager_call(recording, given, made_up=True)
+    values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
+    values |= {memory.name: memory.tensor.clone() for memory in recording.snapshot.memories.values() if memory.name == name}
+    return values[name]
+
+
+def _between(one: Any, other: Any) -> Difference:
+    return difference(one, other) if isinstance(one, Tensor) else EQUAL
+
+
+def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
+    """Inputs whose change alone moves eager's result and leaves the replay's as it was."""
+
+    def both(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        recording.reset()
+        eager = _copies(recording, eager_call(recording, tensors, made_up=True))
+        recording.reset()
+        return eager, _copies(recording, replay_call(recording, tensors))
+
+    names = recording.inputs.names
+    eager, replayed = both(examples)
+    found = []
+    for index, name in enumerate(names[:MOST_INPUTS]):
+        other, replayed_other = both([given[i] if i == index else example for i, example in enumerate(examples)])
+        if not _same(eager, other) and _same(replayed, replayed_other):
+            found.append(name)
+    return found
+
+
+def _copies(recording: Recording, results: Results) -> list[Tensor]:
+    """Everything that one call left: outputs, gradients, and the memory it may have written."""
+    values = [*results.outputs, *results.gradients.values(), *(memory.live for memory in recording.snapshot.memories.values())]
+    return [value.detach().clone() for value in values if isinstance(value, Tensor)]
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(some, others))

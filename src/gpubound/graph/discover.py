@@ -19,9 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..watch.events import Cause
 from ..watch.site import Origins, Place, here
-from . import explain
 from .memory import Memory, Snapshot
-from .operations import Origin, began, patched, plain_tensors, tensors_in, written
+from .operations import (
+    HOST_WRITE,
+    Hazard,
+    Origin,
+    began,
+    patched,
+    plain_tensors,
+    tensors_in,
+    written,
+    wrong_with_call,
+    wrong_with_operation,
+)
 from .reach import storage_key
 
 # A kernel may write all its tensor arguments. Weights and anything larger than this count as written when their bytes change.
@@ -58,7 +68,7 @@ class Watch:
         self.generators: list[tuple[torch.Generator, Tensor]] = []  # with the state they had then
         self.calls = 0
         self.written_inputs: dict[int, Place] = {}
-        self.hazards: list[explain.Hazard] = []
+        self.hazards: list[Hazard] = []
         self.made_before: dict[int, Origin] = {}
         self._made: dict[int, Origin] = {}
         self.origins = Origins()
@@ -151,7 +161,7 @@ class Watch:
             self._made[key] = Origin(self._made[key].place, self.calls, fill=value)
 
     def hazard(self, cause: Cause) -> None:
-        self.hazards.append(explain.Hazard(here(self.origins), cause))
+        self.hazards.append(Hazard(here(self.origins), cause))
 
     def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
         """A kernel launch that no dispatcher sees. Any tensor it is given may be written."""
@@ -197,7 +207,7 @@ class _Calls(TorchFunctionMode):
         watch = self.watch
         if watch.is_quiet:
             return func(*args, **(kwargs or {}))
-        if (cause := explain.of_call(func, args, watch.device)) is not None:
+        if (cause := wrong_with_call(func, args, watch.device)) is not None:
             watch.hazard(cause)
         outer, watch.call = watch.call, (func, args)
         try:
@@ -235,7 +245,7 @@ class _Operations(TorchDispatchMode):
         for value in kwargs.values():
             if isinstance(value, torch.Generator):
                 watch.draws(value)
-        if (cause := explain.of_operation(func, args, kwargs, watch.device, watch.call)) is not None:
+        if (cause := wrong_with_operation(func, args, kwargs, watch.device, watch.call)) is not None:
             watch.hazard(cause)
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
             watch.refill(args[0], args[1] if len(args) > 1 else 0)
@@ -254,4 +264,4 @@ class _Operations(TorchDispatchMode):
             return
         if func is torch.ops.aten.copy_.default and args[1].device == device and tensor.is_pinned():
             return
-        self.watch.hazard(explain.HOST_WRITE)
+        self.watch.hazard(HOST_WRITE)

@@ -1,4 +1,8 @@
-"""What an operation does to its arguments, as far as its schema tells; and how the tensors begin that it makes.
+"""What an operation does: which arguments it writes, how the tensors begin that it makes, and why no graph can hold it.
+
+A capture that fails says "operation not permitted when stream is capturing" and no more. So every operation of an eager call is
+looked at first: reads of the device from the host, results whose shape depends on values, data built on the host. The same
+rules hold on a CPU, so that a run without a GPU says what would fail on one.
 
 Last the launches that no dispatcher sees: Triton's, its interpreter's, and those of kernels compiled at run time.
 """
@@ -16,7 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import has_triton, interpreted
-from ..watch.site import Place
+from ..errors import GraphError
+from ..watch import ops
+from ..watch.events import DOWNLOAD, HOST_DATA, NUMBER, PRINT, READ, THROUGH, UPLOAD, WAIT, Cause, shape
+from ..watch.site import Place, Site, site_of_error
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
 _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
@@ -99,6 +106,130 @@ def began(op: Any, args: tuple, made: Tensor, place: Place, call: int) -> Origin
     if name == "lift_fresh" and made.numel() == 1 and made.device.type == "cpu":
         return Origin(place, call, fill=made.detach().numpy().item())
     return Origin(place, call)
+
+
+HOST_WRITE = Cause("writes a CPU tensor, which a replay would not do again", "keep it on the device")
+
+# What to write instead inside a graph, where that is more than outside.
+_IN_A_GRAPH = {
+    UPLOAD: "make it there, pass it as an input, or read from pinned memory that stays",
+    DOWNLOAD: "return the tensor and read it after the replay",
+    WAIT: "return the tensor and read it after the replay",
+    PRINT: "return it and print after the replay",
+    HOST_DATA: "make it before the capture, or from sizes alone (torch.full, torch.arange)",
+}
+
+# Calls of Python alone: they read the data without an operation that a dispatcher would see.
+_CALLS = {"tolist": READ, "numpy": DOWNLOAD, "__array__": DOWNLOAD, "cpu": DOWNLOAD, "__repr__": PRINT, "__format__": PRINT}
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """One line that a graph cannot hold."""
+
+    place: Place
+    cause: Cause
+
+    def __str__(self) -> str:
+        cause = THROUGH.get(self.place.through, self.cause) if self.cause in (READ, HOST_WRITE) else self.cause
+        what = f"{cause.does}; {_IN_A_GRAPH.get(cause, cause.remedy)}"
+        if (line := self.place.line) is not None:
+            return f"{_quoted(line)} {what}"
+        if self.place.built is not None:
+            return f"the backward of {_quoted(self.place.built)} {what}"
+        return f"an operation of the backward pass {what}"
+
+
+def _quoted(site: Site) -> str:
+    """A line's text, cut to what fits a message, and where it stands."""
+    return f"`{site.code if len(site.code) <= 90 else site.code[:87] + '...'}` at {site.at}"
+
+
+def refuse(name: str, hazards: list[Hazard]) -> GraphError:
+    """The error that lists them, a line of code once."""
+    lines = list(dict.fromkeys(map(str, hazards)))
+    if len(lines) == 1:
+        return GraphError(f"cannot capture {name}: {lines[0]}.")
+    return GraphError(f"cannot capture {name}, {len(lines)} places stop it:\n" + "\n".join(f"  {line}." for line in lines))
+
+
+def wrong_with_call(function: Callable, args: tuple, device: torch.device) -> Cause | None:
+    """What is wrong with a call of torch's Python interface, if it reads `device` without an operation."""
+    cause = _CALLS.get(getattr(function, "__name__", ""))
+    if cause is not None and args and isinstance(args[0], Tensor) and args[0].device == device:
+        return cause
+    return None
+
+
+def wrong_with_operation(op: Any, args: tuple, kwargs: dict, device: torch.device, call: tuple) -> Cause | None:
+    """What is wrong with an operation, if a graph cannot hold it. `call` is Python's (function, args) that it came from."""
+    if _assigns_number(op, args, device, call):
+        masked = "index" in op._opname and any(map(_is_mask, args[1]))
+        return None if masked else NUMBER  # torch turns x[mask] = number into masked_fill
+    for move in ops.moves(op, args, kwargs, home=device):
+        if not _holds(op, args, device, move):
+            return move.cause
+    tags = getattr(op, "tags", ())
+    if torch.Tag.data_dependent_output in tags and any(tensor.device == device for tensor in tensors_in(args)):
+        return READ
+    if torch.Tag.dynamic_output_shape in tags and not ops.decides(op):
+        return shape("give it a fixed size, with a mask for what is not used")
+    return None
+
+
+def _assigns_number(op: Any, args: tuple, device: torch.device, call: tuple) -> bool:
+    """Whether a Python number goes into a tensor: on a GPU it is still on the CPU, on a CPU only the call tells."""
+    function, given = call
+    name = getattr(op, "_opname", "").rstrip("_")
+    item = getattr(function, "__name__", "") == "__setitem__"
+    if name in ("index_put", "_index_put_impl", "_unsafe_index_put"):
+        value = args[2]
+    elif name in ("copy", "_to_copy") and item:
+        value = args[1] if name == "copy" else args[0]
+    else:
+        return False
+    return value.numel() == 1 and (value.device != device or (item and not isinstance(given[-1], Tensor)))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:
+    """Whether a graph holds what an operation makes the host do: a copy with pinned memory at the other end is one of its
+    nodes, a number on the CPU is a constant. What is downloaded into memory of its own would be in no replay's reach.
+    """
+    if move.cause is HOST_DATA:
+        return device.type == "cpu" and args[0].numel() == 1
+    return move.pinned and not (move.kind == "d2h" and op._opname == "_to_copy")
+
+
+# What CUDA and torch say when a capture breaks, and what that means. First match wins.
+_FAILURES = (
+    (
+        "offset for a CUDA generator not in capture mode",
+        "draws from a generator that the graph does not know; pass it in state=",
+    ),
+    ("capturable is False", "steps an optimizer that counts on the host; build it with capturable=True"),
+    ("called a synchronizing CUDA operation", f"{WAIT.does}; {_IN_A_GRAPH[WAIT]}"),
+    ("legacy stream", "works on the legacy default stream; use the current stream"),
+    (
+        "stream is capturing",
+        "does what a capture forbids: a wait for the device, a blocking copy or an allocation outside the pool",
+    ),
+    ("capture", "breaks the capture: a wait for the device, a blocking copy, or work on a stream that does not join it"),
+)
+
+
+def broken_capture(name: str, error: BaseException) -> GraphError | None:
+    """The GraphError for an exception whose reason is the capture; None for the function's own error."""
+    text = str(error)
+    for sign, meaning in _FAILURES:
+        if sign in text:
+            line = site_of_error(error)
+            where = _quoted(line) if line is not None else "an operation of the backward pass"
+            return GraphError(f"cannot capture {name}: {where} {meaning} ({text.strip().splitlines()[0]}).")
+    return None
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from .held import Held, same
-from .inputs import StaticInputs
+from .held import Held, StaticInputs, same
 from .memory import allocating_in
-from .poison import fill_results, scribble
 from .reach import Reach, Way, storage_key
 from .rehearse import Leaf, Names, Rehearsal
 from .runner import runner_for
+from .vary import fill_results, scribble
 
 
 def prepare(name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int) -> "Recording":

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from ..errors import GraphError
 from ..trace import notice
+from ..watch.events import WAIT
 from ..watch.site import Place
-from . import explain
 from .discover import Watch
-from .held import same
-from .inputs import StaticInputs
+from .held import StaticInputs, same
 from .memory import Generators, Snapshot, whole
-from .operations import Origin
+from .operations import Hazard, Origin, refuse
 from .reach import Found, Reach, storage_key
 from .runner import EagerRunner, GraphRunner
 
@@ -162,7 +161,7 @@ class Rehearsal:
                 self.generators.add(generator, state)
             self._refuse()
             if found := self.runner.waits(self.call):  # on a GPU: also a wait inside an operation, unseen by the watch
-                raise explain.refuse(self.name, [explain.Hazard(place, explain.WAIT) for place in found])
+                raise refuse(self.name, [Hazard(place, WAIT) for place in found])
         except torch.OutOfMemoryError:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the broken call's kernels still run
@@ -171,7 +170,7 @@ class Rehearsal:
     def _refuse(self) -> None:
         """Raise for whatever the last call showed that a graph cannot hold or repeat."""
         if self.watch.hazards:
-            raise explain.refuse(self.name, self.watch.hazards)
+            raise refuse(self.name, self.watch.hazards)
         self._refuse_changed_inputs()
         for seen in self.watch.external.values():
             there = seen.tensor.device

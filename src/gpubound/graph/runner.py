@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import GraphError
 from ..watch.site import Place, here
-from . import explain
+from .operations import broken_capture
 from .reach import storage_key
 
 _WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
@@ -166,7 +166,7 @@ class GraphRunner:
                 self.graph.capture_end()
             except BaseException as error:
                 self._abandon()
-                if isinstance(error, Exception) and (refusal := explain.failed(name, error)) is not None:
+                if isinstance(error, Exception) and (refusal := broken_capture(name, error)) is not None:
                     raise refusal from error
                 raise
             self.memory_bytes = torch.cuda.memory_reserved(self.device) - before

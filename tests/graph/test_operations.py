@@ -90,8 +90,8 @@ def test_all_places_are_listed():
     line = inspect.getsourcelines(fn)[1]
     assert said(capture, fn, drawn(4)) == (
         "cannot capture fn, 2 places stop it:\n"
-        f"  `x = x * x.max().item()` at tests/graph/test_explain.py:{line + 1} {READ}.\n"
-        f"  `return x[x > 0]` at tests/graph/test_explain.py:{line + 2} {MASK}."
+        f"  `x = x * x.max().item()` at tests/graph/test_operations.py:{line + 1} {READ}.\n"
+        f"  `return x[x > 0]` at tests/graph/test_operations.py:{line + 2} {MASK}."
     )
 
 
@@ -116,7 +116,7 @@ def test_clipping_that_looks():
     line = inspect.getsourcelines(fn)[1] + 3
     assert said(capture, fn, drawn(5, 4)) == (
         "cannot capture fn: `return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)` "
-        f"at tests/graph/test_explain.py:{line} reads the gradient norm from the host; pass error_if_nonfinite=False."
+        f"at tests/graph/test_operations.py:{line} reads the gradient norm from the host; pass error_if_nonfinite=False."
     )
 
 
@@ -171,7 +171,7 @@ def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
         if modes:
             warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
 
-    assert [place.line.at for place in runner.waits(fn)] == [f"tests/graph/test_explain.py:{fn.__code__.co_firstlineno + 2}"]
+    assert [place.line.at for place in runner.waits(fn)] == [f"tests/graph/test_operations.py:{fn.__code__.co_firstlineno + 2}"]
     assert modes == ["warn", 0]
     with pytest.warns(UserWarning, match="the function's own"):
         assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []
