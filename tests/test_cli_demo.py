@@ -45,6 +45,13 @@ def test_the_whole_path(tmp_path, capsys):
     assert (out / "model" / "model.safetensors").exists()
 
 
+def test_without_a_text_to_show(tmp_path, capsys, monkeypatch):
+    """An objective that writes none, as one over images would."""
+    monkeypatch.setattr("gpubound.train.objectives.causal_lm.NextToken.sample", lambda self, *asked: None)
+    assert demo(tmp_path / "demo") == 0
+    assert "goes on from" not in capsys.readouterr().err and "What it writes" not in (tmp_path / "demo/report.html").read_text()
+
+
 def test_a_finished_demo_is_replaced(tmp_path):
     for steps in ("2", "1"):
         assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", steps, "--device", "cpu"]) == 0

@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         run = prepare(recipe, options)
         outcome = train(run, "demo", write, tape=tape)
         if run.finished and not outcome.failed:
-            say(f"\nIt goes on from {PROMPT!r}:\n\n{tape.about['sample']}\n")
+            if sample := tape.about.get("sample"):
+                say(f"\nIt goes on from {PROMPT!r}:\n\n{sample}\n")
             say(f"export: {run.export(out / 'model')} (a Hugging Face folder, weights of step {run.best or run.done:,})")
         elif not run.diverged:
             say(f"go on with: {shlex.join(command if options.resume else [*command, '--resume'])}")
@@ -147,14 +148,6 @@ def files(out: Path) -> dict[str, list[int]]:
     return {name: stamp for name, stamp in found.items() if name != LOCK}
 
 
-@torch.no_grad()
-def write(run: Run) -> str:
-    """What the model writes after PROMPT. It reads the whole text anew for each token: short, and no cache to explain."""
-    run.model.eval()
-    generator = torch.Generator(run.device).manual_seed(0)
-    ids = torch.tensor([run.tokenizer.encode(PROMPT)], device=run.device)
-    for _ in range(WRITTEN):
-        logits = run.model(ids[:, -run.recipe.seq :])[:, -1, : run.tokenizer.vocab_size].float() / TEMPERATURE
-        ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-    run.model.train()
-    return run.tokenizer.decode(ids[0].tolist())
+def write(run: Run) -> str | None:
+    """What the model makes of PROMPT."""
+    return run.objective.sample(run.model, run.tokenizer, PROMPT, WRITTEN, run.recipe.seq, TEMPERATURE)

@@ -79,7 +79,7 @@ def alone(out: str) -> Iterator[None]:
 
 
 def train(
-    run: Run, title: str, sample: Callable[[Run], str] | None = None, log: str | None = None, tape: Tape | None = None
+    run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: Tape | None = None
 ) -> "Outcome":
     """Train `run` with a live line, a tape, perhaps a logger.
 

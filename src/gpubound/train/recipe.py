@@ -28,8 +28,9 @@ SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 PHASED = (
-    "data", "data_bytes", "text_key", "seq", "micro_batch", "accumulate", "steps", "lr", "schedule", "warmup", "decay", "final",
-    "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience", "save_every",
+    "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
+    "schedule", "warmup", "decay", "final", "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience",
+    "save_every",
 )  # fmt: skip
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
 
@@ -204,6 +205,8 @@ class Recipe:
 
     def _with(self, name: str, phase: dict[str, Any]) -> "Recipe":
         own = {key: value for key, value in phase.items() if key != "name"}
+        if "objective" in own:  # the run's options are another objective's
+            own.setdefault("objective_options", {})
         for key in own.keys() - set(PHASED):
             known = {f.name for f in fields(Recipe)}
             why = "is the whole run's, not a phase's." if key in known else unknown(key, ("name", *PHASED))

@@ -55,7 +55,6 @@ class Run:
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.objective = self.recipe.new_objective()
         self.family = family_of(self.recipe.model)
 
     @property
@@ -77,11 +76,12 @@ class Run:
         return recipe.micro_batch * recipe.accumulate * recipe.seq
 
     def enter(self, phase: int) -> None:
-        """Make phase number `phase` ready, from the weights as they are, with a fresh optimizer."""
+        """Make phase number `phase` ready, from the weights as they are, with a fresh objective and optimizer."""
         if hasattr(self, "step"):
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
+        self.objective = self.stage.recipe.new_objective()
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device)
         way, budget = parse_recompute(self.recipe.recompute)
         if way == "budget":

@@ -1,12 +1,11 @@
 """An objective is a file and a line in the registry: its name, its options, its loss, and what it says of held-out data."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 
-from gpubound.train.objectives import OBJECTIVES, objective_named
+from gpubound.train.objectives import OBJECTIVES, Objective, objective_named
 from gpubound.train.objectives.causal_lm import NextToken
 
 from ..runs import recipe, train
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 class Share(NextToken):
     """A part of the next token's loss; validation reports the whole, and one figure more."""
 
-    name: ClassVar[str] = "share"
     part: float = 1.0
 
     def __call__(self, model, batch, scale=None):
@@ -31,7 +29,7 @@ class Share(NextToken):
 
 @pytest.fixture
 def share(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, Share.name, (__name__, Share.__name__))
+    monkeypatch.setitem(OBJECTIVES, "share", (__name__, Share.__name__))
 
 
 def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):
@@ -48,6 +46,30 @@ def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):
         train(recipe(corpus, tmp_path / "share", **changes | {"steps": 3, "objective_options": {"part": 0.5}}), resume=True)
     again, _ = train(recipe(corpus, tmp_path / "share", **changes | {"steps": 3}), resume=True)
     assert again.done == 3
+
+
+def test_a_phase_has_an_objective_of_its_own(share, corpus, tmp_path):
+    """Stopped in the second phase and resumed, it is still that phase's. The run's options are not another objective's."""
+    phases = ({"name": "half", "steps": 2}, {"name": "whole", "steps": 3, "objective": "next_token"})
+    changes = {"objective": "share", "objective_options": {"part": 0.25}, "phases": phases}
+    run, records = train(recipe(corpus, tmp_path / "run", **changes), until=4)
+    assert type(run.objective) is NextToken and run.done == 4
+    ends = [record for record in records if "held_out" in record]
+    assert "batches" in ends[0] and records[0]["loss"] < records[2]["loss"] / 3, "a quarter of the loss"
+    resumed, more = train(recipe(corpus, tmp_path / "run", **changes), resume=True)
+    assert type(resumed.objective) is NextToken and "batches" not in more[-1] and resumed.finished
+
+    other = ({"name": "half", "steps": 2, "objective": "next_token"}, phases[1])
+    with pytest.raises(ValueError, match="phase half: objective was 'share', is 'next_token'"):
+        train(recipe(corpus, tmp_path / "run", **changes | {"phases": other}), resume=True)
+
+
+def test_text_is_what_an_objective_writes(corpus, tmp_path):
+    run, _ = train(recipe(corpus, tmp_path / "run", steps=1))
+    asked = (run.model, run.tokenizer, "import ", 6, 8, 0.5)
+    text = run.objective.sample(*asked)
+    assert text.startswith("import ") and text == run.objective.sample(*asked) and run.model.training
+    assert Objective().sample(*asked) is None, "what is not a language model's objective writes nothing"
 
 
 @pytest.mark.parametrize(

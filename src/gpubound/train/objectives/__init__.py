@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...corpus import Tokenizer
+
 OBJECTIVES = {
     "causal_lm": (".causal_lm", "CausalLM"),
     "next_token": (".causal_lm", "NextToken"),
@@ -26,7 +28,6 @@ class Objective:
     tensors, so nothing here may wait for the device but `prepare` and `validate`.
     """
 
-    name: ClassVar[str]
     of_corpus: ClassVar[bool] = True  # whether it takes batches as a Corpus cuts them: the labels are the next tokens
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,12 @@ class Objective:
             loss, items = self(model, batch)
             total, count = total.to(loss.device) + loss.double(), count.to(loss.device) + items.double()
         return {"held_out": (total / count).item()}
+
+    def sample(
+        self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float
+    ) -> str | None:
+        """What the model makes of `prompt`, for a report, seeing `context` tokens at once; None where it writes no text."""
+        return None
 
 
 def objective_class(name: str) -> type[Objective]:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from ...corpus import Tokenizer
 from ...kernels import cross_entropy, linear_cross_entropy
 from ...layers.vocabulary import shift, why_whole
 from ...trace import fallback
@@ -28,7 +30,6 @@ class CausalLM(Objective):
     Labels are moved by one here, as Hugging Face does: the token at t is predicted from those before it.
     """
 
-    name: ClassVar[str] = "causal_lm"
     of_corpus: ClassVar[bool] = False
     shifted: ClassVar[bool] = False  # whether the labels have been moved already
     _tried: nn.Module | None = field(init=False, default=None)
@@ -59,12 +60,24 @@ class CausalLM(Objective):
         total = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return total if scale is None else total * scale, count
 
+    @torch.no_grad()
+    def sample(self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float) -> str:
+        """`prompt` continued. The whole text is read anew for each token: short, and no cache to explain."""
+        training, device = model.training, next(model.parameters()).device
+        model.eval()
+        generator = torch.Generator(device).manual_seed(0)
+        ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+        for _ in range(tokens):
+            logits = _logits(model, {"input_ids": ids[:, -context:]})[:, -1, : tokenizer.vocab_size].float() / temperature
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
+        model.train(training)
+        return tokenizer.decode(ids[0].tolist())
+
 
 @dataclass(eq=False)
 class NextToken(CausalLM):
     """The same for labels that are the next tokens already, as a Corpus cuts them."""
 
-    name: ClassVar[str] = "next_token"
     of_corpus: ClassVar[bool] = True
     shifted: ClassVar[bool] = True
 
