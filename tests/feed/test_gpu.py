@@ -125,6 +125,6 @@ def test_memory_that_runs_out_while_uploading(monkeypatch):
 
 def test_the_budget_is_measured():
     free = torch.cuda.mem_get_info()[0]
-    from gpubound.feed.budget import free_bytes
+    from gpubound.feed.choose import free_bytes
 
     assert free_bytes(torch.device("cuda", 0)) >= free - (64 << 20)

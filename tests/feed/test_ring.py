@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from gpubound.feed import ring as ring_module
-from gpubound.feed.leaves import Padding
-from gpubound.feed.ring import AHEAD, Ring
-from gpubound.feed.transfer import CudaLane, HostLane, pack
+from gpubound.feed.leaves import Padding, pack
+from gpubound.feed.ring import AHEAD, CudaLane, HostLane, Ring
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpubound.feed.shuffle import EPOCHS, KEYS, Scatter, mix, order, signed
+from gpubound.feed.source import EPOCHS, KEYS, Scatter, mix, order, signed
 
 ALL = (1 << 64) - 1
 

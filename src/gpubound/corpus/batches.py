@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from ..feed.budget import allowance, free_bytes, target
-from ..feed.epochs import Feed
+from ..feed.choose import allowance, free_bytes, target
+from ..feed.epochs import Feed, Served, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
-from ..feed.transfer import Served, count_copied
 from ..trace import fallback, notice
 from ..words import readable
 from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, Packing, as_stored, plan_documents, plan_stream

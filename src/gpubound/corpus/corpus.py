@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..feed.shuffle import mix, order
+from ..feed.source import mix, order
 from .batches import CorpusFeed, batches
 from .build import build
 from .shards import CURE, Shard, facts, listed_shards, read_shard, saved_files_are_intact

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..feed.shuffle import Scatter
+from ..feed.source import Scatter
 
 IGNORED = -100  # the label that losses skip
 STREAM_FIELDS = ("input_ids", "labels")

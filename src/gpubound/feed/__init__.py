@@ -5,7 +5,7 @@ Feed      batches, epoch after epoch, from a position that can be saved         
 Source    what is read: a list, single items, a DataLoader, any iterable           source.py
 Resident  batches kept on the device, guarded against writes                       resident.py
 Ring      batches read and copied ahead by a thread                                ring.py
-Lane      one batch's road from host to device                                     transfer.py
+Tree      a batch's leaves, padded and packed into one run of bytes                leaves.py
 """
 
 from .choose import feed

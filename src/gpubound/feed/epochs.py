@@ -9,10 +9,27 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import DataError
-from ..trace import span
-from .leaves import Padding
+from ..trace import count, span
+from .leaves import Padding, pack
 from .source import Source
-from .transfer import Served, count_copied, pack
+
+
+@dataclass(frozen=True)
+class Served:
+    """A batch and what it took: leaves that lay on the device because of the feed, were there already, or had to be copied."""
+
+    batch: Any
+    resident: int = 0
+    passed: int = 0
+    copied: int = 0
+    bytes: int = 0
+    waited: float = 0.0  # seconds for the source
+    held_back: float = 0.0  # seconds for the device to catch up
+
+
+def count_copied(size: int) -> None:
+    if size:
+        count("h2d_bytes", size)
 
 
 class Store(Protocol):

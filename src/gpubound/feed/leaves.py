@@ -16,10 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 Path = tuple[Any, ...]
 Bucket = str | int | Sequence[int] | None
+
+# Where a leaf starts in the staged bytes: torch's own allocations on a GPU start at multiples of 512.
+ALIGN = 512
 
 _LEAF = object()
 
@@ -35,9 +39,9 @@ class Tree:
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         return _build(self._form, iter(leaves))
 
-    def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[int, Tensor]]:
         """(index, leaf) of the leaves that are tensors."""
-        return ((i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
+        return ((i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
 
 
 def flatten(batch: Any) -> Tree:
@@ -73,7 +77,7 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
         return lambda values: dict(zip(keys, values)), list(node.items())
     if kind is list or kind is tuple:
         return kind, list(enumerate(node))
-    if isinstance(node, torch.Tensor | np.ndarray | str | bytes):
+    if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
         return _refill(node, "item", list(node)), list(node.items())
@@ -175,7 +179,7 @@ class Padding:
             there = ", ".join(name(tree.paths[i]) for i, _ in tree.tensors()) or "no tensors"
             raise ValueError(f"feed: pad: no leaf is called {missing[0]!r}; this batch has {there}.")
 
-    def _pad(self, leaf: torch.Tensor, what: str, value: Any, dimension: int) -> torch.Tensor:
+    def _pad(self, leaf: Tensor, what: str, value: Any, dimension: int) -> Tensor:
         if not -leaf.dim() <= dimension < leaf.dim():
             raise ValueError(f"feed: pad: {what} has {leaf.dim()} dimensions, wanted one numbered {dimension}; name another.")
         wanted = bucket_size(leaf.shape[dimension], self.bucket)
@@ -201,3 +205,73 @@ class Padding:
 
 def _positive(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A host batch made ready to send: which leaves must be copied, and where each lies in one flat run of bytes."""
+
+    tree: Tree
+    copied: Sequence[tuple[int, int, tuple[int, ...]]]  # (leaf, offset, strides)
+    size: int  # bytes of the run
+    payload: int  # bytes of the leaves themselves
+    passed: int  # leaves already on the device
+
+    def stage(self, staged: Tensor) -> None:
+        """Write the leaves into host memory. One copy then takes them all: launching nine small ones would cost more than it
+        moves."""
+        with torch.no_grad():
+            for leaf, offset, strides in self.copied:
+                tensor = self.tree.leaves[leaf]
+                _place(staged, offset, tensor, strides).copy_(tensor)
+
+    def unpack(self, sent: Tensor) -> Any:
+        """The batch, its copied leaves being views of `sent`."""
+        leaves = list(self.tree.leaves)
+        for leaf, offset, strides in self.copied:
+            leaves[leaf] = _place(sent, offset, leaves[leaf], strides)
+        return self.tree.rebuild(leaves)
+
+
+def pack(batch: Any, device: torch.device, padding: Padding, always: bool = False) -> Parcel:
+    """Look at every leaf of `batch`: what lies on `device` passes, the rest is given a place in the run. `always`: copy all
+    the same."""
+    tree = flatten(batch)
+    padding.apply(tree)
+    copied, offset, payload, passed = [], 0, 0, 0
+    for i, leaf in tree.tensors():
+        if leaf.device == device and not always:
+            passed += 1
+            continue
+        _check_layout(leaf)
+        copied.append((i, offset, _strides(leaf)))
+        size = leaf.numel() * leaf.element_size()
+        payload += size
+        offset += -(-size // ALIGN) * ALIGN
+    return Parcel(tree, copied, offset, payload, passed)
+
+
+def _check_layout(leaf: Tensor) -> None:
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+        raise ValueError(
+            f"feed: got a leaf with layout {leaf.layout}, wanted plain dense tensors; send its indices and values, or put it "
+            f"on the device in the source."
+        )
+
+
+def _strides(leaf: Tensor) -> tuple[int, ...]:
+    """Its own strides where the memory format means something (channels_last), else contiguous ones."""
+    if leaf.dim() in (4, 5):
+        form = torch.channels_last if leaf.dim() == 4 else torch.channels_last_3d
+        if leaf.is_contiguous(memory_format=form):
+            return leaf.stride()
+    strides, step = [], 1
+    for size in reversed(leaf.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _place(run: Tensor, offset: int, like: Tensor, strides: tuple[int, ...]) -> Tensor:
+    piece = run[offset : offset + like.numel() * like.element_size()]
+    return piece.view(like.dtype).as_strided(like.shape, strides)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ..errors import DataError
-from .leaves import Padding, Tree, flatten, name
+from .epochs import Served, count_copied
+from .leaves import Padding, Tree, flatten, name, pack
 from .source import BatchList, Items
-from .transfer import Served, count_copied, pack
 
 
 class HeldBatch:

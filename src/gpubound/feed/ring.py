@@ -17,20 +17,115 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import GraphError
 from ..trace import notice, span
-from .leaves import Padding
+from .epochs import Served, count_copied
+from .leaves import Padding, Parcel, pack
 from .source import Source
-from .transfer import Lane, Parcel, Served, count_copied, lane_to, pack
 
 AHEAD = 4
 CLOSING_SECONDS = 5.0
 
+# How often the ring's thread asks for an event. It asks instead of calling synchronize(), which ledgers count as a wait of the
+# host, in any thread: the training loop does not wait here. Being late by this much holds nothing up, since the batches of the
+# other slots are on their way.
+POLL_SECONDS = 2e-4
+
 _END = object()
+
+
+class Lane(Protocol):
+    device: torch.device
+
+    def admit(self) -> None:
+        """Raise if the consumer cannot take a batch where it stands."""
+
+    def staging(self, size: int) -> Tensor:
+        """Host memory to copy from."""
+
+    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
+        """Start copying `staged` to fresh memory on the device; the event ends the copy. `event` may be used anew."""
+
+    def wait(self, event: Any) -> None:
+        """Hold this host thread until `event` is over."""
+
+    def receive(self, sent: Tensor, event: Any) -> None:
+        """Let the consumer's stream, not its host, wait for the copy."""
+
+    def mark(self, event: Any) -> Any:
+        """An event that is over when the device has done what the consumer launched so far."""
+
+
+class HostLane:
+    """To a device without streams and pinned memory: the CPU, or a backend other than CUDA. A copy is over when it returns."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def admit(self) -> None: ...
+
+    def staging(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
+        return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
+
+    def wait(self, event: Any) -> None: ...
+
+    def receive(self, sent: Tensor, event: Any) -> None: ...
+
+    def mark(self, event: Any) -> Any: ...
+
+
+class CudaLane:
+    """Pinned memory and a copy stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def admit(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise GraphError(
+                "feed: a batch was asked of the ring inside a graph capture, which cannot hold a copy made outside it; take "
+                "the batch before and copy it into the graph's inputs, or keep a corpus resident and call its fetch()."
+            )
+
+    def staging(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self.stream):
+            sent = torch.empty(staged.numel(), dtype=torch.uint8, device=self.device)
+            sent.copy_(staged, non_blocking=True)
+            return sent, self._record(event, self.stream)
+
+    def wait(self, event: Any) -> None:
+        while not event.query():
+            time.sleep(POLL_SECONDS)
+
+    def receive(self, sent: Tensor, event: Any) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        sent.record_stream(stream)
+
+    def mark(self, event: Any) -> Any:
+        return self._record(event, torch.cuda.current_stream(self.device))
+
+    @staticmethod
+    def _record(event: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = event or torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+def lane_to(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else HostLane(device)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.feed.budget import SHARE, allowance, concrete, free_bytes, parse_bytes, target
+from gpubound.feed.choose import SHARE, allowance, concrete, free_bytes, parse_bytes, target
 from gpubound.words import readable
 
 
