@@ -1,7 +1,8 @@
-"""How the library says numbers, sizes, durations and misspelt names: one formatter for each, used everywhere."""
+"""How the library says numbers, sizes, durations, values and misspelt names: one formatter for each, used everywhere."""
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,3 +91,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """How to end a sentence that refuses `name`: '; did you mean syncs?' when a known name is close, else a full stop."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else "."
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, 80, 80, 80
+    return brief.repr(value)

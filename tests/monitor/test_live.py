@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gpubound import trace
 from gpubound.monitor import LiveLine
-from gpubound.monitor.live import Gauges, _Chip, open_log
+from gpubound.monitor.live import Gauges, _Chip, check_log, open_log
 
 CPU = torch.device("cpu")
 
@@ -165,7 +165,7 @@ def test_trackers_get_the_config_and_each_record(tmp_path, monkeypatch, capsys, 
     note = lambda what: lambda *a, **k: (calls.append((what, a, k)), what == "log" or print(what))  # noqa: E731
     monkeypatch.setitem(sys.modules, kind, library(kind, init=note("init"), log=note("log"), finish=note("finish")))
     with open_log(kind, tmp_path, "first", {"lr": 1e-3}) as log:
-        log.write(RECORD)
+        log(RECORD)
     where = {"dir": str(tmp_path)} if kind == "wandb" else {}
     assert calls == [
         ("init", (), {"project": "gpubound", "name": "first", "config": {"lr": 1e-3}, **where}),
@@ -191,18 +191,18 @@ def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", library("tensorboard"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library("torch.utils.tensorboard", SummaryWriter=SummaryWriter))
     with open_log("tensorboard", tmp_path, "first", {}) as log:
-        log.write(RECORD)
+        log(RECORD)
     assert written == [("loss", 2.5, 7), ("lr", 1e-3, 7)] and closed == [True]
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_library_is_named(tmp_path, monkeypatch, kind):
+def test_a_missing_library_is_named(monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(ValueError) as error:
-        open_log(kind, tmp_path, "first", {})
+        check_log(kind)
     assert str(error.value) == f"log: {kind} is not installed; pip install {kind}, or leave --log out."
 
 
 def test_no_logger_is_none():
     with open_log(None, "anywhere", "first", {}) as log:
-        log.write(RECORD)
+        log(RECORD)

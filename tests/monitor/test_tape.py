@@ -100,18 +100,18 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
     a_run(tmp_path, steps=1)
     (tmp_path / "steps.jsonl").unlink()
     os.mkfifo(tmp_path / "steps.jsonl")
-    with pytest.raises(DataError, match=r"steps\.jsonl is not a regular file"):
+    with pytest.raises(DataError, match=r"steps\.jsonl: is a named pipe, wanted a regular file"):
         Tape.open(tmp_path).steps()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"{", "run.json is not readable JSON: Expecting property name"),
-        (b"[" * 100_000, "run.json is not readable JSON: "),
-        (b"\xff", "run.json is not a text in UTF-8: "),
-        (b"[]", "run.json holds a list, wanted an object; restore it or run again."),
-        (b"null", "run.json holds null, wanted an object; "),
+        (b"{", "run.json: is not JSON (Expecting property name"),
+        (b"[" * 100_000, "run.json: is not JSON ("),
+        (b"\xff", "run.json: is not JSON ('utf-8' codec"),
+        (b"[]", "run.json: holds a JSON list, wanted an object; restore it or run again."),
+        (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
         (b'{"config": []}', "run.json: config is a list, wanted an object; "),
         (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
         (b'{"name": 5}', "run.json: name is a number, wanted a text; "),
@@ -124,7 +124,7 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
         (b'{"starts": ["now"]}', "run.json: starts holds 'now', wanted objects with date (a text), command (a text); "),
         (
             b'{"starts": [{"date": "", "command": 1e999}]}',
-            "run.json: starts holds {'date': '', 'command': inf}, wanted objects ",
+            "run.json: starts holds {'command': inf, 'date': ''}, wanted objects ",
         ),
     ],
 )

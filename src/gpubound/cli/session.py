@@ -86,7 +86,6 @@ def train(
     `sample(run)` gives a text that the best weights write, for the report. `tape` is the run's, when it has been begun.
     """
     config = dataclasses.asdict(run.recipe)
-    logger = open_log(log, run.folder, title, config)
     tape = tape or Tape.create(run.folder)
     tape.rewind(run.done)
     run.checkpoints.first = tape.flush
@@ -99,14 +98,14 @@ def train(
     if scale.formula:
         say(scale.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
-    with Stop() as stop, logger, gauges, line as live:
+    with Stop() as stop, open_log(log, run.folder, title, config) as logged, gauges, line as live:
 
         def on_record(record: Record) -> None:
             record = scale.fill(record) | gauges.read()
             tape.append(record)
             if live is not None:
                 live.show(record)
-            logger.write(record)
+            logged(record)
 
         run.go(on_record, stop)
     outcome = judge(run, tape, stop)

@@ -12,9 +12,10 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 import yaml
@@ -22,8 +23,9 @@ import yaml
 from ..models.trainable import trainable
 from ..monitor.live import check_log
 from ..train.prepare import prepare
-from ..train.recipe import KINDS, Recipe, shown, unknown
+from ..train.recipe import Recipe, check_kind, unknown
 from ..train.recompute import parse as parse_recompute
+from ..words import shown
 from . import arguments
 from .session import alone, finish, quietly, say, train
 
@@ -166,25 +168,16 @@ def _phase(phase: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _as(field: dataclasses.Field, value: Any) -> Any:
-    """YAML reads 3e-4 as text; a number field takes it, and anything else of the wrong kind is refused by name."""
+    """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number. Else refused by name."""
+    wanted = (get_args(field.type) or (field.type,))[0]
     if field.name == "data":
         value = tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(name, str) for name in value):
-            raise ValueError(f"data must be a path or a list of them, got {shown(value)}.")
-        return value
-    kinds = {"data_bytes": int}
-    wanted = kinds.get(field.name, str if field.default is None else type(field.default))
-    if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            pass  # the sentence below names the field
-    if wanted is str and type(value) is int:  # recompute: 12
-        return str(value)
-    if value is None and field.default is None:
-        return None
-    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ValueError(f"{field.name} must be {KINDS[wanted]}, got {shown(value)}.")
+    elif wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # the sentence below names the field
+            value = float(value)
+    elif wanted is str and type(value) is int:
+        value = str(value)
+    check_kind(field, value)
     return value
 
 

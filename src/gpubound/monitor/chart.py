@@ -49,7 +49,6 @@ def line_chart(
     title: str,
     series: Sequence[Series],
     axis: Axis = Axis(),
-    x_label: str = "step",
     marks: Sequence[tuple[float, str]] = (),
     span: tuple[float, float] | None = None,
 ) -> str:
@@ -65,10 +64,10 @@ def line_chart(
         y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
     first, last = span or (min(x for x, _ in points), max(x for x, _ in points))
     frame = _Frame(first, last, y_ticks[0], y_ticks[-1])
-    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_foot(frame, x_label)) + "".join(_marks(frame, marks))
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_foot(frame)) + "".join(_marks(frame, marks))
     body += "".join(_line(frame, s, axis.style) for s in drawn)
     keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in drawn)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by {escape(x_label)}">'
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
     caption = escape(title) + (f"<small>{keys}</small>" if len(drawn) > 1 else "")
     return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
 
@@ -122,15 +121,15 @@ def _grid(frame: _Frame, ticks: list[float], style: str) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
 
 
-def _foot(frame: _Frame, x_label: str) -> Iterator[str]:
-    """The x axis: whole numbers within the frame, and what they count."""
+def _foot(frame: _Frame) -> Iterator[str]:
+    """The x axis: whole numbers of steps within the frame."""
     ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
     for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
         anchor = "end" if at > WIDTH - RIGHT - EDGE else "middle"
         at = WIDTH - RIGHT if anchor == "end" else at
         yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
-    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
 
 
 def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:

@@ -8,8 +8,8 @@ prints would say 100 % of a GPU on which one SM works.
 import resource
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -127,28 +127,25 @@ LINES = 10
 SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
 
 
+# What a line says of a step, in this order.
+PARTS: dict[str, Callable[[Any], str]] = {
+    "phase": printable,
+    "loss": lambda loss: f"loss {float(loss):.3f}",
+    "held_out": "held out {:.3f}".format,
+    "tokens_per_s": lambda pace: quantity(pace, " tok/s"),
+    "mfu": "{:.1%} of the matrix rate".format,
+    "gpu_busy": "GPU busy {:.0%}".format,
+    "syncs": "{:g} syncs/step".format,
+    "power_w": "{:.0f} W".format,
+    "memory_bytes": readable,
+    "skipped": lambda count: f"{count} skipped" if count else "",
+}
+
+
 def describe(record: dict[str, Any]) -> str:
     """One step in a line. Only what was measured appears."""
-    parts = [printable(record["phase"])] if "phase" in record else []
-    if "loss" in record:
-        parts.append(f"loss {float(record['loss']):.3f}")
-    if "held_out" in record:
-        parts.append(f"held out {record['held_out']:.3f}")
-    if "tokens_per_s" in record:
-        parts.append(quantity(record["tokens_per_s"], " tok/s"))
-    if "mfu" in record:
-        parts.append(f"{record['mfu']:.1%} of the matrix rate")
-    if "gpu_busy" in record:
-        parts.append(f"GPU busy {record['gpu_busy']:.0%}")
-    if "syncs" in record:
-        parts.append(f"{record['syncs']:g} syncs/step")
-    if "power_w" in record:
-        parts.append(f"{record['power_w']:.0f} W")
-    if "memory_bytes" in record:
-        parts.append(readable(record["memory_bytes"]))
-    if record.get("skipped"):
-        parts.append(f"{record['skipped']} skipped")
-    return "  ".join(parts)
+    said = (say(record[key]) for key, say in PARTS.items() if key in record)
+    return "  ".join(part for part in said if part)
 
 
 class _Bar(Progress):
@@ -201,75 +198,38 @@ class LiveLine:
 LOGGERS = ("tensorboard", "wandb", "trackio")
 
 
-class Log:
-    """`with open_log(...) as log: log.write(record)`. This one, for none, writes nothing."""
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def check_log(kind: str | None) -> None:
     """Refuse a logger that cannot be opened, before hours are spent on what it was to log."""
-    if kind is not None and kind not in LOGGERS:
+    if kind is None:
+        return
+    if kind not in LOGGERS:
         raise ValueError(f"log: got {kind!r}, wanted one of {', '.join(LOGGERS)}.")
-    if kind is not None:
-        _library(kind)
+    try:
+        import_module(kind)
+    except ImportError as error:
+        raise ValueError(f"log: {kind} is not installed; pip install {kind}, or leave --log out.") from error
 
 
-def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Log:
+@contextmanager
+def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], Any]]:
+    """What takes each record, through the logger's own library; None takes nothing. The tape stays."""
     check_log(kind)
     if kind is None:
-        return Log()
-    if kind == "tensorboard":
-        return TensorBoard(import_module("torch.utils.tensorboard"), folder)
-    return Tracker(_library(kind), folder, name, config)
-
-
-def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ValueError(f"log: {name} is not installed; pip install {name}, or leave --log out.") from error
-
-
-class TensorBoard(Log):
-    """Event files in <folder>/tensorboard."""
-
-    def __init__(self, library: Any, folder: Path):
-        self._writer = library.SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, record: dict[str, Any]) -> None:
-        for what, value in _figures(record).items():
-            self._writer.add_scalar(what, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Tracker(Log):
-    """Weights & Biases, or trackio, which keeps to its interface. What they print goes to stderr: --json has stdout."""
-
-    def __init__(self, library: Any, folder: Path, name: str, config: dict[str, Any]):
-        self._library = library
-        where = {"dir": str(folder)} if library.__name__ == "wandb" else {}
-        with redirect_stdout(sys.stderr):
+        yield lambda record: None
+    elif kind == "tensorboard":
+        library = import_module("torch.utils.tensorboard")
+        with closing(library.SummaryWriter(str(folder / "tensorboard"))) as writer:
+            yield lambda record: [writer.add_scalar(*scalar, record["step"]) for scalar in _figures(record).items()]
+    else:
+        library = import_module(kind)  # trackio keeps to the interface of Weights & Biases
+        where = {"dir": str(folder)} if kind == "wandb" else {}
+        with redirect_stdout(sys.stderr):  # --json has stdout
             library.init(project="gpubound", name=name, config=config, **where)
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._library.log(_figures(record), step=record["step"])
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._library.finish()
+        try:
+            yield lambda record: library.log(_figures(record), step=record["step"])
+        finally:
+            with redirect_stdout(sys.stderr):
+                library.finish()
 
 
 def _figures(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The run report: one self-contained HTML page with charts, made from tapes alone. Two runs are drawn over each other."""
 
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -10,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 from markupsafe import Markup
 
+from ..files import write_whole
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
 from .tape import Tape
@@ -122,14 +122,12 @@ def _check(out: Path) -> None:
 
 
 def _write(out: Path, page: str) -> None:
-    """Beside and renamed, so that a full disk leaves the old page whole; straight into what is no file, such as /dev/stdout."""
-    data = page.encode("utf-8", errors="replace")  # a name may hold half a surrogate pair
+    """The whole page; straight into what is no file, such as /dev/stdout."""
+    page = page.encode("utf-8", errors="replace").decode()  # a name may hold half a surrogate pair
     if out.exists() and not out.is_file():
-        out.write_bytes(data)
-        return
-    fresh = out.with_name(out.name + ".new")
-    fresh.write_bytes(data)
-    os.replace(fresh, out)
+        out.write_text(page, encoding="utf-8")
+    else:
+        write_whole(out, page)
 
 
 def settings(value: Any, depth: int = 0) -> str:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..files import read_json, reading, regular, write_whole
 from ..trace import notice
+from ..words import shown
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
 LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps apart
@@ -66,9 +68,9 @@ class Tape:
         return cls(path, _about(path))
 
     def tell(self, **about: Any) -> None:
-        """Add facts to run.json. Written beside and renamed, so that a reader never sees half of it."""
+        """Add facts to run.json."""
         self.about |= about
-        self._write(ABOUT, json.dumps(self.about, indent=1, default=str))
+        write_whole(self.path / ABOUT, json.dumps(self.about, indent=1, default=str))
 
     def append(self, record: dict[str, Any]) -> None:
         record = record | {"elapsed_s": round(self._elapsed(), 3)}
@@ -90,7 +92,8 @@ class Tape:
 
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""
-        self._write(STEPS, "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step))
+        kept = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
+        write_whole(self.path / STEPS, kept)
         self._zero = None
         self._elapsed()
 
@@ -105,19 +108,17 @@ class Tape:
             self._zero = now - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
         return now - self._zero
 
-    def _write(self, name: str, text: str) -> None:
-        fresh = self.path / (name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, self.path / name)
-
     def _lines(self) -> Iterator[dict[str, Any]]:
         file = self.path / STEPS
         if not file.exists():
             return
-        *whole, cut = _text(file).split("\n")
+        try:
+            with reading(file):
+                *whole, cut = regular(file).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not a text in UTF-8: {error}; restore it or run again.") from error
         for number, line in enumerate(whole, 1):
-            where = f"{file}, line {number}"
-            yield _checked(_parsed(line, where, "remove the line"), where)
+            yield _record(line, f"{file}, line {number}")
         if cut:  # a run killed in the middle of a write leaves half a line
             notice(f"{file}: line {len(whole) + 1} is cut off and was left out")
 
@@ -125,9 +126,7 @@ class Tape:
 def _about(path: Path) -> dict[str, Any]:
     """run.json, each entry of the kind that it must be."""
     file, cure = path / ABOUT, "restore it or run again"
-    about = _parsed(_text(file), str(file), cure)
-    if not isinstance(about, dict):
-        raise DataError(f"{file} holds {_kind(about)}, wanted an object; {cure}.")
+    about = read_json(file, cure)
     for key, kind in KINDS.items():
         value = about.get(key)
         if value is not None and not isinstance(value, kind):
@@ -136,39 +135,27 @@ def _about(path: Path) -> dict[str, Any]:
         for row in about.get(key) or []:
             if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in fields.items()):
                 wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in fields.items())
-                raise DataError(f"{file}: {key} holds {_shown(row)}, wanted objects with {wanted}; {cure}.")
+                raise DataError(f"{file}: {key} holds {shown(row)}, wanted objects with {wanted}; {cure}.")
     return about
 
 
-def _checked(record: Any, where: str) -> dict[str, Any]:
-    """A line's record, with a step and figures that are numbers."""
+def _record(line: str, where: str) -> dict[str, Any]:
+    """What a line of steps.jsonl holds: a step, and figures that are numbers."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not readable JSON: {error}; remove the line.") from error
     if not isinstance(record, dict):
         raise DataError(f"{where} holds {_kind(record)}, wanted an object with a step; remove the line.")
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= LAST:
-        raise DataError(f"{where}: step is {_shown(step)}, wanted a whole number; remove the line.")
+        raise DataError(f"{where}: step is {shown(step)}, wanted a whole number; remove the line.")
     for key in FIGURES:
         if record.get(key) is not None and not _is_number(record[key]):
-            raise DataError(f"{where}: {key} is {_shown(record[key])}, wanted a number; remove the line.")
+            raise DataError(f"{where}: {key} is {shown(record[key])}, wanted a number; remove the line.")
     if not isinstance(record.get("phase", ""), str):
-        raise DataError(f"{where}: phase is {_shown(record['phase'])}, wanted a text; remove the line.")
+        raise DataError(f"{where}: phase is {shown(record['phase'])}, wanted a text; remove the line.")
     return record
-
-
-def _parsed(text: str, where: str, cure: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not readable JSON: {error}; {cure}.") from error
-
-
-def _text(file: Path) -> str:
-    if not file.is_file():  # reading a pipe would wait for ever
-        raise DataError(f"{file} is not a regular file; give the folder that train or demo wrote.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not a text in UTF-8: {error}; restore it or run again.") from error
 
 
 def _is_number(value: Any) -> bool:
@@ -184,11 +171,6 @@ def _plain(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return WORDS.get(type(value), "null")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _command() -> str:

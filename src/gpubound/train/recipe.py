@@ -1,9 +1,8 @@
 """The recipe of a run: every choice in one place, checked before anything is read or built."""
 
 import difflib
-import math
 import re
-import reprlib
+import sys
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 
 from ..corpus.tokenizer import SPECIALS
 from ..models.trainable import is_named, presets
+from ..words import shown
 from .graphs import MODES as GRAPH_MODES
 from .objectives import Objective, objective_named
 from .optimizer import AdamW, AdamW8bit, Muon
@@ -242,18 +242,11 @@ def check_kind(field: Field, value: Any) -> None:
     right = isinstance(value, {float: Real, int: Integral}.get(wanted, wanted)) if name != "data" else True
     if not right or (wanted is not bool and isinstance(value, bool)):
         raise ValueError(f"recipe: {name} must be {KINDS[wanted]}, got {shown(value)}.")
-    if wanted is float and not math.isfinite(value):
+    if wanted is float and not abs(value) <= sys.float_info.max:
         raise ValueError(f"recipe: {name} must be a finite number, got {value}.")
     for text in (value,) if isinstance(value, str) else value if name == "data" else ():
         if not text.strip() or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text):
             raise ValueError(f"recipe: {name} must be UTF-8 text, not empty, without control characters, got {shown(text)}.")
-
-
-def shown(value: Any) -> str:
-    """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
-    brief = reprlib.Repr()
-    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, 80, 80, 80
-    return brief.repr(value)
 
 
 def check_model(name: str) -> None:
