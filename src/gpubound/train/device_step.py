@@ -186,9 +186,15 @@ class StepResult:
     The scalars are this step's own: later steps do not write into them.
     """
 
-    def __init__(self, report: Tensor, landing: "Landing | None" = None):
-        self._report, self._landing = report, landing
+    def __init__(self, report: Tensor, slot: Tensor | None = None):
+        """`slot` is pinned; the report is sent there."""
+        self._report, self._slot = report, slot
         self._values: StepValues | None = None
+        self._sent: torch.cuda.Event | None = None
+        if slot is not None:
+            slot.copy_(report, non_blocking=True)
+            self._sent = torch.cuda.Event()
+            self._sent.record()
 
     loss = property(lambda self: self._report[0], doc="mean loss over the step's valid items")
     grad_norm = property(lambda self: self._report[1], doc="global norm of the gradient of that mean, before clipping")
@@ -199,31 +205,18 @@ class StepResult:
     loss_scale = property(lambda self: self._report[6], doc="fp16's loss scale after this step; 1 elsewhere")
 
     def read(self) -> StepValues:
-        """Read the numbers on the host. This waits until this step is done, and for nothing after it."""
+        """The numbers on the host. Waits for this step alone, and not at all once it is done."""
         if self._values is None:
-            loss, norm, tokens, skipped, lr, updates, scale = self._landing.wait() if self._landing else self._report.tolist()
+            if self._sent is not None and not self._sent.query():
+                self._sent.synchronize()
+            there = self._report if self._slot is None else self._slot
+            loss, norm, tokens, skipped, lr, updates, scale = there.tolist()
             self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale)
-            self._landing = None
+            self._slot = None
         return self._values
 
     def __repr__(self) -> str:
         return f"StepResult({self._values if self._values else 'not read'})"
-
-
-class Landing:
-    """A pinned slot on its way to being filled."""
-
-    def __init__(self, slot: Tensor):
-        self.slot, self.event = slot, torch.cuda.Event()
-
-    def send(self, report: Tensor) -> None:
-        self.slot.copy_(report, non_blocking=True)
-        self.event.record()
-
-    def wait(self) -> list[float]:
-        if not self.event.query():
-            self.event.synchronize()
-        return self.slot.tolist()
 
 
 class Mail:
@@ -241,9 +234,7 @@ class Mail:
         owner = self._owners[at]
         if owner is not None and (late := owner()) is not None:
             late.read()  # SLOTS steps old: nothing to wait for
-        landing = Landing(self._ring[at])
-        landing.send(report)
-        result = StepResult(report, landing)
+        result = StepResult(report, self._ring[at])
         self._owners[at] = weakref.ref(result)
         self._sent += 1
         return result

@@ -62,6 +62,15 @@ class FlatLayout:
     def adamw_size(self) -> int:
         return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
 
+    def bytes(self, masters: bool) -> dict[str, int]:
+        """What training takes besides moments and activations, before any of it is allocated. `masters`: behind 16 bits."""
+        counts = [(group.dtype, group.stop - group.start) for group in self.groups]
+        return {
+            "weights": sum(n * dtype.itemsize for dtype, n in counts),
+            "masters": sum(4 * n for dtype, n in counts if masters and dtype != torch.float32),
+            "gradient": 4 * self.size,
+        }
+
     def slots_of(self, group: Group) -> list[FlatSlot]:
         return [slot for slot in self.slots if group.start <= slot.start < group.stop]
 

@@ -11,11 +11,10 @@ call by call, and the host waits for the device once a step to learn whether to 
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -23,63 +22,62 @@ from ..errors import GraphError
 from ..graph import Captured, capture
 from ..kernels import plan_update
 from ..trace import fallback
-from .flat_buffers import FlatLayout, FlatSlot, Weights
-from .optimizer import FlatAdamW
+from .flat_buffers import FlatLayout, Weights, lay_out
+from .optimizer import FlatAdamW, check_not_at_random, read, spelled
 from .precision import Precision
-from .schedule import Schedule
 
 PREFIX, CLASS = "optimizer.", "optimizer.class"  # of the names of its state
 NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
 
 
-@dataclass(frozen=True)
 class Foreign:
-    """A function from a list of Parameters to a torch optimizer: a class, a functools.partial, a lambda."""
+    """What makes a torch optimizer of a list of Parameters (a class, a functools.partial, a lambda), for one TrainStep.
 
-    make: Callable[[list[Parameter]], Optimizer]
-    graph: str = "auto"
-    lr: float = 1.0  # the largest of its groups', once it is made
+    It stands where the numbers of our own optimizers do (optimizer.py).
+    """
 
-    def begin(self, layout: FlatLayout, precision: Precision) -> tuple[Optimizer, list[Parameter]]:
-        """The optimizer over fp32 stand-ins, and these: what can be refused is refused before the model is touched."""
-        if precision.at_random:
-            raise ValueError(
-                "TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got a torch optimizer; "
-                "take precision='bf16'."
-            )
-        given = [Parameter(slot.parameter.detach().float()) for slot in _ordered(layout)]
-        optimizer = _made(self.make, given)
-        for group in optimizer.param_groups:
-            _lr(optimizer, group)
-        if self.graph == "require" and not capturable(optimizer):
-            raise GraphError(f"TrainStep: {_not_capturable(optimizer)}; take graph='auto', which runs it call by call.")
-        return optimizer, given
+    def __init__(self, make: Callable[[list[Parameter]], Optimizer], graph: str):
+        self.make, self.graph = make, graph
+
+    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+        """As AdamW's; and makes the optimizer, over fp32 stand-ins for the parameters."""
+        check_not_at_random(precision, "a torch optimizer")
+        layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
+        self.parameters = [Parameter(slot.parameter.detach().float()) for slot in layout.slots]
+        self.optimizer = _made(self.make, self.parameters)
+        self.lrs = [_lr(self.optimizer, group) for group in self.optimizer.param_groups]
+        self.lr = max(self.lrs)
+        if self.graph == "require" and not capturable(self.optimizer):
+            raise GraphError(f"TrainStep: {_not_capturable(self.optimizer)}; take graph='auto', which runs it call by call.")
+        return layout
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        """None that are known: what it keeps it makes at its first step."""
+        return 0
+
+    def flat(self, *rest: Any) -> "FlatForeign":
+        return FlatForeign(self, *rest)
 
 
 class FlatForeign(FlatAdamW):
     """A torch optimizer in FlatAdamW's place: the same four numbers of state, the same schedule, clip and finite guard."""
 
-    def __init__(
-        self, config: Foreign, optimizer: Optimizer, parameters: list[Parameter], weights: Weights, precision: Precision,
-        clip: float | None, schedule: Schedule, seed: int,
-    ):  # fmt: skip
-        layout = weights.layout
-        self.optimizer, self.parameters, self.device = optimizer, parameters, layout.device
-        self._slots = _ordered(layout)
-        self._names = [slot.name for slot in self._slots]
+    config: Foreign  # type: ignore[assignment]
+
+    def __init__(self, config: Foreign, weights: Weights, *rest: Any):
+        super().__init__(config, weights, *rest)  # type: ignore[arg-type]
+        layout, self.optimizer, self.parameters = weights.layout, config.optimizer, config.parameters
+        self.device = layout.device
         homes = zip(layout.groups, weights.finest())
-        for parameter, home in zip(parameters, [slot.view(t, g.start) for g, t in homes for slot in layout.slots_of(g)]):
+        for parameter, home in zip(self.parameters, [s.view(t, g.start) for g, t in homes for s in layout.slots_of(g)]):
             parameter.data = home
-        lrs = [_lr(optimizer, group) for group in optimizer.param_groups]
-        base = max(lrs)
-        self._ratios = [lr / base if base else 1.0 for lr in lrs]
+        self._ratios = [lr / config.lr if config.lr else 1.0 for lr in config.lrs]
         self._captured: Captured | None = None
-        self._captures = capturable(optimizer) and config.graph != "off" and layout.device.type == "cuda"
-        self._says = not capturable(optimizer) and config.graph != "off" and layout.device.type != "cpu"
-        for group, lr in zip(optimizer.param_groups, lrs) if self._captures else ():
+        self._captures = capturable(self.optimizer) and config.graph != "off" and layout.device.type == "cuda"
+        self._says = not capturable(self.optimizer) and config.graph != "off" and layout.device.type != "cpu"
+        for group, lr in zip(self.optimizer.param_groups, config.lrs) if self._captures else ():
             # Its rate is a tensor from the first: the step's own graph is recorded before this one, and sees the groups.
             group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device)
-        super().__init__(replace(config, lr=base), weights, precision, clip, schedule, seed)  # type: ignore[arg-type]
         self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
         self._gradients: list[Tensor] = []
 
@@ -103,7 +101,7 @@ class FlatForeign(FlatAdamW):
     @torch.no_grad()
     def carry_on(self, gradient: Tensor) -> None:
         """The optimizer's own update, where the decision is to make one."""
-        self._gradients = self._gradients or [slot.view(gradient) for slot in self._slots]
+        self._gradients = self._gradients or [slot.view(gradient) for slot in self.weights.layout.slots]
         if self._says:
             fallback(
                 "train step: optimizer",
@@ -149,7 +147,7 @@ class FlatForeign(FlatAdamW):
         try:
             return capture(optimizer_step, state=[written, self.weights.flat, rates], tolerance=5e-2)
         except (GraphError, torch.OutOfMemoryError) as error:
-            if self.config.graph == "require":  # type: ignore[attr-defined]
+            if self.config.graph == "require":
                 raise
             self._captures = False
             fallback("train step: optimizer", str(error))
@@ -157,12 +155,15 @@ class FlatForeign(FlatAdamW):
 
     def named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's state by parameter name, and the numbers of its groups. Numbers are copies, tensors are live."""
-        yield CLASS, torch.tensor(list(type(self.optimizer).__name__.encode()), dtype=torch.uint8)
-        for name, parameter in zip(self._names, self.parameters):
+        yield CLASS, spelled(type(self.optimizer).__name__)
+        for name, parameter in zip(self._names(), self.parameters):
             yield from _named(f"{PREFIX}{name}", self.optimizer.state.get(parameter, {}))
         for i, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key not in ("params", "lr") and type(value) in (int, float)}
             yield from _named(f"{PREFIX}group {i}", own)
+
+    def _names(self) -> list[str]:
+        return [slot.name for slot in self.weights.layout.slots]
 
     def makes(self, name: str) -> bool:
         return name.startswith(PREFIX)
@@ -171,7 +172,7 @@ class FlatForeign(FlatAdamW):
         """Take what `named_moments` gave, whether this optimizer has made its state yet or not."""
         self._check(state)
         self.optimizer.state.clear()
-        owners: dict[str, dict] = {f"{PREFIX}{n}": self.optimizer.state[p] for n, p in zip(self._names, self.parameters)}
+        owners: dict[str, dict] = {f"{PREFIX}{n}": self.optimizer.state[p] for n, p in zip(self._names(), self.parameters)}
         owners |= {f"{PREFIX}group {i}": group for i, group in enumerate(self.optimizer.param_groups)}
         for name, tensor in state.items():
             owner, _, key = name.rpartition("/")
@@ -186,21 +187,17 @@ class FlatForeign(FlatAdamW):
         self._captured = None
 
     def _check(self, state: dict[str, Tensor]) -> None:
-        got = bytes(state[CLASS].tolist()).decode() if CLASS in state else "another"
+        got = read(state[CLASS]) if CLASS in state else "another"
         if got != type(self.optimizer).__name__:
             raise ValueError(
                 f"load_state_dict: optimizer: got the state of {got}, wanted {type(self.optimizer).__name__}'s; "
                 f"make the TrainStep with the optimizer that the run began with."
             )
         groups = [f"group {i}" for i in range(len(self.optimizer.param_groups))]
-        known = {f"{PREFIX}{name}" for name in (*self._names, *groups)}
+        known = {f"{PREFIX}{name}" for name in (*self._names(), *groups)}
         for name in state:
             if name.startswith(PREFIX) and name != CLASS and name.rpartition("/")[0] not in known:
                 raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
-
-
-def _ordered(layout: FlatLayout) -> list[FlatSlot]:
-    return [slot for group in layout.groups for slot in layout.slots_of(group)]
 
 
 def capturable(optimizer: Optimizer) -> bool:

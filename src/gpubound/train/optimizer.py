@@ -9,7 +9,7 @@ schedule, one skip.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ..kernels import adamw, plan_update
 from ..kernels.adamw import BLOCK, adamw8, decode
 from ..kernels.record import made_record
-from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, matrices
+from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, lay_out, matrices
 from .precision import Precision
 from .schedule import Schedule
 
@@ -51,10 +51,32 @@ class AdamW:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
 
+    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+        """Where the model's parameters will lie. What can be refused is refused here, before the model is touched."""
+        return lay_out(model.named_parameters(), precision.dtype, self.decays, others=model.named_buffers())
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        return 4 * layout.size + 4 * layout.adamw_size
+
+    def flat(self, *rest: Any) -> "FlatAdamW":
+        """The optimizer itself; `rest` as FlatAdamW takes it."""
+        return FlatAdamW(self, *rest)
+
 
 @dataclass(frozen=True)
 class AdamW8bit(AdamW):
     """AdamW that keeps its moments in 8 bits: 2 bytes per parameter instead of 8. Gradient and master weights stay in fp32."""
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        return sum(2 * coded_bytes(group.stop - group.start) for group in layout.groups)
+
+    def flat(self, *rest: Any) -> "FlatAdamW":
+        return FlatAdamW8bit(self, *rest)
+
+
+def check_not_at_random(precision: Precision, got: str) -> None:
+    if precision.at_random:
+        raise ValueError(f"TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got {got}; take precision='bf16'.")
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,25 @@ class Muon:
             )
         if not self.rest.lr > 0:
             raise ValueError(f"Muon: rest.lr must be above 0, for one schedule moves both rates, got {self.rest.lr}.")
+        if isinstance(self.rest, AdamW8bit):
+            raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
+
+    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+        check_not_at_random(precision, "Muon")
+        named, takes = list(model.named_parameters()), self.chooser(model)
+        layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
+        for group in layout.groups:
+            for slot in layout.slots_of(group) if group.rule == MUON else ():
+                if slot.parameter.dim() != 2:
+                    shape = tuple(slot.parameter.shape)
+                    raise ValueError(f"Muon: takes {slot.name} of shape {shape}, wanted matrices; leave it to rest.")
+        return layout
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        return self.rest.moment_bytes(layout)
+
+    def flat(self, *rest: Any) -> "FlatAdamW":
+        return FlatMuon(self, *rest)
 
     def chooser(self, model: Any) -> Callable[[str, Parameter], bool]:
         """The rule that says which parameters of `model` Muon updates."""
@@ -98,7 +139,7 @@ class FlatAdamW:
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
     ):
-        self.config, self.weights, self.clip, self.schedule = config, weights, clip, schedule
+        self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
         layout = weights.layout
         self._begin_moments(layout)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
@@ -108,8 +149,6 @@ class FlatAdamW:
         self._seed = seed if precision.at_random else None
 
     def _begin_moments(self, layout: FlatLayout) -> None:
-        if isinstance(self.config, AdamW8bit):
-            raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
         self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
 
@@ -166,8 +205,17 @@ class FlatAdamW:
 
     def set_lr(self, lr: float) -> None:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
-        self.config = replace(self.config, lr=lr)
+        self.lr = lr
         self.rates.copy_(self.schedule.table(lr))
+
+
+def spelled(name: str) -> Tensor:
+    """A name among the tensors of a state, letter by letter."""
+    return torch.tensor(list(name.encode()), dtype=torch.uint8)
+
+
+def read(name: Tensor) -> str:
+    return bytes(name.tolist()).decode()
 
 
 class Coded:
@@ -272,22 +320,3 @@ def orthogonal(x_KRC: Tensor, iterations: int) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def memory(layout: FlatLayout, precision: Precision, config: object = None) -> dict[str, int]:
-    """Bytes that training these parameters takes besides activations, before any of it is allocated.
-
-    What a `config` that is not ours will keep, nobody knows before its first step.
-    """
-    counts = [(group.dtype, group.stop - group.start) for group in layout.groups]
-    moments = 4 * layout.size + 4 * layout.adamw_size
-    if isinstance(config, AdamW8bit):
-        moments = sum(2 * coded_bytes(n) for _, n in counts)
-    elif getattr(config, "make", None) is not None:
-        moments = 0
-    return {
-        "weights": sum(n * dtype.itemsize for dtype, n in counts),
-        "masters": sum(4 * n for dtype, n in counts if precision.masters and dtype != torch.float32),
-        "gradient": 4 * layout.size,
-        "moments": moments,
-    }

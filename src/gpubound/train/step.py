@@ -25,13 +25,13 @@ from ..trace import notice, span
 from ..words import readable
 from .accumulate import Accumulators
 from .device_step import DeviceStep, Loss, Mail, Reduce, StepResult
-from .flat_buffers import MUON, FlatLayout, Members, Weights, lay_out
-from .foreign import FlatForeign, Foreign
+from .flat_buffers import Members, Weights
+from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES
 from .graphs import WindowGraphs, gather, take_apart
 from .objectives import OBJECTIVES, Objective, objective_class
-from .optimizer import AdamW, AdamW8bit, FlatAdamW, FlatAdamW8bit, FlatMuon, Muon, memory
-from .precision import Fp8Weights, Precision
+from .optimizer import AdamW, AdamW8bit, Muon, read, spelled
+from .precision import Fp8Weights
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .recompute import recompute_blocks
@@ -81,9 +81,8 @@ class TrainStep:
         _check(model, accumulate, clip, graph, schedule)
         way, blocks = _recompute(recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
-        layout = _lay_out(model, numbers, config)
-        theirs = config.begin(layout, numbers) if isinstance(config, Foreign) else ()
-        self.memory = memory(layout, numbers, config)
+        layout = config.lay_out(model, numbers)
+        self.memory = layout.bytes(numbers.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
@@ -106,8 +105,7 @@ class TrainStep:
             if self._fp8 is not None:
                 self._undo.append(self._fp8.release)
             self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
-            rest = (self._weights, numbers, clip, schedule or Schedule(), seed)
-            self._optimizer = _flat_optimizer(config, *theirs, *rest)
+            self._optimizer = config.flat(self._weights, numbers, clip, schedule or Schedule(), seed)
         except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
             self._unwind()
             raise
@@ -139,7 +137,7 @@ class TrainStep:
     @property
     def lr(self) -> float:
         """AdamW's base learning rate. Set it, and the next step uses it, captured or not. Muon's rate keeps its ratio to it."""
-        return self._optimizer.config.lr
+        return self._optimizer.lr
 
     @lr.setter
     def lr(self, lr: float) -> None:
@@ -158,7 +156,7 @@ class TrainStep:
 
         The tensors are live, not copies. `precision` is its name as character codes, because every value is a tensor.
         """
-        return {"precision": _spelled(self._precision), "state": self._optimizer.state, **dict(self._named_state())}
+        return {"precision": spelled(self._precision), "state": self._optimizer.state, **dict(self._named_state())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
@@ -202,13 +200,9 @@ class TrainStep:
         self._undo = []
 
 
-def _spelled(precision: str) -> Tensor:
-    return torch.tensor(list(precision.encode()), dtype=torch.uint8)
-
-
 def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
     """Names and shapes do not tell fp16 from bf16, but fp16's loss scale would reach a step that divides by none."""
-    wanted, got = (bytes(t.tolist()).decode() for t in (own, state.get("precision", own)))
+    wanted, got = map(read, (own, state.get("precision", own)))
     if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # these two differ in how a GPU multiplies alone
         raise ValueError(
             f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
@@ -244,24 +238,6 @@ def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) ->
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
 
-def _lay_out(model: nn.Module, numbers: Precision, config: AdamW | Muon | Foreign) -> FlatLayout:
-    if isinstance(config, Foreign):
-        return lay_out(model.named_parameters(), numbers.dtype, others=model.named_buffers())
-    if isinstance(config, AdamW):
-        return lay_out(model.named_parameters(), numbers.dtype, config.decays, others=model.named_buffers())
-    if numbers.at_random:
-        raise ValueError("TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got Muon; take precision='bf16'.")
-    layout = lay_out(
-        model.named_parameters(), numbers.dtype, config.rest.decays, config.chooser(model), others=model.named_buffers()
-    )
-    for group in layout.groups:
-        for slot in layout.slots_of(group) if group.rule == MUON else ():
-            if slot.parameter.dim() != 2:
-                shape = tuple(slot.parameter.shape)
-                raise ValueError(f"Muon: takes {slot.name} of shape {shape}, wanted matrices; leave it to rest.")
-    return layout
-
-
 def _optimizer(optimizer: str | AdamW | Muon | MakesOptimizer, graph: str) -> AdamW | Muon | Foreign:
     if isinstance(optimizer, AdamW | Muon):
         return optimizer
@@ -276,14 +252,6 @@ def _optimizer(optimizer: str | AdamW | Muon | MakesOptimizer, graph: str) -> Ad
         f"got {optimizer if isinstance(optimizer, str) else type(optimizer).__name__!r}"
         f"{', which is made already and holds other parameters' if made else ''}."
     )
-
-
-def _flat_optimizer(config: AdamW | Muon | Foreign, *rest: Any) -> FlatAdamW:
-    if isinstance(config, Foreign):
-        return FlatForeign(config, *rest)
-    if isinstance(config, Muon):
-        return FlatMuon(config, *rest)
-    return FlatAdamW8bit(config, *rest) if isinstance(config, AdamW8bit) else FlatAdamW(config, *rest)
 
 
 def _loss(loss: str | Loss | Objective) -> Loss | Objective:
