@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpubound.cli import saved
 from gpubound.corpus import Tokenizer
-from gpubound.corpus.chat import render
+from gpubound.corpus.tokenizer import render
 from gpubound.models import load_hf, save_hf
 
 from . import by_heart
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
 )
 def test_a_template_that_fails(chatting, run, monkeypatch, template, sentence, installed):
     if not installed:
-        monkeypatch.setattr(sys.modules["gpubound.corpus.chat"], "find_spec", lambda name: None)
+        monkeypatch.setattr(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: None)
     assert sentence in refused(run, chatting(chat_template=template), "--chat")
 
 
@@ -188,7 +188,7 @@ def test_the_built_in_templates_are_written_as_transformers_writes_them(monkeypa
     )
     messages = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "b"}]
     theirs = [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)]
-    monkeypatch.setattr(sys.modules["gpubound.corpus.chat"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: None)
     assert [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)] == theirs
     assert theirs[0] == '^{"role": "user", "content": "<é> & \'x\'"}<é> & \'x\'\n<b>4>_'
 

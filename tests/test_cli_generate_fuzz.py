@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gpubound.cli.saved import open_saved
 from gpubound.corpus import Tokenizer
-from gpubound.corpus.chat import ends_of_turn, render
+from gpubound.corpus.tokenizer import ends_of_turn, render
 from gpubound.errors import GpuboundError
 
 from . import by_heart
@@ -131,7 +131,7 @@ PIECES = st.sampled_from([
 @given(template=st.lists(PIECES, max_size=12).map("".join) | st.text(max_size=20))
 @pytest.mark.parametrize("installed", [True, False], ids=["transformers", "built in"])
 def test_a_chat_template_that_is_anything(template, installed):
-    with patch.object(sys.modules["gpubound.corpus.chat"], "find_spec", lambda name: True if installed else None):
+    with patch.object(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: True if installed else None):
         try:
             render(template, [{"role": "user", "content": "a"}], True, eos_token="<e>")
         except ACCEPTED as error:

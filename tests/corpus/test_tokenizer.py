@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gpubound.corpus import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
-from gpubound.corpus.encode import adapt
-from gpubound.corpus.tokenizer import END_OF_TEXT, SPECIALS
+from gpubound.corpus.tokenizer import END_OF_TEXT, SPECIALS, adapt
 from gpubound.errors import DataError
 
 CHAT = [

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from ..corpus import Tokenizer
-from ..corpus.chat import ends_of_turn
+from ..corpus.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..device import label
 from ..errors import GpuboundError

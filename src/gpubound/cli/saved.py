@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..corpus import Tokenizer
-from ..corpus.encode import adapt
+from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
 from ..device import label
 from ..errors import DataError

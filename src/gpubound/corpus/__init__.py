@@ -1,8 +1,8 @@
 """Token corpora: texts made into shards of tokens once, and cut into batches by the device ever after.
 
 Texts       one document after another from whatever the user has                 texts.py, documents.py
-Tokenizer   trained here or loaded; writes chats with their template               tokenizer.py, chat.py
-build       texts to a folder of shards; goes on where it was interrupted          build.py, encode.py, shards.py
+Tokenizer   trained here or loaded; writes chats with their template               tokenizer.py
+build       texts to a folder of shards; goes on where it was interrupted          build.py, shards.py
 Corpus      the shards, mapped into memory; what is held out of them               corpus.py
 CorpusFeed  rows planned on the host, batches cut on the device                    rows.py, batches.py
 """

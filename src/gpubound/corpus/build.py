@@ -9,9 +9,13 @@ import fcntl
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,9 @@ from ..errors import DataError
 from ..files import read_json, write_whole
 from ..trace import notice
 from .documents import Document, weight
-from .encode import Encoded, Encoder, adapt, encode_all
-from .progress import Progress
-from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
-from .texts import Texts
-from .tokenizer import Tokenizer
+from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, Encoded, Shards, read_shard, shard_name, tokenizer_checksums
+from .texts import Progress, Texts
+from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024
 BATCH_LETTERS = 4_000_000  # a batch of long texts closes here, so that memory stays bounded
@@ -46,7 +48,7 @@ def build(
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there.
 
     texts         see gpubound.corpus.texts.Texts, as for separator and text_key
-    tokenizer     see gpubound.corpus.encode.adapt; it is saved with the corpus
+    tokenizer     see gpubound.corpus.tokenizer.adapt; it is saved with the corpus
     dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
     workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
@@ -80,7 +82,7 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
         )
     with Progress(f"tokenising into {path}", progress, source.size) as report:
         for encoded, after in encode_all(read.batches(), encoder, workers):
-            state.add_document(encoded, after)
+            state.add_document(encoded, after.texts, after.crc)
             speed = f"{state.made / report.seconds / 1e6:.2f} M a second"
             report.show(source.read, f"{after.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
         state.close()
@@ -168,7 +170,7 @@ def _check_settings(path: Path, there: Any, settings: dict[str, Any]) -> None:
             )
 
 
-def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards":
+def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:
     """Claim an empty folder, or go on in one that this build had claimed."""
     for rest in path.glob(f"{CLAIM}.*.partial"):  # of a process that was killed while it claimed the folder
         rest.unlink()
@@ -184,11 +186,11 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards"
         rest.unlink()
     if isinstance(encoder, Tokenizer):
         encoder.save(path)
-    state = _Shards(path, settings)
+    state = Shards(path, settings)
     for name in sorted(path.glob(f"*{SUFFIX}")):
-        if name.name != _shard_name(len(state.names)):
+        if name.name != shard_name(len(state.names)):
             raise DataError(
-                f"{path}: holds {name.name}, wanted {_shard_name(len(state.names))} there; delete the folder and build anew."
+                f"{path}: holds {name.name}, wanted {shard_name(len(state.names))} there; delete the folder and build anew."
             )
         header = read_shard(name).header
         state.names.append(name.name)
@@ -196,10 +198,6 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "_Shards"
     if state.names:
         notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.texts_read} texts.")
     return state
-
-
-def _shard_name(number: int) -> str:
-    return f"shard-{number:05d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -246,50 +244,54 @@ class _Reading:
             yield batch
 
 
-@dataclass
-class _Shards:
-    """The shard being filled, and those written."""
+def encode_all(batches: Iterator[list[tuple[Document, Any]]], encoder: Encoder, workers: int) -> Iterator[tuple[Encoded, Any]]:
+    """Each document encoded, with what came along with it, in order; here or by `workers` processes."""
+    if workers == 0:
+        for batch in batches:
+            yield from zip(encode(encoder, [text for text, _ in batch]), [note for _, note in batch])
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _become_worker, (encoder,))
+    under_way: deque[tuple[Future, list[Any]]] = deque()
+    try:
+        while True:
+            for batch in islice(batches, 2 * workers - len(under_way)):
+                under_way.append((pool.submit(_work, [text for text, _ in batch]), [note for _, note in batch]))
+            if not under_way:
+                return
+            future, notes = under_way.popleft()
+            yield from zip(future.result(), notes)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    path: Path
-    settings: dict[str, Any]
-    names: list[str] = field(default_factory=list)
-    tokens: int = 0
-    texts_read: int = 0
-    texts_crc: int = 0
-    filling: list[Encoded] = field(default_factory=list)
-    filled: int = 0
-    made: int = 0  # tokens of this process, not of the interrupted build before it
 
-    def add_document(self, encoded: Encoded, after: Position) -> None:
-        self.texts_read, self.texts_crc = after.texts, after.crc
-        if not len(encoded[0]):
-            return
-        self.filling.append(encoded)
-        self.filled += len(encoded[0])
-        self.tokens += len(encoded[0])
-        self.made += len(encoded[0])
-        if self.filled >= self.settings["shard_tokens"]:
-            self.close()
+_workers_encoder: Encoder
 
-    def close(self) -> None:
-        """Write the shard, if anything is in it."""
-        if not self.filling:
-            if not self.names:
-                raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
-            return
-        name = _shard_name(len(self.names))
-        masked = any(mask is not None for _, mask in self.filling)
-        masks = [mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self.filling]
-        tokens: np.ndarray = np.concatenate([ids for ids, _ in self.filling])
-        write_shard(
-            self.path / name,
-            tokens.astype(DTYPES[str(self.settings["dtype"])]),
-            np.cumsum([0, *(len(ids) for ids, _ in self.filling)]),
-            np.concatenate(masks) if masked else None,
-            vocab_size=self.settings["vocab_size"],
-            tokenizer=self.settings["tokenizer"],
-            texts_read=self.texts_read,
-            texts_crc=self.texts_crc,
-        )
-        self.names.append(name)
-        self.filling, self.filled = [], 0
+
+def _become_worker(encoder: Encoder) -> None:
+    global _workers_encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _workers_encoder = encoder
+
+
+def _work(texts: list[Document]) -> list[Encoded]:
+    return encode(_workers_encoder, texts)
+
+
+def encode(encoder: Encoder, texts: list[Document]) -> list[Encoded]:
+    """(ids, loss mask) of each document, with the end-of-text token after it; no mask where everything may be learnt."""
+    plain = iter(encoder.encode_batch([text for text in texts if isinstance(text, str)]))
+    chats = [text for text in texts if not isinstance(text, str)]
+    if chats and not isinstance(encoder, Tokenizer):
+        raise ValueError("Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts.")
+    masked = iter(encoder.encode_chats(chats) if isinstance(encoder, Tokenizer) and chats else ())
+    return [_ended(next(plain), None, encoder) if isinstance(text, str) else _ended(*next(masked), encoder) for text in texts]
+
+
+def _ended(ids: Any, mask: np.ndarray | None, encoder: Encoder) -> Encoded:
+    found = np.asarray(ids, dtype=np.int64)
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) < encoder.vocab_size:
+        raise DataError(f"tokenizer: gave ids from {found.min()} to {found.max()}, wanted 0 to {encoder.vocab_size - 1}.")
+    if encoder.eos is not None and (not found.size or found[-1] != encoder.eos):
+        found = np.append(found, encoder.eos)
+        mask = None if mask is None else np.append(mask, np.uint8(0))
+    return found.astype(np.uint32), mask

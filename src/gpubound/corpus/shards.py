@@ -18,7 +18,7 @@ import json
 import os
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ CURE = "restore the file or build the corpus anew"
 _FIXED = struct.Struct("<8sIII")
 _PAGE = 4096
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+Encoded = tuple[np.ndarray, np.ndarray | None]  # a document's ids, and the loss mask where not all may be learnt
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,59 @@ def write_shard(
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, path)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}{SUFFIX}"
+
+
+@dataclass
+class Shards:
+    """The shard being filled, and those written."""
+
+    path: Path
+    settings: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    tokens: int = 0
+    texts_read: int = 0
+    texts_crc: int = 0
+    filling: list[Encoded] = field(default_factory=list)
+    filled: int = 0
+    made: int = 0  # tokens of this process, not of the interrupted build before it
+
+    def add_document(self, encoded: Encoded, texts_read: int, texts_crc: int) -> None:
+        self.texts_read, self.texts_crc = texts_read, texts_crc
+        if not len(encoded[0]):
+            return
+        self.filling.append(encoded)
+        self.filled += len(encoded[0])
+        self.tokens += len(encoded[0])
+        self.made += len(encoded[0])
+        if self.filled >= self.settings["shard_tokens"]:
+            self.close()
+
+    def close(self) -> None:
+        """Write the shard, if anything is in it."""
+        if not self.filling:
+            if not self.names:
+                raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
+            return
+        name = shard_name(len(self.names))
+        masked = any(mask is not None for _, mask in self.filling)
+        masks = [mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self.filling]
+        tokens: np.ndarray = np.concatenate([ids for ids, _ in self.filling])
+        write_shard(
+            self.path / name,
+            tokens.astype(DTYPES[str(self.settings["dtype"])]),
+            np.cumsum([0, *(len(ids) for ids, _ in self.filling)]),
+            np.concatenate(masks) if masked else None,
+            vocab_size=self.settings["vocab_size"],
+            tokenizer=self.settings["tokenizer"],
+            texts_read=self.texts_read,
+            texts_crc=self.texts_crc,
+        )
+        self.names.append(name)
+        self.filling, self.filled = [], 0
 
 
 def read_shard(path: Path | str, verify: bool = True) -> Shard:

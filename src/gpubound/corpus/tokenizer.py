@@ -3,16 +3,18 @@ to learn."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, write_whole
-from .progress import Progress
-from .texts import Several, Texts
+from .texts import Progress, Several, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -21,6 +23,17 @@ CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What `Corpus.build` needs of a tokenizer. `eos` is put after each document; None puts nothing."""
+
+    vocab_size: int
+    eos: int | None
+    fingerprint: str
+
+    def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]: ...
 
 
 class Tokenizer:
@@ -94,8 +107,6 @@ class Tokenizer:
         """The chat as text. With `prompt` it ends where the assistant's answer begins."""
         if self.chat_template is None:
             raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
-        from .chat import render  # jinja2 is imported when a chat is written
-
         names = {"eos_token": self.eos_token or "", "bos_token": self.bos_token or ""} | self.special
         return render(self.chat_template, messages, prompt, **names)
 
@@ -174,6 +185,25 @@ def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.nd
     return (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
 
 
+def adapt(tokenizer: Any) -> Encoder:
+    """`tokenizer` as an Encoder: ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or anything that
+    is one already."""
+    if isinstance(tokenizer, str | Path):
+        return Tokenizer.load(tokenizer)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is not None:
+        chat = getattr(tokenizer, "chat_template", None)
+        return Tokenizer(inner, tokenizer.eos_token, chat if isinstance(chat, str) else None, tokenizer.bos_token)
+    if hasattr(tokenizer, "encode_batch_fast"):
+        return Tokenizer(tokenizer, END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
+    if isinstance(tokenizer, Encoder):
+        return tokenizer
+    raise ValueError(
+        f"tokenizer: got a {type(tokenizer).__name__}, wanted a gpubound, tokenizers or fast transformers tokenizer, the "
+        f"path of one, or an object with encode_batch(texts), vocab_size, eos and fingerprint."
+    )
+
+
 def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` tokens on `texts` (see gpubound.corpus.texts.Texts). It has 256 bytes, a few
     special tokens, and the merges that save most. `progress` prints its progress on stderr.
@@ -215,3 +245,69 @@ def _plain(source: Texts | Several, report: Progress, vocab_size: int) -> Iterat
         else:
             yield from (message["content"] for message in text)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
+
+
+def render(template: str, messages: list[dict[str, Any]], prompt: bool, **names: Any) -> str:
+    """The chat as text. With `prompt` it ends where the assistant's answer begins. `names` are the template's other variables.
+
+    By transformers where it is installed, so that the text is the one its models were trained on; else by the same rules here.
+    A template comes with a downloaded tokenizer, so either way it runs in a sandbox.
+    """
+    from jinja2 import TemplateError  # imported when a chat is written
+
+    try:
+        if find_spec("transformers") is None:
+            return _compiled(template).render(messages=messages, add_generation_prompt=prompt, **names)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        made = render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt, **names)
+        return made[0][0]
+    except Exception as error:  # a template is a program, and may raise anything
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise DataError(f"chat template: {kind}{error}") from error
+
+
+@lru_cache(8)
+def _compiled(template: str) -> Any:
+    """`template` as transformers compiles it."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """{% generation %} ... {% endgeneration %} marks what the assistant wrote; the text inside is kept as it is."""
+
+        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        """Templates call it on chats that their model never saw."""
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        """Without the HTML escapes of jinja's own."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(template)
+
+
+def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """The special token that the chat template writes behind an answer: often another one than the end of a text."""
+    if tokenizer.chat_template is None:
+        return []
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        prompt = tokenizer.render(asked, prompt=True)
+        whole = tokenizer.render([*asked, {"role": "assistant", "content": "b"}])
+    except DataError as error:
+        raise DataError(f"the chat template cannot write a question and its answer: {error}") from error
+    tail = whole[len(prompt) :].partition("b")[2] if whole.startswith(prompt) else whole.rpartition("b")[2]
+    special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in special][:1]

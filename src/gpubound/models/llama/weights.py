@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...corpus import Tokenizer
-from ...corpus.chat import ends_of_turn
+from ...corpus.tokenizer import ends_of_turn
 from ...errors import DataError
 from ...files import write_whole, writing
 from ..folder import (
