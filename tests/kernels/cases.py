@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def module(file: str) -> ModuleType:
-    """gpubound/kernels/<file>.py itself. `from gpubound.kernels import rms_norm` is the op."""
+    """gpubound/kernels/<file>.py itself. `from gpubound.kernels import rope` is the op."""
     return import_module(f"gpubound.kernels.{file}")
 
 

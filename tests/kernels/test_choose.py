@@ -19,12 +19,12 @@ from gpubound import kernels, trace
 from gpubound.errors import FallbackError, KernelError
 from gpubound.kernels import choose, selftest
 from gpubound.kernels.ops import OPS
-from gpubound.kernels.triton import rms_norm as fast
+from gpubound.kernels.triton import norms as fast
 
 from .aot import apart
 from .cases import TOLERANCE, definitions, draw, same
 
-reference = definitions("rms_norm")
+reference = definitions("norms")
 
 FP32 = torch.float32
 right = fast.rms_norm

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpubound import layers
-from gpubound.kernels.rms_norm import rms_norm_reference as rms_norm
+from gpubound.kernels.norms import rms_norm_reference as rms_norm
 
 B, T, HIDDEN, HEADS, KV, D = 2, 7, 12, 4, 2, 6
 

@@ -1,8 +1,8 @@
 """Every fast op of the library as a plain function: it checks its arguments, chooses an implementation (choose.py), calls it.
 
 An op's file holds that function and the op's definition. Its kernel is in triton/, under the same name and signature
-(tests/test_mirror.py). Here a function and its file share a name: `kernels.rms_norm` is the function, and
-`from gpubound.kernels.rms_norm import ...` reads the file.
+(tests/test_mirror.py). Here a function and its file may share a name: `kernels.rope` is the function, and
+`from gpubound.kernels.rope import ...` reads the file.
 """
 
 from .adamw import adamw as adamw
@@ -17,7 +17,6 @@ from .decode_product import add_product as add_product
 from .decode_product import norm_gate_up as norm_gate_up
 from .decode_product import norm_product as norm_product
 from .decode_product import norm_rows as norm_rows
-from .dynamic_tanh import dynamic_tanh as dynamic_tanh
 from .experts import add_routed as add_routed
 from .experts import route as route
 from .experts import routed_gate_up as routed_gate_up
@@ -25,7 +24,10 @@ from .gated import geglu as geglu
 from .gated import swiglu as swiglu
 from .gated import swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
-from .layer_norm import layer_norm as layer_norm
+from .norms import add_rms_norm as add_rms_norm
+from .norms import dynamic_tanh as dynamic_tanh
+from .norms import layer_norm as layer_norm
+from .norms import rms_norm as rms_norm
 from .ops import reference as reference
 from .quantize import quantize as quantize
 from .quantize import quantize_swiglu as quantize_swiglu
@@ -36,8 +38,6 @@ from .quantized_product import quantized_add_routed as quantized_add_routed
 from .quantized_product import quantized_norm_gate_up as quantized_norm_gate_up
 from .quantized_product import quantized_norm_product as quantized_norm_product
 from .quantized_product import quantized_routed_gate_up as quantized_routed_gate_up
-from .rms_norm import add_rms_norm as add_rms_norm
-from .rms_norm import rms_norm as rms_norm
 from .rope import rope as rope
 from .rope import rope_qkv as rope_qkv
 from .sampling import pick as pick

@@ -1,7 +1,6 @@
 """How a kernel is launched: with its plan, or with the next smaller one where the GPU has less than the compiler asks for."""
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +24,6 @@ def launch(job: Job, run: Callable[[Any], Result]) -> Result:
             if smaller is None:
                 raise
             plan = smaller
-
-
-def rows_of(x: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns) of `x` seen as a matrix of its last dimension."""
-    return prod(x.shape[:-1]), x.shape[-1]
 
 
 def first_order_only(op: str) -> None:

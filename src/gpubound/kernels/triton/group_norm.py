@@ -21,7 +21,7 @@ from ..plans import job_of, power_of_two
 from ..plans.kinds import TilePlan
 from ._launch import first_order_only, launch
 from ._math import add_both
-from ._sums import deliver_parts
+from ._rows import deliver_parts
 
 BOTH, SUMS_ONLY, REST_ONLY = 0, 1, 2  # halves of the work that a launch does
 

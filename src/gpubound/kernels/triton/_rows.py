@@ -1,10 +1,14 @@
-"""The end of a backward that summed over rows: its programs' parts become the gradients of the small weights, in one launch.
+"""What the norms share: the walk of a program over tiles of rows, and the end of a backward that summed over rows.
 
-parts (P, S, C) fp32 holds, for each of P programs, its sums for S weights of C elements each. The order of summation depends on
-P alone, so the bits are the same in every run. torch would take three launches for two bf16 weights, a sum and two casts.
+A backward's programs each sum the gradients of the small weights over their own rows. Their parts (P, S, C) fp32 hold, for each
+of P programs, its sums for S weights of C elements each; they become the gradients in one launch. The order of summation
+depends on P alone, so the bits are the same in every run. torch would take three launches for two bf16 weights, a sum and two
+casts.
 """
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -13,10 +17,57 @@ from torch import Tensor
 
 from ..accumulate import deliver, main_gradient, opens
 from ..aside import aside
-from ..plans import power_of_two
+from ..plans import job_of, power_of_two
+from ..plans.kinds import RowPlan
+from ._launch import launch
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
 COLUMNS = 32  # of a tile: 8 elements a thread
+
+
+@triton.jit
+def _columns(ptr, COLS: tl.constexpr, BLOCK: tl.constexpr):
+    """One number for each column. They are loaded before a row's sums, whose barriers no load is moved across."""
+    col = tl.arange(0, BLOCK)
+    return tl.load(ptr + col, mask=col < COLS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tile(first, rows, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(the rows of a tile, the offsets of its elements, their mask)."""
+    row, col = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None]
+    if BLOCK != COLS:
+        mask &= (col < COLS)[None]
+    return row, row[:, None].to(tl.int64) * COLS + col[None], mask
+
+
+@triton.jit
+def _tile_of(ptr, at, mask, HINT: tl.constexpr):
+    return tl.load(ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+
+
+def walk(
+    kernel: Any, op: str, way: str, x: Tensor, sums: int, tensors: tuple[Tensor, ...], own: Sequence[tuple[int, ...]] = (),
+    **constants: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Launch a norm's kernel over the rows of x. For each shape in `own`, a tensor with so much of its own for each program.
+
+    `sums` is how many gradients of a row's width its plan must leave room for.
+    """
+    rows, cols = prod(x.shape[:-1]), x.shape[-1]
+    job = job_of(op, way, (cols, sums), x)
+
+    def run(plan: RowPlan) -> list[Tensor]:
+        grid = plan.grid(rows, job)
+        made = [torch.empty(*grid, *shape, device=x.device, dtype=torch.float32) for shape in own]
+        kernel[grid](
+            *tensors, *made, rows=rows, COLS=cols, BLOCK=power_of_two(cols), ROWS=plan.rows, STAGES=plan.stages, HINT=plan.hint,
+            **constants, num_warps=plan.warps,
+        )  # fmt: skip
+        return made
+
+    return launch(job, run)
 
 
 @triton.jit
@@ -70,16 +121,16 @@ def deliver_parts(
     first, second = (outs[s] if s < sums else parts for s in range(2))
     add_first, add_second = (adds[s] if s < sums else False for s in range(2))
 
-    def launch() -> None:
+    def put() -> None:
         _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
             parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
             cols, sums, number is not None, block, ROWS, add_first, add_second, number is not None and adds[-1], num_warps=8,
         )  # fmt: skip
 
     if all(main is not None for main in mains):
-        aside(owners[0], launch, parts, *([] if numbers is None else [numbers]))
+        aside(owners[0], put, parts, *([] if numbers is None else [numbers]))
     else:  # autograd takes what it writes
-        launch()
+        put()
     return tuple(out if main is None else None for out, main in zip(outs, mains))
 
 

@@ -8,11 +8,11 @@ import torch
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RowPlan
-from gpubound.kernels.triton import layer_norm as fast
+from gpubound.kernels.triton import norms as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("layer_norm")
+reference = definitions("norms")
 
 FP32 = torch.float32
 

@@ -10,11 +10,11 @@ import triton.language as tl
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RowPlan
-from gpubound.kernels.triton import dynamic_tanh as fast
+from gpubound.kernels.triton import norms as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("dynamic_tanh")
+reference = definitions("norms")
 
 FP32 = torch.float32
 

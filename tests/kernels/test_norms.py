@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels, trace
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RowPlan
-from gpubound.kernels.triton import rms_norm as fast
+from gpubound.kernels.triton import norms as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("rms_norm")
+reference = definitions("norms")
 
 FP32 = torch.float32
 

@@ -1,0 +1,329 @@
+"""Norms over rows. One pass over memory each way; fp32 inside, the tensors' dtype at the edges.
+
+A program walks over tiles of rows. Backward, each sums the gradients of the small weights over its own rows; the sums of all
+programs are added at the end (_rows.py), so they are the same in every run (atomics would not be). With x̂ the normed row and
+g = dy · weight,
+
+    RMSNorm        dx = rstd · (g − x̂ · mean(g · x̂))              dweight = Σ_rows dy · x̂
+    LayerNorm      dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))    dweight = Σ_rows dy · x̂         dbias = Σ_rows dy
+    Dynamic tanh   dx = alpha · d                                 dweight = Σ_rows dy · t         dbias = Σ_rows dy
+                   with t = tanh(alpha · x), computed again, and d = g · (1 − t²); dalpha = Σ d · x
+
+What nobody asked for is not computed: a frozen weight costs no sums (LoRA), an input without a gradient no store.
+"""
+
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import first_order_only
+from ._math import add_both, reciprocal
+from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_forward_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, rows, eps,
+                             COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                             HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+                             OFFSET: tl.constexpr = 0.0):  # fmt: skip
+    if WEIGHT:  # before the row's sum, whose barrier no load is moved across
+        w = _columns(w_ptr, COLS, BLOCK)
+        if OFFSET != 0.0:
+            w += OFFSET
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        if ADD:
+            x += _tile_of(r_ptr, at, mask, HINT)
+            s = x.to(s_ptr.dtype.element_ty)
+            tl.store(s_ptr + at, s, mask=mask)
+            x = s.to(tl.float32)  # the norm of what was stored, so that forward and backward see one s
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / COLS + eps)
+        y = x * rstd[:, None]
+        if WEIGHT:
+            y *= w[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows,
+                              COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                              HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+                              DX: tl.constexpr, DW: tl.constexpr, OFFSET: tl.constexpr = 0.0):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    if WEIGHT:
+        w = _columns(w_ptr, COLS, BLOCK)
+        if OFFSET != 0.0:
+            w += OFFSET
+    dw = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        dy = _tile_of(dy_ptr, at, mask, HINT)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        if ADD:  # before the row's sum, whose barrier no load is moved across
+            ds = tl.load(ds_ptr + at, mask=mask, other=0.0, eviction_policy=HINT)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        x_hat = x * rstd
+        if DX:
+            g = dy
+            if WEIGHT:
+                g = dy * w[None]
+            dx = rstd * (g - x_hat * (tl.sum(g * x_hat, 1) / COLS)[:, None])
+            if ADD:
+                dx += ds.to(tl.float32)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if DW:
+            dw += tl.sum(dy * x_hat, 0)
+    if DW:
+        tl.store(dw_ptr + tl.program_id(0) * COLS + col, dw, mask=col < COLS)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y, or (y, s) when there is a residual. An output nobody used has the gradient None."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset):
+        if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
+            ctx.set_materialize_grads(False)
+        x, r = x.contiguous(), None if residual is None else residual.contiguous()
+        y, rstd = torch.empty_like(x), torch.empty(prod(x.shape[:-1]), device=x.device, dtype=torch.float32)
+        s, w = x if r is None else torch.empty_like(x), x if weight is None else weight.contiguous()
+        walk(
+            _rms_norm_forward_kernel, "rms_norm" if r is None else "add_rms_norm", "forward", x, 0,
+            (x, x if r is None else r, w, s, y, rstd), eps=eps, ADD=r is not None, WEIGHT=weight is not None, OFFSET=offset,
+        )  # fmt: skip
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.offset = offset
+        ctx.weight = weight  # under torch.utils.checkpoint the saved one comes back as a copy without its main_grad
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    def backward(ctx, dy, ds=None):
+        first_order_only("rms_norm")
+        if dy is None:
+            return ds, ds, None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
+        need_dx, dy, ds = need_x or need_residual, dy.contiguous(), None if ds is None else ds.contiguous()
+        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
+        (parts,) = walk(
+            _rms_norm_backward_kernel, "rms_norm" if ds is None else "add_rms_norm", "backward", x, 1,
+            (dy, dy if ds is None else ds, x, w, rstd, x if dx is None else dx), [(int(need_dw), x.shape[-1])],
+            ADD=ds is not None, WEIGHT=weight is not None, DX=need_dx, DW=need_dw, OFFSET=ctx.offset,
+        )  # fmt: skip
+        dw = deliver_parts(parts, [ctx.weight])[0] if need_dw else None
+        return dx, dx if need_residual else None, dw, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    return _RMSNorm.apply(x, None, weight, eps, offset)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return _RMSNorm.apply(x, residual, weight, eps, offset)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+                               COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                               HINT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    if WEIGHT:  # before the row's sums, whose barriers no load is moved across
+        w = _columns(w_ptr, COLS, BLOCK)
+    if BIAS:
+        b = _columns(b_ptr, COLS, BLOCK)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        mean = tl.sum(x, 1) / COLS
+        centred = x - mean[:, None]  # two passes over registers: E[x²] − mean² cancels when the mean is large
+        if BLOCK != COLS:
+            centred = tl.where(mask, centred, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / COLS + eps)
+        y = centred * rstd[:, None]
+        if WEIGHT:
+            y *= w[None]
+        if BIAS:
+            y += b[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, rows,
+                                COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                HINT: tl.constexpr, WEIGHT: tl.constexpr,
+                                DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    if WEIGHT:
+        w = _columns(w_ptr, COLS, BLOCK)
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        dy = _tile_of(dy_ptr, at, mask, HINT)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        x_hat = (x - mean) * rstd
+        if DX:
+            g = dy  # 0 where masked, so the sums below need no mask although x_hat is not 0 there
+            if WEIGHT:
+                g = dy * w[None]
+            plain, with_x = tl.reduce((g, g * x_hat), 1, add_both)
+            dx = rstd * (g - (plain / COLS)[:, None] - x_hat * (with_x / COLS)[:, None])
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if DW:
+            dw += tl.sum(dy * x_hat, 0)
+        if DB:
+            db += tl.sum(dy, 0)
+    parts_ptr += tl.program_id(0) * (DW + DB) * COLS + col
+    if DW:
+        tl.store(parts_ptr, dw, mask=col < COLS)
+    if DB:
+        tl.store(parts_ptr + DW * COLS, db, mask=col < COLS)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        x = x.contiguous()
+        y, (mean, rstd) = (
+            torch.empty_like(x),
+            torch.empty(2, prod(x.shape[:-1]), device=x.device, dtype=torch.float32).unbind(0),
+        )
+        w, b = (x if t is None else t.contiguous() for t in (weight, bias))
+        walk(
+            _layer_norm_forward_kernel, "layer_norm", "forward", x, 0, (x, w, b, y, mean, rstd),
+            eps=eps, WEIGHT=weight is not None, BIAS=bias is not None,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.weight, ctx.bias = weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        first_order_only("layer_norm")
+        x, weight, mean, rstd = ctx.saved_tensors
+        need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
+        sums = need_dw + need_db
+        (parts,) = walk(
+            _layer_norm_backward_kernel, "layer_norm", "backward", x, sums,
+            (dy.contiguous(), x, w, mean, rstd, x if dx is None else dx), [(sums, x.shape[-1])],
+            WEIGHT=weight is not None, DX=need_dx, DW=need_dw, DB=need_db,
+        )  # fmt: skip
+        if not sums:
+            return dx, None, None, None
+        delivered = deliver_parts(parts, [t for t, needed in ((ctx.weight, need_dw), (ctx.bias, need_db)) if needed])
+        return dx, delivered[0] if need_dw else None, delivered[-1] if need_db else None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+@triton.jit
+def _tanh(x, alpha, FP32: tl.constexpr):
+    """(tanh z, 1 − tanh² z) for z = alpha · x, from e = exp(−2z). The slope 4e / (1 + e)² keeps its digits near ±1.
+
+    Near 0, 1 − e loses them (at 1e-4, 3 of 7), so there FP32 takes the series, whose next term is below 6e-9 of the sum at
+    0.15; it also divides, where `reciprocal` would be off by 3e-7. 16-bit inputs do without: that error is beyond their digits
+    from 1e-4 up, and 14 instructions an element less are what keeps the kernel from being bound by them.
+    """
+    e = tl.exp2(x * (-2.8853900817779268 * alpha))  # 2 / ln 2
+    bounded = tl.minimum(e, 8.507059173023462e37)  # 2^126: infinity times 0 would be NaN
+    if FP32:
+        over = 1.0 / (1.0 + bounded)
+        z = alpha * x
+        s = z * z
+        small = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315))))
+        t = tl.where(tl.abs(z) < 0.15, small, (1.0 - bounded) * over)
+    else:
+        over = reciprocal(1.0 + e)
+        t = 2.0 * over - 1.0
+    return t, 4.0 * (bounded * over) * over
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dynamic_tanh_forward_kernel(x_ptr, a_ptr, w_ptr, b_ptr, y_ptr, rows,
+                                 COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                 HINT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    alpha = tl.load(a_ptr).to(tl.float32)
+    w = _columns(w_ptr, COLS, BLOCK)
+    if BIAS:
+        b = _columns(b_ptr, COLS, BLOCK)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        _, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        t, _ = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
+        y = t * w[None]
+        if BIAS:
+            y += b[None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dynamic_tanh_backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, parts_ptr, rows,
+                                  COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                                  HINT: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    alpha = tl.load(a_ptr).to(tl.float32)
+    w = _columns(w_ptr, COLS, BLOCK)
+    da = tl.zeros([BLOCK], tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        _, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
+        dy = _tile_of(dy_ptr, at, mask, HINT)
+        x = _tile_of(x_ptr, at, mask, HINT)
+        t, slope = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
+        d = dy * w[None] * slope
+        tl.store(dx_ptr + at, (alpha * d).to(dx_ptr.dtype.element_ty), mask=mask)
+        if SUMS:
+            da += tl.sum(d * x, 0)
+            dw += tl.sum(dy * t, 0)
+            db += tl.sum(dy, 0)
+    if SUMS:
+        tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))
+        parts_ptr += tl.program_id(0) * 2 * COLS + col
+        tl.store(parts_ptr, dw, mask=col < COLS)
+        tl.store(parts_ptr + COLS, db, mask=col < COLS)
+
+
+class _DynamicTanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alpha, weight, bias):
+        x = x.contiguous()
+        y, w, b = torch.empty_like(x), weight.contiguous(), x if bias is None else bias.contiguous()
+        walk(_dynamic_tanh_forward_kernel, "dynamic_tanh", "forward", x, 0, (x, alpha, w, b, y), BIAS=bias is not None)
+        ctx.save_for_backward(x, alpha, weight)
+        ctx.small = alpha, weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        first_order_only("dynamic_tanh")
+        needed = ctx.needs_input_grad[1:]
+        x, alpha, weight = ctx.saved_tensors
+        w, dx = weight.contiguous(), torch.empty_like(x)
+        da, parts = walk(
+            _dynamic_tanh_backward_kernel, "dynamic_tanh", "backward", x, 2, (dy.contiguous(), x, alpha, w, dx),
+            [(), (2 if any(needed) else 0, x.shape[-1])], SUMS=any(needed),
+        )  # fmt: skip
+        if not any(needed):
+            return dx, None, None, None
+        # Who is frozen or absent has a stand-in, without an accumulator, whose gradient is dropped.
+        owners = [t if need else like.detach() for t, need, like in zip(ctx.small, needed, (alpha, weight, weight))]
+        dw, db, dalpha = deliver_parts(parts, owners[1:], da, owners[0])
+        return dx, *(g if need else None for g, need in zip((dalpha, dw, db), needed))
+
+
+def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _DynamicTanh.apply(x, alpha, weight, bias)
