@@ -15,7 +15,7 @@ from ..trace import count, notice
 from .certify import Certificate, certify
 from .held import StaticInputs
 from .prepare import prepare
-from .vary import Poison
+from .vary import spoil
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
 
@@ -45,7 +45,7 @@ class Captured:
     mode: str
 
     def __init__(self, fn: Callable, inputs: tuple, options: CaptureOptions) -> None:
-        self._fn, self._options = fn, options
+        self._fn, self._options, self._poisons = fn, options, options.poison
         self.name = name_of(fn)
         self.replays = 0
         self._build(StaticInputs(inputs))
@@ -55,13 +55,14 @@ class Captured:
         tensors = self._inputs.tensors(inputs)
         self._held.check()
         self._inputs.copy_in(tensors)
-        if self._poison is None:
-            self._runner.replay()
-        else:
+        if self._poisons:
             self._last = [tensor.detach().clone() for tensor in tensors]
-            self._poison.before()
+            self._recording.poison_results()
             self._runner.replay()
-            self._poison.after()
+            for buffer in self._inputs.buffers:  # the next call must bring its own
+                spoil(buffer)
+        else:
+            self._runner.replay()
         self.replays += 1
         count("graph.replay")
         return self._give()
@@ -71,7 +72,7 @@ class Captured:
 
         Without arguments, the inputs of the last call serve as the example. Tensors returned before belong to the old graph.
         """
-        if not inputs and self._poison is not None:
+        if not inputs and self._poisons:
             self._inputs.copy_in(self._last)
         self._build(StaticInputs(inputs) if inputs else self._inputs)
         return self
@@ -89,8 +90,7 @@ class Captured:
     @property
     def memory_bytes(self) -> int:
         """Memory of the graph itself: static inputs, and the growth of its pool or, without a pool, the static outputs."""
-        outputs = sum(leaf.nbytes for leaf in self._leaves if isinstance(leaf, Tensor))
-        return sum(buffer.nbytes for buffer in self._inputs.buffers) + (self._runner.memory_bytes or outputs)
+        return self._recording.memory_bytes
 
     def __repr__(self) -> str:
         proof = "not verified" if self.certificate is None else "verified"
@@ -102,10 +102,10 @@ class Captured:
         options = self._options
         others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
         work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup)
-        facts = None
+        certificate = None
         if options.verify:
             try:
-                facts = certify(work, others, options.tolerance)
+                certificate = certify(work, others, options.tolerance)
             except BaseException:
                 work.reset()
                 raise
@@ -114,18 +114,14 @@ class Captured:
                 f"capture({self.name}): verify=False: nothing has shown that a replay computes what the function does.",
                 logging.WARNING,
             )
-        self._inputs, self._runner, self._held = inputs, work.runner, work.held
-        self._outputs = work.outputs
+        self._recording, self._inputs, self._runner, self._held = work, inputs, work.runner, work.held
+        self._outputs, self.certificate = work.outputs, certificate
         self._leaves, self._spec = tree_flatten(work.outputs)
         self._fixed = isinstance(work.outputs, Tensor) or (
             type(work.outputs) is tuple and len(self._leaves) == len(work.outputs)
         )
         self.device, self.mode, self.pool = work.device, work.runner.mode, work.runner.pool
-        self.certificate = Certificate(**facts, memory_bytes=self.memory_bytes) if facts else None
-        self._poison, self._last = None, []
-        if options.poison:
-            self._last = [buffer.detach().clone() for buffer in inputs.buffers]
-            self._poison = Poison(inputs.buffers, work.outputs, work.made_gradients(), work.foreign, self.pool, self.device)
+        self._last = [buffer.detach().clone() for buffer in inputs.buffers] if self._poisons else []
         work.release()
 
     def _give(self) -> Any:

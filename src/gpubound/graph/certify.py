@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..words import readable
@@ -84,8 +84,8 @@ class Results:
     random: list[Tensor]
 
 
-def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: float) -> dict[str, Any]:
-    """Run the rounds. Returns the certificate's fields; GraphError names the first tensor that disagrees."""
+def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: float) -> Certificate:
+    """Run the rounds. GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
     names = recording.inputs.names
@@ -114,21 +114,22 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     recording.reset()
     recording.inputs.copy_in(examples)
     unvaried = set.intersection(*(set(same) for _, same in rounds))
-    return {
-        "rounds": len(rounds),
-        "inputs": len(examples),
-        "unvaried": tuple(names[index] for index in sorted(unvaried)),
-        "outputs": len(tree_flatten(recording.outputs)[0]),
-        "mutated": tuple(mutated + made),
-        "bitwise": worst.bitwise,
-        "worst": worst,
-        "worst_name": worst_name,
-        "tolerance": tolerance,
-        "same_random_state": same_random,
-        "seconds": time.perf_counter() - started,
-        "snapshot_bytes": copies,
-        "snapshot_on": where_they_lie,
-    }
+    return Certificate(
+        rounds=len(rounds),
+        inputs=len(examples),
+        unvaried=tuple(names[index] for index in sorted(unvaried)),
+        outputs=len(tree_leaves(recording.outputs)),
+        mutated=tuple(mutated + made),
+        bitwise=worst.bitwise,
+        worst=worst,
+        worst_name=worst_name,
+        tolerance=tolerance,
+        same_random_state=same_random,
+        seconds=time.perf_counter() - started,
+        memory_bytes=recording.memory_bytes,
+        snapshot_bytes=copies,
+        snapshot_on=where_they_lie,
+    )
 
 
 def _round(
@@ -200,7 +201,7 @@ def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> 
             f"{recording.name}: failed on inputs made up for its certificate ({type(error).__name__}: {error}); "
             "pass other_inputs=, a list of two tuples of arguments that it can take."
         ) from error
-    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(outputs)[0]]
+    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(outputs)]
     gradients = {leaf.name: _own(recording, leaf.tensor.grad) for leaf in recording.leaves}
     recording.bind_gradients()
     return Results(leaves, gradients, recording.generators.states())
@@ -210,9 +211,9 @@ def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
     """Replay on `given`. The results are the graph's own tensors: compare or copy them before the next replay."""
     recording.inputs.copy_in(given)
     recording.poison_results()
-    recording.replay()
+    recording.runner.replay()
     gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
-    return Results(tree_flatten(recording.outputs)[0], gradients, recording.generators.states())
+    return Results(tree_leaves(recording.outputs), gradients, recording.generators.states())
 
 
 def _own(recording: Recording, gradient: Tensor | None) -> Tensor | None:
@@ -233,12 +234,13 @@ HOST_STATE = (
 
 def cause(recording: Recording, name: str, given: Sequence[Tensor], examples: Sequence[Tensor]) -> str:
     """The likeliest cause of a difference in the tensor called `name`, and what to do."""
-    noise = _own_noise(recording, name, given)
+    first, again = (_value(recording, name, given, turn=0) for _ in range(2))
+    noise = _between(first, again)
     if not noise.bitwise and noise.relative < ATOMIC:
         return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
     if not noise.bitwise:
         return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
-    if _reads_the_host(recording, name, given):
+    if not _between(again, _value(recording, name, given, turn=1)).bitwise:
         return (
             f"fn reads {SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
             "or pass the value as an input tensor"
@@ -251,18 +253,8 @@ def cause(recording: Recording, name: str, given: Sequence[Tensor], examples: Se
     return f"eager agrees with itself, so {HOST_STATE}"
 
 
-def _own_noise(recording: Recording, name: str, given: Sequence[Tensor]) -> Difference:
-    """How far two eager calls from one state differ in the tensor called `name`."""
-    return _between(*(_value(recording, name, given, turn=0) for _ in range(2)))
-
-
-def _reads_the_host(recording: Recording, name: str, given: Sequence[Tensor]) -> bool:
-    """Whether another time, or other random numbers, change what eager gives."""
-    return not _between(*(_value(recording, name, given, turn) for turn in range(2))).bitwise
-
-
 def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) -> Any:
-    """What an eager call gives in the tensor called `name`."""
+    """What an eager call gives in the tensor called `name`; in another turn the host has other clocks and random numbers."""
     recording.reset()
     with varied(turn, recording.reach):
         results = eager_call(recording, given, made_up=True)

@@ -40,18 +40,24 @@ LARGE = 256 << 20
 
 @dataclass
 class Seen:
-    """A tensor from outside that the function uses, where it was first read, and where it was first written."""
+    """A tensor from outside that the function uses, where it was first read, and whether it was written."""
 
     tensor: Tensor
     read: Place
     call: int  # in which watched call, counted from 1
-    written: Place | None = None
     is_written: bool = False
 
     def describe(self) -> str:
         kind = f"the {str(self.tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(self.tensor.shape)}"
         line = self.read.line
         return f"{kind} used at {line.at}" if line is not None else f"{kind} used in the backward pass"
+
+
+class _Midst(threading.local):
+    """What this thread is in the middle of."""
+
+    ourselves = False  # our own work, and the inside of a launch, are not the function's
+    operation = False  # what an operation (a custom op, say) allocates within itself is not seen: unknown tensors are its own
 
 
 class Watch:
@@ -61,9 +67,7 @@ class Watch:
         self.device, self.snapshot = device, snapshot
         self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
         self.external: dict[int, Seen] = {}
-        self.leaves: dict[
-            int, tuple[Tensor, Tensor | None]
-        ] = {}  # those that want gradients, with the one they had at first sight
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # those that want gradients, with the one they had at first
         self._spots: set[tuple] = set()
         self.generators: list[tuple[torch.Generator, Tensor]] = []  # with the state they had then
         self.calls = 0
@@ -72,7 +76,7 @@ class Watch:
         self.made_before: dict[int, Origin] = {}
         self._made: dict[int, Origin] = {}
         self.origins = Origins()
-        self._local = threading.local()
+        self.midst = _Midst()
         self.call: tuple = (None, ())  # the Python call that the current operation belongs to
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -105,26 +109,14 @@ class Watch:
             self.generators.append((generator, generator.get_state()))
 
     @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Our own work, and the inside of a launch, are not the function's."""
-        before, self._local.quiet = self.is_quiet, True
+    def in_the_midst(self, what: str) -> Iterator[None]:
+        """Mark that this thread is in our own work, or inside an operation: see `_Midst`."""
+        before = getattr(self.midst, what)
+        setattr(self.midst, what, True)
         try:
             yield
         finally:
-            self._local.quiet = before
-
-    @property
-    def is_quiet(self) -> bool:
-        return getattr(self._local, "quiet", False)
-
-    @contextlib.contextmanager
-    def inside_operation(self) -> Iterator[None]:
-        """What an operation (a custom op, say) allocates within itself is not seen: unknown tensors there are its own."""
-        before, self._local.inside = getattr(self._local, "inside", False), True
-        try:
-            yield
-        finally:
-            self._local.inside = before
+            setattr(self.midst, what, before)
 
     def see(self, tensor: Tensor, place: Place) -> None:
         key = storage_key(tensor)
@@ -142,9 +134,7 @@ class Watch:
             self.written_inputs.setdefault(self.inputs[key], place)
             return
         self.see(tensor, place)
-        seen = self.external[key]
-        if not seen.is_written:
-            seen.written, seen.is_written = place, True
+        self.external[key].is_written = True
         if key not in self.made_before:
             self.snapshot.add(tensor)
 
@@ -166,10 +156,10 @@ class Watch:
     def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
         """A kernel launch that no dispatcher sees. Any tensor it is given may be written."""
         place, doubtful = here(), {}
-        with self.quietly():
+        with self.in_the_midst("ourselves"):
             for tensor in tensors:
                 key = storage_key(tensor)
-                if key not in self.external and key not in self.inputs and getattr(self._local, "inside", False):
+                if key not in self.external and key not in self.inputs and self.midst.operation:
                     self._made.setdefault(key, Origin(place, self.calls, empty=True))
                 self.see(tensor, place)
                 if not key or key in self._made or key in doubtful:
@@ -205,7 +195,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         watch = self.watch
-        if watch.is_quiet:
+        if watch.midst.ourselves:
             return func(*args, **(kwargs or {}))
         if (cause := wrong_with_call(func, args, watch.device)) is not None:
             watch.hazard(cause)
@@ -228,7 +218,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         watch = self.watch
-        if watch.is_quiet:
+        if watch.midst.ourselves:
             return func(*args, **kwargs)
         watch.origins.note(getattr(func, "_opname", str(func)))
         place = here()
@@ -237,7 +227,7 @@ class _Operations(TorchDispatchMode):
         given = [plain for tensor in tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
         for tensor in given:
             watch.see(tensor, place)
-        with watch.quietly():
+        with watch.in_the_midst("ourselves"):
             for tensor in written(func, args, kwargs):
                 for plain in plain_tensors(tensor):
                     watch.before_write(plain, place)
@@ -249,7 +239,7 @@ class _Operations(TorchDispatchMode):
             watch.hazard(cause)
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
             watch.refill(args[0], args[1] if len(args) > 1 else 0)
-        with watch.inside_operation():
+        with watch.in_the_midst("operation"):
             out = func(*args, **kwargs)
         keys = {storage_key(tensor) for tensor in given}
         for tensor in tensors_in(out):

@@ -10,6 +10,7 @@ call besides, which catches what is written into a registry behind torch's back.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -160,23 +161,20 @@ DIRECT = 32  # places compared at every call, beside the addresses of all tensor
 GRADIENTS = 8  # zero_grad(set_to_none=True) drops all of them together
 
 _gradient = attrgetter("grad")
-_registrations = 0
-_hooked = False
 
 
-def _count_registration(module: torch.nn.Module, name: str, value: Any) -> None:
-    global _registrations
-    _registrations += 1
+@cache
+def _registrations() -> list[int]:
+    """How many parameters, buffers and modules this process has registered since the first capture: one number, counted up."""
+    total = [0]
 
+    def registered(module: torch.nn.Module, name: str, value: Any) -> None:
+        total[0] += 1
 
-def _hook() -> None:
-    """Count every registration in this process, from the first capture on."""
-    global _hooked
-    if not _hooked:
-        nn_module.register_module_parameter_registration_hook(_count_registration)
-        nn_module.register_module_buffer_registration_hook(_count_registration)
-        nn_module.register_module_module_registration_hook(_count_registration)
-        _hooked = True
+    nn_module.register_module_parameter_registration_hook(registered)
+    nn_module.register_module_buffer_registration_hook(registered)
+    nn_module.register_module_module_registration_hook(registered)
+    return total
 
 
 class Held:
@@ -192,7 +190,7 @@ class Held:
         plain: list[tuple[Way, Any]],
         gradients: list[tuple[str, Tensor, Tensor]],
     ) -> None:
-        _hook()
+        self._registered = _registrations()
         self.names = [name for name, _ in held]
         self._tensors = [tensor for _, tensor in held]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -200,7 +198,7 @@ class Held:
         # An alias of each keeps the old memory alive after `.data =`: a stale graph must never write into someone else's.
         self._alive = [tensor.detach() for tensor in self._tensors]
         mine = {id(tensor) for tensor in self._tensors}
-        self._places = [found for found in reach.tensors if id(found.tensor) in mine]
+        self._places = [(way, tensor) for way, tensor in reach.tensors if id(tensor) in mine]
         self._gradients = gradients
         steady, loose = {way.name for way, _ in plain}, {way.name for way, _ in reach.plain}
         self._root_ways = [way for way in reach.roots if way.name in steady or way.name not in loose]
@@ -220,7 +218,7 @@ class Held:
         self._calls += 1
         if not self._same_addresses():
             self._name_the_moved()
-        if self._seen != _registrations or self._calls % WALK_EVERY == 0 or not self._stands():
+        if self._seen != self._registered[0] or self._calls % WALK_EVERY == 0 or not self._stands():
             self._walk()
         for name, tensor, version in self._versions:
             if tensor._version != version:
@@ -231,8 +229,8 @@ class Held:
 
     def _prepare(self) -> None:
         """The places and values compared at every call, as flat lists: a loop in C over (container, key) pairs is cheap."""
-        direct = [found for found in self._places if not _registered(found.way)][:DIRECT]
-        objects = [slot for found in direct if (slot := found.way.slot())]
+        direct = [way for way, _ in self._places if not _in_registry(way)][:DIRECT]
+        objects = [slot for way in direct if (slot := way.slot())]
         objects += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
         shallow = [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
         objects += [slot for way in shallow if (slot := way.slot())]
@@ -240,7 +238,7 @@ class Held:
         self._roots = [(way, way.find()) for way in self._root_ways]
         few = self._gradients[:GRADIENTS]
         self._few = ([leaf for _, leaf, _ in few], [gradient for _, _, gradient in few])
-        self._seen = _registrations
+        self._seen = self._registered[0]
 
     def _stands(self) -> bool:
         """Whether everything compared at every call is the same object still; the walk then sees whether another is as good."""
@@ -263,9 +261,14 @@ class Held:
                     f"{name}: got another gradient (or None) in its place, wanted the one that the graph writes; "
                     "zero it inside the captured function, or with zero_grad(set_to_none=False)."
                 )
-        for found in self._places:
-            if found.way.find() is not found.tensor:
-                self._replaced(found.name, found.way.find())
+        for way, tensor in self._places:
+            if (now := way.find()) is not tensor:
+                nothing = now is MISSING or now is None
+                got = "another tensor" if isinstance(now, Tensor) else "nothing" if nothing else "another object"
+                raise GraphError(
+                    f"{way.name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
+                    "write into it with copy_(), or call captured.recapture()."
+                )
         for way, value in self._values:
             if not same(now := way.find(), value):
                 got = "a tensor" if isinstance(now, Tensor) else "nothing" if now is MISSING else repr(now)
@@ -290,21 +293,13 @@ class Held:
                 "the graph still reads the old; write in place with copy_(), or call captured.recapture()."
             )
 
-    @staticmethod
-    def _replaced(name: str, now: Any) -> None:
-        got = "another tensor" if isinstance(now, Tensor) else "nothing" if now is MISSING or now is None else "another object"
-        raise GraphError(
-            f"{name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
-            "write into it with copy_(), or call captured.recapture()."
-        )
-
 
 def same(now: Any, value: Any) -> bool:
     """Whether a Python value is as it was; a tensor in its place is not."""
     return now is value or (type(now) is type(value) and now == value)
 
 
-def _registered(way: Way) -> bool:
+def _in_registry(way: Way) -> bool:
     """True for a parameter, buffer or optimizer state: their number is large, and replacing one is noticed otherwise."""
     return any(
         step in (("attribute", "_parameters"), ("attribute", "_buffers")) or (step[0] == "item" and isinstance(step[1], Tensor))

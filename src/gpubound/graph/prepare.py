@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from .held import Held, StaticInputs, same
 from .memory import allocating_in
 from .reach import Reach, Way, storage_key
-from .rehearse import Leaf, Names, Rehearsal
+from .rehearse import Leaf, Rehearsal
 from .runner import runner_for
 from .vary import fill_results, scribble
 
@@ -23,13 +24,13 @@ def prepare(name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any
     rehearsal = Rehearsal(name, fn, inputs, before, runner_for(device, pool), device)
     rehearsal.perform(warmup)
     with rehearsal.undone_on_error():
-        names = Names(Reach(fn, state), rehearsal.watch)  # again: a first call makes moments, caches, gradients
-        leaves = rehearsal.leaves(names)
-        rehearsal.settle(names)
-        recording = Recording(rehearsal, names.reach, leaves)
+        rehearsal.reach = Reach(fn, state)
+        leaves = rehearsal.leaves()
+        rehearsal.settle()
+        recording = Recording(rehearsal, leaves)
         recording.record()
     recording.reset()
-    recording.held = hold(rehearsal, recording, names)
+    recording.held = hold(rehearsal, recording)
     return recording
 
 
@@ -60,10 +61,10 @@ class Recording:
     outputs: Any
     held: Held
 
-    def __init__(self, rehearsal: Rehearsal, reach: Reach, leaves: list[Leaf]) -> None:
+    def __init__(self, rehearsal: Rehearsal, leaves: list[Leaf]) -> None:
         self.name, self.fn, self.inputs, self.device = rehearsal.name, rehearsal.fn, rehearsal.inputs, rehearsal.device
         self.runner, self.snapshot, self.generators = rehearsal.runner, rehearsal.snapshot, rehearsal.generators
-        self.reach, self.leaves = reach, leaves
+        self.reach, self.leaves = rehearsal.reach, leaves
         self.foreign = {*rehearsal.watch.external, *rehearsal.watch.inputs}  # the memory that is not the graph's own
 
     def record(self) -> None:
@@ -85,13 +86,10 @@ class Recording:
                 leaf.tensor.grad = leaf.tensor.grad.detach().clone()  # the replay would write over it
         return outputs
 
-    def replay(self) -> None:
-        self.runner.replay()
-
     def poison_results(self) -> None:
         """NaN into whatever the next replay must write, so that an element it leaves out is seen.
 
-        Also into the graph's free memory: eager has just left there what the replay is to compute by itself.
+        Also into the graph's free memory: an eager call has just left there what the replay is to compute by itself.
         """
         fill_results(self.outputs, self.made_gradients(), self.foreign)
         scribble(self.runner.pool, self.device)
@@ -108,6 +106,12 @@ class Recording:
     def made_gradients(self) -> list[Tensor]:
         """The gradients that the graph makes anew at every replay, in its own memory."""
         return [leaf.bound for leaf in self.new_leaves if leaf.bound is not None] if self.runner.binds_gradients else []
+
+    @property
+    def memory_bytes(self) -> int:
+        """Static inputs, and the growth of the pool or, without a pool, the static outputs."""
+        outputs = sum(leaf.nbytes for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor))
+        return sum(buffer.nbytes for buffer in self.inputs.buffers) + (self.runner.memory_bytes or outputs)
 
     def bind_gradients(self) -> None:
         """Point every leaf at the gradient that the graph writes: an eager call between may have made another."""
@@ -129,26 +133,27 @@ class Recording:
                 gradient.detach().zero_()
 
     def release(self) -> None:
-        """Let go of the copies: a runner may keep this object alive."""
+        """Let go of what only the certificate needed."""
         self.snapshot.memories.clear()
         del self.reach
+        self.leaves = self.new_leaves
         for leaf in self.leaves:
             leaf.old = leaf.start = None
 
 
-def hold(rehearsal: Rehearsal, recording: Recording, names: Names) -> Held:
+def hold(rehearsal: Rehearsal, recording: Recording) -> Held:
     """What must stay as it is for the graph to be replayed."""
-    tensors = held_tensors(rehearsal, names)
-    return Held(tensors, names.reach, steady_values(rehearsal.before, names.reach), held_gradients(rehearsal, recording))
+    before, reach = rehearsal.before, rehearsal.reach
+    return Held(held_tensors(rehearsal), reach, steady_values(before, reach), held_gradients(rehearsal, recording))
 
 
-def held_tensors(rehearsal: Rehearsal, names: Names) -> list[tuple[str, Tensor]]:
+def held_tensors(rehearsal: Rehearsal) -> list[tuple[str, Tensor]]:
     """Every tensor from outside that the graph uses: all that have names, and one for each other piece of memory."""
-    external = rehearsal.watch.external
-    named = {id(found.tensor): (names.of(found.tensor), found.tensor) for found in names.reach.tensors}
-    held = [(name, tensor) for name, tensor in named.values() if storage_key(tensor) in external]
+    external, name_of = rehearsal.watch.external, rehearsal.name_of
+    named = {id(tensor): tensor for _, tensor in rehearsal.reach.tensors}
+    held = [(name_of(tensor), tensor) for tensor in named.values() if storage_key(tensor) in external]
     covered = {storage_key(tensor) for _, tensor in held}
-    held += [(names.of(seen.tensor), seen.tensor) for key, seen in external.items() if key not in covered]
+    held += [(name_of(seen.tensor), seen.tensor) for key, seen in external.items() if key not in covered]
     return held + list(zip(rehearsal.inputs.names, rehearsal.inputs.buffers))
 
 

@@ -54,23 +54,11 @@ class Way:
         return (vars(owner) if kind == "attribute" else owner), key
 
 
-@dataclass(frozen=True)
-class Found:
-    """A tensor, and one way to it."""
-
-    way: Way
-    tensor: Tensor
-
-    @property
-    def name(self) -> str:
-        return self.way.name
-
-
 class Reach:
     """Everything found from a function and its state. `roots` are where the walk began, `constants` the scalars baked in."""
 
     def __init__(self, fn: Callable, state: Any) -> None:
-        self.tensors: list[Found] = []
+        self.tensors: list[tuple[Way, Tensor]] = []
         self._names: dict[int, str] = {}  # by the tensor's id
         self._lying: dict[int, str] = {}  # by its memory
         self.generators: list[torch.Generator] = []
@@ -85,7 +73,7 @@ class Reach:
         self.plain = [(way, value) for way in self.roots if isinstance(value := way.find(), _PRIMITIVES)]
         for way in self.roots:
             self._walk(way, way.find(), 0)
-        self.of_state: list[Found] = []
+        self.of_state: list[tuple[Way, Tensor]] = []
         if state is not None:
             _check_state(state, "state")
             before, self._seen = len(self.tensors), set()
@@ -97,13 +85,13 @@ class Reach:
         if id(tensor) in self._names:
             return self._names[id(tensor)]
         if not self._lying:
-            for found in reversed(self.tensors):
-                self._lying[storage_key(found.tensor)] = found.name
+            for way, found in reversed(self.tensors):
+                self._lying[storage_key(found)] = way.name
         key = storage_key(tensor)
         return self._lying.get(key) if key else None
 
     def devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(found.tensor.device for found in self.tensors))
+        return list(dict.fromkeys(tensor.device for _, tensor in self.tensors))
 
     def _walk(self, way: Way, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
@@ -128,7 +116,7 @@ class Reach:
             self._scalars_of(way, node)
 
     def _tensor(self, way: Way, tensor: Tensor) -> None:
-        self.tensors.append(Found(way, tensor))
+        self.tensors.append((way, tensor))
         self._names.setdefault(id(tensor), way.name)
         if id(tensor) in self._seen:
             return
@@ -205,7 +193,8 @@ def _roots(fn: Callable) -> list[Way]:
         return [_fixed("" if isinstance(fn.__self__, nn.Module) else "self", fn.__self__), *_roots(fn.__func__)]
     if not isinstance(fn, types.FunctionType):
         return [_fixed("", fn)] if isinstance(fn, nn.Module) else [_fixed("self", fn)]
-    roots = [Way(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in _cells(fn)]
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or ())
+    roots = [Way(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells]
     for name in sorted(_names(fn.__code__) & fn.__globals__.keys()):
         if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
             roots.append(Way(name, functools.partial(fn.__globals__.get, name)))
@@ -218,10 +207,6 @@ def _bare(fn: Any) -> Iterator[types.FunctionType]:
         fn = fn.__func__ if isinstance(fn, types.MethodType) else fn.func
     if isinstance(fn, types.FunctionType):
         yield fn
-
-
-def _cells(fn: types.FunctionType) -> list[tuple[str, types.CellType]]:
-    return list(zip(fn.__code__.co_freevars, fn.__closure__ or ()))
 
 
 def _names(code: types.CodeType) -> set[str]:

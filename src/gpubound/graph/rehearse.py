@@ -20,7 +20,7 @@ from .discover import Watch
 from .held import StaticInputs, same
 from .memory import Generators, Snapshot, whole
 from .operations import Hazard, Origin, refuse
-from .reach import Found, Reach, storage_key
+from .reach import Reach, storage_key
 from .runner import EagerRunner, GraphRunner
 
 
@@ -35,23 +35,11 @@ class Leaf:
     bound: Tensor | None = None
 
 
-class Names:
-    """What to call a tensor in a message: by the way to it, else by where it is used."""
-
-    def __init__(self, reach: Reach, watch: Watch) -> None:
-        self.reach, self._watch = reach, watch
-
-    def of(self, tensor: Tensor) -> str:
-        if (name := self.reach.name(tensor)) is not None:
-            return name
-        for leaf, _ in self._watch.leaves.values():
-            if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
-                return f"{self.reach.name(leaf) or 'an unnamed leaf'}.grad"
-        return self._watch.external[storage_key(tensor)].describe()
-
-
 class Rehearsal:
-    """Watched calls of one function: `perform` makes them, `settle` puts back what they changed."""
+    """Watched calls of one function: `perform` makes them, `settle` puts back what they changed.
+
+    `before` is what fn reached at first, `reach` what it reaches now: a first call makes moments, caches, gradients.
+    """
 
     def __init__(
         self,
@@ -62,16 +50,17 @@ class Rehearsal:
         runner: EagerRunner | GraphRunner,
         device: torch.device,
     ) -> None:
-        self.name, self.fn, self.inputs, self.before, self.runner, self.device = name, fn, inputs, before, runner, device
+        self.name, self.fn, self.inputs, self.runner, self.device = name, fn, inputs, runner, device
+        self.before = self.reach = before
         self.snapshot = Snapshot(device)
         self.watch = Watch(device, inputs.buffers, self.snapshot)
         self.generators = Generators(device)
         for generator in before.generators:
             self.generators.add(generator, generator.get_state())
-        for found in before.of_state:
-            self._take_state(found)
-        for found in before.tensors:
-            self.watch.leaf(found.tensor, certain=True)
+        for way, tensor in before.of_state:
+            self._take_state(way.name, tensor)
+        for _, tensor in before.tensors:
+            self.watch.leaf(tensor, certain=True)
 
     def call(self) -> Any:
         return self.fn(*self.inputs.static)
@@ -85,16 +74,25 @@ class Rehearsal:
             gc.collect()  # what the broken call held
             self._fits(calls)
 
-    def leaves(self, names: Names) -> list[Leaf]:
+    def name_of(self, tensor: Tensor) -> str:
+        """What to call a tensor in a message: by the way to it, else by where it is used."""
+        if (name := self.reach.name(tensor)) is not None:
+            return name
+        for leaf, _ in self.watch.leaves.values():
+            if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
+                return f"{self.reach.name(leaf) or 'an unnamed leaf'}.grad"
+        return self.watch.external[storage_key(tensor)].describe()
+
+    def leaves(self) -> list[Leaf]:
         """The tensors that may be given gradients."""
         found = []
         for tensor, old in self.watch.leaves.values():
             # Accumulated into from call to call: the capture must find it. Made anew at every call: it must not.
             kept = tensor.grad is not None and storage_key(tensor.grad) in self.watch.external
-            found.append(Leaf(f"{names.of(tensor)}.grad", tensor, old, tensor.grad if kept else old))
+            found.append(Leaf(f"{self.name_of(tensor)}.grad", tensor, old, tensor.grad if kept else old))
         return found
 
-    def settle(self, names: Names) -> None:
+    def settle(self) -> None:
         """The state as it was. What the first call made, an optimizer's moments say, goes back to what it began as."""
         self._put_back()
         gradients = {storage_key(leaf.grad) for leaf, _ in self.watch.leaves.values() if leaf.grad is not None}
@@ -104,17 +102,17 @@ class Rehearsal:
                 whole(seen.tensor).zero_()
             elif not seen.is_written:
                 if self.watch.moves(key):
-                    raise self._moving(names, seen.tensor, origin)
+                    raise self._moving(seen.tensor, origin)
                 continue  # a table made once and only read
             elif origin.fill is not None:
                 whole(seen.tensor).fill_(origin.fill)
             elif not origin.empty:
                 if self.watch.moves(key) or self._altered(seen.tensor):
-                    raise self._moving(names, seen.tensor, origin)
+                    raise self._moving(seen.tensor, origin)
                 continue  # a table that Triton kernels read: what a kernel is given counts as written until it is tried
             self.snapshot.add(seen.tensor)
         for key, memory in self.snapshot.memories.items():
-            memory.name = names.of(self.watch.external[key].tensor) if key in self.watch.external else memory.name
+            memory.name = self.name_of(self.watch.external[key].tensor) if key in self.watch.external else memory.name
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -134,12 +132,12 @@ class Rehearsal:
         self.snapshot.restore()
         self.generators.rewind()
 
-    def _take_state(self, found: Found) -> None:
+    def _take_state(self, name: str, tensor: Tensor) -> None:
         """A tensor given in `state=` counts as used, and unless it is a frozen weight as written: by what we cannot see."""
-        self.watch.see(found.tensor, Place())
-        if not (isinstance(found.tensor, nn.Parameter) and not found.tensor.requires_grad):
-            self.snapshot.add(found.tensor, found.name)
-            if (seen := self.watch.external.get(storage_key(found.tensor))) is not None:
+        self.watch.see(tensor, Place())
+        if not (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+            self.snapshot.add(tensor, name)
+            if (seen := self.watch.external.get(storage_key(tensor))) is not None:
                 seen.is_written = True  # or each kernel that gets it would be tried with a copy of it
 
     def _fits(self, calls: int) -> bool:
@@ -175,9 +173,8 @@ class Rehearsal:
         for seen in self.watch.external.values():
             there = seen.tensor.device
             if there != self.device and there.type != "cpu":
-                name = Names(self.before, self.watch).of(seen.tensor)
                 raise GraphError(
-                    f"{name}: got a tensor on {there}, wanted {self.device}, where fn's inputs lie; "
+                    f"{self.name_of(seen.tensor)}: got a tensor on {there}, wanted {self.device}, where fn's inputs lie; "
                     "capture one graph for each device."
                 )
         for way, value in self.before.constants:
@@ -210,15 +207,15 @@ class Rehearsal:
         self._put_back()
         return not torch.equal(before, whole(tensor))
 
-    def _moving(self, names: Names, tensor: Tensor, origin: Origin) -> GraphError:
+    def _moving(self, tensor: Tensor, origin: Origin) -> GraphError:
         line = origin.place.line
         made = f"made at {line.at}" if line is not None else "made in the backward pass"
         if self.watch.moves(storage_key(tensor)):
             return GraphError(
-                f"{names.of(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "
+                f"{self.name_of(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "
                 "make it before the capture and write into it with copy_()."
             )
         return GraphError(
-            f"{names.of(tensor)}: {made} by the first call and updated by later ones, so what it began as is lost; "
+            f"{self.name_of(tensor)}: {made} by the first call and updated by later ones, so what it began as is lost; "
             f"call {self.name} once yourself before capture()."
         )

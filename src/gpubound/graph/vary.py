@@ -222,32 +222,6 @@ def fill_results(outputs: Any, gradients: Sequence[Tensor], foreign: set[int]) -
             leaf.detach().fill_(float("nan") if floating else 119)  # 119 fits every integer, and is True
 
 
-class Poison:
-    """What poison=True does around every replay of one captured function."""
-
-    def __init__(
-        self,
-        buffers: list[Tensor],
-        outputs: Any,
-        gradients: list[Tensor],
-        foreign: set[int],
-        pool: Any,
-        device: torch.device,
-    ) -> None:
-        self._buffers, self._outputs, self._gradients, self._foreign = buffers, outputs, gradients, foreign
-        self._pool, self._device = pool, device
-
-    def before(self) -> None:
-        """Outputs and gradients that a replay must write, and what is free in the graph's pool."""
-        fill_results(self._outputs, self._gradients, self._foreign)
-        scribble(self._pool, self._device)
-
-    def after(self) -> None:
-        """The static inputs: the next call must bring its own."""
-        for buffer in self._buffers:
-            spoil(buffer)
-
-
 def scribble(pool: Any, device: torch.device) -> int:
     """0xFF into every free block of a graph's pool, which is NaN in every floating dtype. Returns the number of bytes.
 
