@@ -1,4 +1,4 @@
-"""Linear cross-entropy under torch.compile, in graphs and on the GPU: products in 16 bits, no sync, the promised memory."""
+"""Linear cross-entropy in graphs and on the GPU: products in 16 bits, no sync, the promised memory."""
 
 import subprocess
 import sys
@@ -10,35 +10,7 @@ from torch import Tensor
 from gpubound.kernels.triton import cross_entropy as fast
 
 from .cases import draw
-from .test_choose import COMPARE, TRACE, run_apart
 from .test_linear_cross_entropy import BF16, MAIN, NAMES, TOLERANCE, accumulate, check, problem, truth
-
-CALLS = """
-    import torch
-    from gpubound import kernels
-
-    def call(packed, gate, weight, logits):
-        q, k, v = kernels.rope_qkv(packed, cos, sin, 2, 1)
-        q, k = kernels.rope(q, k, cos, sin)
-        x = kernels.geglu(kernels.swiglu(torch.cat([q, k, v], 2).flatten(2)), gate)
-        return kernels.linear_cross_entropy(x, weight, labels, chunk=4) + kernels.cross_entropy(logits, labels)
-
-    angles = torch.randn(3, 4, device=DEVICE)
-    cos, sin, labels = angles.cos(), angles.sin(), torch.zeros(2, 3, device=DEVICE, dtype=torch.long)
-    shapes = [(2, 3, 32), (2, 3, 16), (50, 16), (2, 3, 50)]
-    arguments = [torch.randn(s, device=DEVICE, requires_grad=True) for s in shapes]
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the test below compiles the kernels and runs them")
-def test_compile_traces_the_kernels():
-    """Five ops with a kernel each way, and the two chunks of linear_cross_entropy, whose launch does both ways at once."""
-    assert run_apart(CALLS, TRACE, DEVICE="cpu") == "12 kernels"
-
-
-@pytest.mark.gpu
-def test_compile_runs_the_kernels():
-    assert run_apart(CALLS, COMPARE, warnings="default", DEVICE="cuda", BACKEND="inductor") == "agrees"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,137 @@
+"""The self-test behind a verdict: in the caller's shape, outside the caller's modes, and on the caller's own thread."""
+
+import subprocess
+import sys
+from inspect import signature
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gpubound import kernels
+from gpubound.kernels import choose, selftest
+from gpubound.kernels.ops import OPS
+from gpubound.kernels.triton import norms as fast
+
+from .cases import TOLERANCE, definitions, same
+
+reference = definitions("norms")
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+FP32 = torch.float32
+
+
+SHAPED = {
+    "add_rms_norm": (96,),
+    "cross_entropy": (333, False, True),
+    "decode_attention": (1, 3, 32),
+    "dynamic_tanh": (96,),
+    "geglu": (72, True),
+    "layer_norm": (96,),
+    "linear_cross_entropy": (333, True, False),
+    "quantized_decode_attention": (3, 1, 32),
+    "rms_norm": (96,),
+    "rope": (3, 1, 24, 8),
+    "rope_qkv": (6, 3, 8, 4),
+    "swiglu": (72, False),
+    "swiglu_backward": (72,),
+}
+
+
+def test_which_ops_test_themselves_in_their_callers_shape():
+    assert sorted(SHAPED) == sorted(op for op in OPS if len(signature(OPS[op].example).parameters) > 1)
+
+
+@pytest.mark.parametrize("op", SHAPED)
+def test_self_tests_in_the_callers_shape(op, device):
+    assert selftest.check(op, device, FP32, SHAPED[op]) is None
+
+
+@pytest.mark.parametrize("op", ["dynamic_tanh", "group_norm", "layer_norm", "rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_norms_pass_their_self_tests(op, dtype, device):
+    assert selftest.check(op, device, dtype) is None
+
+
+def test_the_self_test_leaves_its_arguments_alone(device, monkeypatch):
+    """An op that works in place on what both mirrors get would compare the second update with the first."""
+
+    def in_place(x, weight, eps):
+        return x.detach().mul_(2) * weight
+
+    monkeypatch.setattr(fast, "rms_norm", in_place)
+    monkeypatch.setitem(OPS, "rms_norm", OPS["rms_norm"]._replace(reference=in_place))
+    assert selftest.check("rms_norm", device, FP32) is None
+
+
+MODES = {
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_the_verdict_does_not_depend_on_the_callers_modes(mode, x):
+    with mode():
+        kernels.rms_norm(x)
+    assert list(choose._verdicts.values()) == [None]
+
+
+def test_first_use_inside_a_checkpointed_block(x):
+    """The self-test runs in the forward and not in the recomputation: its saved tensors must not be counted as the block's."""
+    x.requires_grad_()
+    checkpoint(kernels.rms_norm, x, use_reentrant=False).square().sum().backward()
+    want = x.detach().clone().requires_grad_()
+    reference.rms_norm(want).square().sum().backward()
+    same("x.grad", x.grad, want.grad, 1e-5)
+
+
+def test_the_default_dtype_does_not_reach_the_self_test(x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert choose.verdict("rms_norm", x.device, FP32) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_self_test_leaves_the_device_s_own_thread_alone(monkeypatch):
+    """That thread may be the one that waits for the verdict: of an op whose first call comes in backward, say."""
+    threads, grad = [], torch.autograd.grad
+
+    def watched(*arguments, **named):
+        threads.append(torch._C._is_multithreading_enabled())
+        return grad(*arguments, **named)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    assert selftest.check("rms_norm", torch.device("cpu"), FP32) is None
+    assert threads == [False, False]  # Triton's gradients, and the reference's
+
+
+FIRST_IN_BACKWARD = """
+import torch
+from gpubound import kernels
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return kernels.rms_norm(g.contiguous())
+
+x = torch.ones(3, 40, device="cuda", requires_grad=True)
+Late.apply(x).sum().backward()
+print("agrees" if x.grad.allclose(torch.ones_like(x), atol=1e-4) else x.grad)
+"""
+
+
+@pytest.mark.gpu
+def test_an_op_whose_first_call_comes_in_backward():
+    """In a process of its own, where nothing has judged the op yet. It waited for ever."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IN_BACKWARD], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "agrees\n", done.stderr
