@@ -126,7 +126,7 @@ def test_the_name_of_a_gpu_is_no_gpu(monkeypatch):
     for device in ("cuda", "cuda:3", torch.device("cuda", 0)):
         with pytest.raises(DeviceError, match="needs a GPU: CUDA_VISIBLE_DEVICES='' hides every GPU"):
             measure.time(lambda: None, device=device)
-    with pytest.raises(ValueError, match=r"^device: got 'gpu', wanted cpu, cuda or cuda:<index>"):
+    with pytest.raises(ValueError, match=r"^device: got 'gpu', wanted one of auto, require, cpu, cuda, cuda:<index>"):
         measure.compare({"a": lambda: None, "b": lambda: None}, device="gpu")
 
 

@@ -104,6 +104,10 @@ def losses(*values, key="loss", **also):
             [*losses(0, 2, 2, key="skipped", phase="a"), {"step": 4, "skipped": 1, "phase": "b"}],  # counted anew
             ["3 of 4 steps were skipped, the first at step 2: the loss or the gradient was not finite"],
         ),
+        (
+            [*losses(0, 2, key="skipped", phase="a"), {"step": 4, "skipped": 2, "phase": "b"}],
+            ["4 of 3 steps were skipped, the first at step 2: the loss or the gradient was not finite"],
+        ),
         (losses(2.55, 2.41, 2.45, key="held_out"), []),
         (losses(2.55, 2.41, 2.55, key="held_out"), ["the held-out loss was lowest at step 2 (2.410) and 2.550 at the end"]),
     ],

@@ -87,7 +87,7 @@ def test_a_model_larger_than_the_memory_is_never_allocated(folders, tmp_path, ca
     shutil.copytree(folders / "bare", folder)
     SIZES["a hundred terabytes"](folder)
     assert main(["place", str(folder), "--device", "cpu"]) == 2
-    assert "GiB of memory. Take a smaller configuration." in capsys.readouterr().err
+    assert " GB of memory. Take a smaller configuration." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind, damage", CASES)

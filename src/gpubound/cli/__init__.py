@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 Config = TypeVar("Config")
 
 # Command -> an example of it. Its module is gpubound.cli.<command>, with main(argv) -> int; the first line of that module's
-# docstring is its help here. A name without a module is not offered.
+# docstring is its help here.
 COMMANDS = {
     "demo": "gpubound demo",
     "env": "gpubound env --json",
     "place": "gpubound place path/to/checkpoint",
     "train": "gpubound train config.yaml",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
-    "doctor": "gpubound doctor train.py",
     "bench": "gpubound bench kernels",
     "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
@@ -53,16 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded("help", lambda _: _answer(_help()), rest)
     if name in ("-V", "--version", "version"):
         return guarded("version", lambda _: _answer(f"gpubound {__version__}"), rest)
-    if name not in commands():
+    if name not in COMMANDS:
         print(f"gpubound: {printable(_unknown(name))}", file=sys.stderr)
         return 2
     return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
-
-
-def commands() -> dict[str, Path]:
-    """The commands whose module exists."""
-    here = Path(__file__).parent
-    return {name: path for name in COMMANDS for path in (here / f"{name}.py", here / name / "__init__.py") if path.exists()}
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -111,20 +104,20 @@ def _one_line(error: BaseException) -> str:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, commands(), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(commands())}."
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
     return f"there is no command {name!r}; {hint} See gpubound --help."
 
 
 def _help() -> str:
     """Read from the modules' docstrings without importing them: torch takes seconds, this must not."""
-    found = commands()
-    width = max(map(len, found), default=0)
+    width = max(map(len, COMMANDS))
     lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]
-    for name, path in found.items():
-        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    for name in COMMANDS:
+        source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        first, *_ = (ast.get_docstring(ast.parse(source)) or "").split("\n")
         lines.append(f"  {name:{width}}  {first}")
-    lines += ["", "examples:", *(f"  {COMMANDS[name]}" for name in found), ""]
+    lines += ["", "examples:", *(f"  {example}" for example in COMMANDS.values()), ""]
     lines.append("Each command explains itself with --help. gpubound --version prints the version.")
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from ..corpus.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..device import label
 from ..errors import GpuboundError
-from .saved import HARMLESS, Saved, build, check_text, settings_of
+from .saved import HARMLESS, Saved, build, settings_of, stdin_lines
 from .speed import Speed
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
         # A shell starts a background job with Ctrl-C ignored; whoever types here expects it to end a reply.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print(HELP, style="dim", markup=False)
-    for text in typed(console) if live else piped():
-        chat.take(text, console, live)
+    for text in typed(console) if live else stdin_lines():
+        chat.take(text.rstrip("\n"), console, live)
     if options.json:
         about = {"model": str(saved.folder), "device": label(device), "messages": chat.messages}
         print(json.dumps(about | chat.speed.as_dict(), indent=1))
@@ -69,16 +69,6 @@ def typed(console: Console) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             console.print("\nCtrl-D ends the conversation.", style="dim")
-
-
-def piped() -> Iterator[str]:
-    """Every line of stdin."""
-    try:
-        for line in sys.stdin:
-            check_text("stdin", line)
-            yield line.rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
 class Chat:

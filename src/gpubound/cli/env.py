@@ -19,6 +19,7 @@ from .. import measure
 from ..device import label, look, resolve
 from ..errors import DeviceError
 from ..kernels.plans.kept import file_of, rows_in
+from ..words import readable
 from . import arguments
 
 # Figure -> what it says, in the order printed.
@@ -101,7 +102,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
     facts = Table("this machine", "", box=None, pad_edge=False)
     for name, value in found["machine"].items():
         if name == "host_memory_bytes":
-            name, value = "host memory", f"{value / 2**30:.1f} GiB" if value else None
+            name, value = "host memory", value and readable(value)
         facts.add_row(name, "none" if value is None else str(value))
     for gpu in found["gpus"]:
         facts.add_row(f"cuda:{gpu['index']}", _gpu_line(gpu))
@@ -120,7 +121,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
     return (
-        f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB, L2 {gpu['l2_bytes'] / 2**20:.0f} MiB, {gpu['sms']} SMs, "
+        f"{gpu['name']}, {readable(gpu['memory_bytes'])}, L2 {readable(gpu['l2_bytes'])}, {gpu['sms']} SMs, "
         f"capability {gpu['capability']}; test: {gpu['test']}"
     )
 
@@ -137,6 +138,7 @@ def _ceilings_table(figures: dict[str, Any]) -> Table:
 
 
 def _in_unit(name: str, figure: float) -> tuple[str, str]:
+    """The figure and its unit, which are columns of their own."""
     if name.endswith("_us"):
         return f"{figure:.2f}", "µs"
     unit = "FLOP/s" if name.endswith("_flops_per_s") else "B/s"

@@ -7,7 +7,8 @@ gpubound generate runs/first --chat                      Ctrl-C ends a reply, Ct
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import Annotated
 import torch
 import tyro
 
-from ..decode.loop import ActiveRequest
 from ..decode.request import Choice
+from ..decode.result import Generated
 from ..device import label, resolve
 from . import arguments
-from .saved import HARMLESS, VERIFY, Saved, build, check_text, open_saved, settings_of
+from .saved import HARMLESS, VERIFY, Saved, build, check_text, open_saved, settings_of, stdin_lines
 from .speed import Speed
 
 NEW = 256  # tokens that a text goes on for, unless asked otherwise
@@ -166,10 +167,10 @@ def read_prompts(options: Generate) -> list[str]:
         prompts, where = list(options.prompt), "prompt"
     elif options.file is not None:
         where = "stdin" if options.file == "-" else options.file
-        text = _stdin() if options.file == "-" else _text(options.file)
+        text = "".join(stdin_lines()) if options.file == "-" else _text(options.file)
         prompts = [text.removesuffix("\n")] if options.whole else [line for line in text.splitlines() if line.strip()]
     elif not sys.stdin.isatty():
-        prompts, where = [_stdin().removesuffix("\n")], "stdin"
+        prompts, where = ["".join(stdin_lines()).removesuffix("\n")], "stdin"
     else:
         raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
     if not prompts or not all(prompts):
@@ -182,15 +183,6 @@ def _text(file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
-
-
-def _stdin() -> str:
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
-    check_text("stdin", text)
-    return text
 
 
 def write(options: Generate, saved: Saved, prompts: list[str], device: torch.device, begun: float) -> int:
@@ -207,14 +199,16 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
         batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
         run = made.start(ids[start : start + together], **batch)
         numbers = range(start, min(start + together, len(ids)))
-        rows_of = [(number, prompts[number], copy) for number in numbers for copy in range(options.n)]
-        shown = InOrder(rows_of, len(ids) * options.n > 1, options)
-        with speed.counting():
-            play(run, shown)
+        rows = [(number, prompts[number], copy) for number in numbers for copy in range(options.n)]
+        with speed.counting(), closing(run.play()) as pieces:
+            if options.json:
+                deque(pieces, maxlen=0)
+            else:
+                InOrder(rows, len(ids) * options.n > 1, options).print(pieces, run.sequences)
         speed.add(run.result())
         found += [
-            vars(made_of) | {"prompt": prompt, "prompt_tokens": made_of.prompt}
-            for (_, prompt, _), made_of in zip(shown.rows, run.sequences)
+            vars(sequence) | {"prompt": prompt, "prompt_tokens": sequence.prompt}
+            for (_, prompt, _), sequence in zip(rows, run.sequences)
         ]
     if options.json:
         print(json.dumps({"model": str(saved.folder), "device": label(device), "sequences": found} | speed.as_dict(), indent=1))
@@ -230,7 +224,17 @@ class InOrder:
         self.safe = HARMLESS if sys.stdout.isatty() else {}
         self.waiting = [""] * len(rows)
         self.at = -1
-        if not options.json:
+
+    def print(self, pieces: Iterable[tuple[int, str]], sequences: Sequence[Generated]) -> None:
+        """All of a request, as it comes."""
+        self.next()
+        for row, piece in pieces:
+            self.waiting[row] += piece
+            if row == self.at:
+                self.show()
+            while self.at < len(self.rows) - 1 and sequences[self.at].finish:
+                self.next()
+        while self.at < len(self.rows):
             self.next()
 
     def next(self) -> None:
@@ -250,18 +254,3 @@ class InOrder:
     def show(self) -> None:
         print(self.waiting[self.at].translate(self.safe), end="", flush=True)
         self.waiting[self.at] = ""
-
-
-def play(run: ActiveRequest, shown: InOrder) -> None:
-    """All of a request, on stdout as it comes unless JSON was asked for."""
-    with closing(run.play()) as pieces:
-        for row, piece in pieces:
-            if shown.options.json:
-                continue
-            shown.waiting[row] += piece
-            if row == shown.at:
-                shown.show()
-            while shown.at < len(shown.rows) - 1 and run.sequences[shown.at].finish:
-                shown.next()
-    while not shown.options.json and shown.at < len(shown.rows):
-        shown.next()

@@ -22,6 +22,7 @@ from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
 from ..models.llama.hf_config import config_of
 from ..place import place
 from ..trace import notice
+from ..words import readable
 from . import arguments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -105,8 +106,8 @@ def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: 
     have = machine().host_memory_bytes
     if have is not None and need > have:  # some systems grant any amount, and kill the process that then uses it
         raise DataError(
-            f"{folder / 'config.json'} describes a model of {need / 2**30:,.0f} GiB, and this machine has "
-            f"{have / 2**30:,.0f} GiB of memory. Take a smaller configuration."
+            f"{folder / 'config.json'} describes a model of {readable(need)}, and this machine has {readable(have)} of memory. "
+            "Take a smaller configuration."
         )
     return AutoModelForCausalLM.from_config(config, **options)
 

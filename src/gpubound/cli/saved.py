@@ -6,7 +6,7 @@ The model is a Hugging Face folder, one by its name on the hub, a run of `gpubou
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +52,7 @@ class Saved:
     model: nn.Module
     tokenizer: Tokenizer
     folder: Path  # where the weights were read
-    ends: tuple[int, ...]  # tokens that end a text
+    ends: tuple[int, ...]  # tokens that end a text: the tokenizer's, and those that the model's files name
     positions: int  # tokens that the model is made for
 
 
@@ -77,7 +77,8 @@ def open_saved(
         about = read_config(source)
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
         model, folder = _from_folder(source, about, device, DTYPES.get(dtype), trust_remote_code), source
-    return Saved(model.eval(), own, folder, _ends(told, own), _positions(model))
+    ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
+    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model))
 
 
 def find(path: Path) -> Path | Checkpoint:
@@ -91,16 +92,12 @@ def find(path: Path) -> Path | Checkpoint:
     exports = [path / name for name in EXPORTS if (path / name / "config.json").exists()]
     newest = Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest()
     if exports:
-        export = max(exports, key=lambda folder: _written(folder / "config.json"))
-        if newest is None or _written(export / "config.json") >= _written(newest.path / STATE):
+        written, export = max(((folder / "config.json").stat().st_mtime, folder) for folder in exports)
+        if newest is None or written >= (newest.path / STATE).stat().st_mtime:
             return export
     if newest is None:
         raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")
     return newest
-
-
-def _written(file: Path) -> float:
-    return file.stat().st_mtime
 
 
 def _from_folder(
@@ -165,11 +162,6 @@ def _run_tokenizer(found: Checkpoint) -> Tokenizer:
     raise ValueError(f"{found.path}: the tokenizer of its run is not in {run / 'corpus'}; give it with --tokenizer FOLDER.")
 
 
-def _ends(told: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end a text: the tokenizer's, and those that the model's files name."""
-    return tuple(dict.fromkeys([*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of(told)]))
-
-
 def _positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
@@ -211,6 +203,16 @@ def check_text(where: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
+
+
+def stdin_lines() -> Iterator[str]:
+    """Every line of stdin, with its end."""
+    try:
+        for line in sys.stdin:
+            check_text("stdin", line)
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
 class Spoken:

@@ -20,6 +20,7 @@ from ..device import label
 from ..errors import DataError, MeasureError
 from ..files import locked
 from ..monitor import LiveLine, Tape, write_report
+from ..monitor.figures import skipped as skipped_steps
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
@@ -27,20 +28,6 @@ from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
 from ..version import __version__
 from ..words import quantity
-
-
-@contextmanager
-def disk_of(out: str) -> Iterator[None]:
-    """Say it in a sentence when the disk under `out` is full, whoever found out."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
-            raise
-        raise DataError(
-            f"{out}: no space is left on its disk; what was saved there before is intact. "
-            f"Free space, then go on with --resume, or give another --out."
-        ) from error
 
 
 @contextmanager
@@ -74,8 +61,16 @@ def alone(out: str) -> Iterator[None]:
         )
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"out: {out} is a file; give a folder with --out.")
-    with disk_of(out), locked(out):
-        yield
+    try:
+        with locked(out):
+            yield
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
+            raise
+        raise DataError(
+            f"{out}: no space is left on its disk; what was saved there before is intact. "
+            f"Free space, then go on with --resume, or give another --out."
+        ) from error
 
 
 def train(
@@ -187,7 +182,7 @@ def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
     steps = tape.steps()
     losses = [float(r["loss"]) for r in steps]
     paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
-    held_out, skipped = run.evaluations.get(run.done), _skipped(steps)
+    held_out, skipped = run.evaluations.get(run.done), sum(count for _, count in skipped_steps(steps))
     parts = [f"{run.done:,} steps on {label(run.device)}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
     if held_out is not None:
         parts.append(f"held out {held_out:.3f}")
@@ -210,14 +205,6 @@ def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
     parts.append("no fallback" if not total else f"{total} fallbacks")
     text = ", ".join(parts) + "."
     return Outcome(tape, f"FAILED, the training is not sound (try a lower lr or clip): {text}" if failed else text, failed)
-
-
-def _skipped(steps: list[Record]) -> int:
-    """How many steps were skipped. A record has the count of its phase so far."""
-    counts: dict[str | None, int] = {}
-    for record in steps:
-        counts[record.get("phase")] = record.get("skipped", 0)
-    return sum(counts.values())
 
 
 def finish(tape: Tape) -> Any:

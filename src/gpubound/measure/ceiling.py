@@ -91,13 +91,13 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
     where = resolve(device)
     key = _key(where)
     if not refresh:
-        for kind in ("", "-quick") if quick else ("",):
-            if (kept := _read(cache_file(key + kind))) is not None:
+        for least in (False, True) if quick else (False,):
+            if (kept := _read(cache_file(key, least))) is not None:
                 return kept
-    file, found = cache_file(key + ("-quick" if quick else "")), _measure(where, key, quick)
-    if refresh and (kept := _read(file)) is not None:
+    found = _measure(where, key, quick)
+    if refresh and (kept := _read(cache_file(key, quick))) is not None:
         found = replace(_better(kept, found), measurements=1)
-    _write(file, found)
+    _write(found)
     return found
 
 
@@ -111,9 +111,8 @@ def share(achieved: float, figure: str, device: str | torch.device = "auto") -> 
     """
     found = ceilings(device, quick=True)
     while _doubtful(achieved / getattr(found, figure), found.measurements):
-        again = _better(found, _measure(resolve(device), found.key, found.quick))
-        _write(cache_file(again.key + ("-quick" if again.quick else "")), again)
-        found = again
+        found = _better(found, _measure(resolve(device), found.key, found.quick))
+        _write(found)
     if achieved > (limit := getattr(found, figure)):
         notice(
             f"no share of {figure}: this work reaches {achieved:.3g}, and the best of {found.measurements} measurements here "
@@ -142,8 +141,8 @@ def _better(one: Ceilings, other: Ceilings) -> Ceilings:
     return replace(other, **figures, missing=missing, measurements=one.measurements + 1)
 
 
-def cache_file(key: str) -> Path:
-    return cache_folder() / f"ceilings-{key}.json"
+def cache_file(key: str, quick: bool = False) -> Path:
+    return cache_folder() / f"ceilings-{key}{'-quick' if quick else ''}.json"
 
 
 def _name(device: torch.device) -> str:
@@ -187,8 +186,9 @@ def _checked(row: object) -> Ceilings:
     return Ceilings(**row)
 
 
-def _write(path: Path, found: Ceilings) -> None:
+def _write(found: Ceilings) -> None:
     """A read-only home, or a full one, costs the cache only."""
+    path = cache_file(found.key, found.quick)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")

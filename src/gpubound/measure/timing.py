@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,9 +22,7 @@ from ..errors import MeasureError
 from ..words import in_words
 
 GRAPH_CALLS = 20  # calls in one graph: the device's own cost of starting a graph, 1-2 µs, then adds 1/20 of that to each
-SLEEP_CYCLES_PER_S = (
-    2e9  # an upper bound on today's clocks: on a slower one the device waits longer than needed, outside the clock
-)
+SLEEP_CYCLES_PER_S = 2e9  # an upper bound on today's clocks: a slower device waits longer than needed, outside the clock
 
 
 @dataclass(frozen=True)
@@ -115,17 +113,9 @@ def _captured(fn: Callable[[], Any], device: torch.device, warmup: int) -> Calla
     return graph.replay
 
 
-class Clock(Protocol):
+class HostClock:
     """One run at a time: `run` returns a handle, `read` turns handles into seconds once everything has finished."""
 
-    name: str
-
-    def warm(self, name: str, work: Work, times: int) -> None: ...
-    def run(self, name: str, work: Work) -> Any: ...
-    def read(self, handles: list[Any]) -> list[float]: ...
-
-
-class HostClock:
     name = "perf_counter"
 
     def warm(self, name: str, work: Work, times: int) -> None:
@@ -138,11 +128,13 @@ class HostClock:
         go(*prepared)
         return perf_counter() - start
 
-    def read(self, handles: list[float]) -> list[float]:
+    def read(self, handles: list[Any]) -> list[float]:
         return handles
 
 
 class DeviceClock:
+    """The same by events on the device."""
+
     def __init__(self, device: torch.device, cold_l2: bool = False, host_ahead: bool = False):
         self.device, self.host_ahead = device, host_ahead
         self.name = "device events" + (", cold L2" if cold_l2 else "") + (", host ahead" if host_ahead else "")
@@ -172,7 +164,7 @@ class DeviceClock:
             end.record()
         return begin, end
 
-    def read(self, handles: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+    def read(self, handles: list[Any]) -> list[float]:
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in handles]
 
@@ -190,7 +182,7 @@ def run_once(work: Work) -> Any:
     return go(*prepared)
 
 
-def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool) -> Clock:
+def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool) -> HostClock | DeviceClock:
     if device.type == "cuda":
         return DeviceClock(device, cold_l2, host_ahead)
     if cold_l2 or host_ahead:
@@ -202,12 +194,7 @@ def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool
 def place_of(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if str(device).partition(":")[0] == "cuda":
-        return resolve(device)  # a name is no GPU
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted cpu, cuda or cuda:<index>.") from error
+    return resolve(device)  # a name is no GPU
 
 
 def check_counts(caller: str, **counts: tuple[int, int]) -> None:

@@ -154,9 +154,10 @@ def _overfit(records: Sequence[Record]) -> str | None:
 
 
 def skipped(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """(step, how many were skipped up to it since the record before). The tape counts anew in each phase."""
-    counts = [(step, int(count)) for step, count in _series(records, "skipped") if math.isfinite(count)]
-    new = [(step, b - a if b >= a else b) for (_, a), (step, b) in pairwise([(0, 0), *counts])]
+    """(step, how many were skipped up to it since the record before). The tape counts anew in each phase and each start."""
+    counted = [(r["step"], float(r["skipped"]), r.get("phase")) for r in records if r.get("skipped") is not None]
+    counts = [(0, 0, None), *((step, int(count), phase) for step, count, phase in counted if math.isfinite(count))]
+    new = [(step, b - a if was == phase and b >= a else b) for (_, a, was), (step, b, phase) in pairwise(counts)]
     return [(step, count) for step, count in new if count]
 
 
