@@ -154,3 +154,56 @@ def test_wrong_arguments_are_named(device):
         with pytest.raises(ValueError) as caught:
             call(**wrong)
         assert str(caught.value) == sentence
+
+
+class Special(Case):
+    """Scores that are capped, a few pairs turned, norms over whole rows or with an offset."""
+
+    def __init__(self, device, dtype, positions, pairs, whole, offset, cap, **sizes):
+        super().__init__(device, dtype, positions, normed=True, **sizes)
+        angles = draw(device, torch.float32, L, pairs, seed=3)
+        counts = [self.kv * self.group, self.kv] if whole else [1, 1]
+        norms = [draw(device, dtype, n * self.width, seed=4 + i) for i, n in enumerate(counts)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, self.width**-0.5, 0, offset, cap)
+
+
+SPECIAL = [(8, False, 0.0, 0.5), (3, False, 1.0, 0.0), (8, True, 0.0, 0.0), (6, True, 1.0, 0.5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairs, whole, offset, cap", SPECIAL)
+def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pairs, whole, offset, cap):
+    case = Special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap)
+    for window in (0, 20):
+        for name, got, want in zip(("out", "k cache", "v cache"), case("triton", window), case("reference", window)):
+            assert torch.equal(got.isnan(), want.isnan()), name
+            same(name, got.nan_to_num(), want.nan_to_num(), max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("pairs, whole, offset, cap", SPECIAL[1:])
+def test_several_tokens_in_the_forms_of_other_families(device, pairs, whole, offset, cap):
+    case = Special(device, torch.bfloat16, [0, 62, 147], pairs, whole, offset, cap, kv=1, splits=2)
+    for source in ("triton", "reference"):
+        for name, got, want in zip(("out", "k cache", "v cache"), *several(case, 3, source)):
+            assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
+
+
+@torch.no_grad()
+def test_the_definition_of_capped_scores_and_of_pairs_that_stand_still(device):
+    """One row, one kv head, in torch: the first 2 · 3 dimensions turned, q and k normed over all heads of a row."""
+    case = Special(device, torch.float32, [9], 3, True, 1.0, 0.5, kv=1)
+    out, keys, _ = case("reference")
+    q, k, v = case.qkv[0].split([32, 16, 16])
+
+    def normed(x, weight):
+        return x * (x.square().mean() + 1e-6).rsqrt() * (1 + weight)
+
+    def turned(x):
+        a, b, rest, c, s = x[..., :3], x[..., 3:6], x[..., 6:], case.heads.cos[9], case.heads.sin[9]
+        return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+    q, k = turned(normed(q, case.heads.q_norm).view(2, 16)), turned(normed(k, case.heads.k_norm))
+    same("key", keys[0, 0, 9], k, 1e-6)
+    scores = torch.tanh(q @ torch.cat([case.caches[0][0, 0, :9], k[None]]).t() * 16**-0.5 / 0.5) * 0.5
+    mixed = scores.softmax(-1) @ torch.cat([case.caches[1][0, 0, :9], v[None]])
+    same("out", out[0], mixed.flatten(), 1e-5)

@@ -194,3 +194,62 @@ def test_wrong_arguments_are_named(device):
         with pytest.raises(ValueError) as caught:
             call()
         assert str(caught.value) == sentence
+
+
+FORMS = [(1.0, True, 0.0, "gelu_tanh"), (0.0, False, 0.7, "silu"), (1.0, True, 0.7, "gelu")]  # offset, normed, cap, activation
+
+
+@pytest.mark.parametrize("offset, normed, cap, activation", FORMS)
+def test_the_forms_of_other_families(device, offset, normed, cap, activation):
+    """A gain of 1 + weight, no norm, capped outputs and gelu, beside the same in torch: the definition and the kernel."""
+    dtype, rows, hidden = torch.bfloat16, 3, 96
+    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
+    norm[:5] = 3 / 512  # 1 + 3/512 is not a bf16 number
+    weight, gate, up = (draw(device, dtype, n, hidden, seed=2 + i) * hidden**-0.5 for i, n in enumerate((48, 40, 40)))
+    gain = (norm.float() + offset) * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() if normed else 1.0
+    h, given = x * gain, norm if normed else None
+    want = torch.nn.functional.linear(h, weight.float())
+    want = torch.tanh(want / cap) * cap if cap else want
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    act = torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate=approximate)
+    gated = act(torch.nn.functional.linear(h, gate.float())) * torch.nn.functional.linear(h, up.float())
+    for source in ("triton", "reference"):
+        out, best = torch.zeros(rows, 48, device=device), torch.zeros(rows, 3, device=device)
+        arg = torch.zeros(rows, 3, device=device, dtype=torch.int32)
+        no = [None] * 5
+        run(source, "norm_product", x, given, 1e-5, weight, *no, out, best, arg, 0, offset, cap)
+        same("product", out, want, 1e-5)
+        assert torch.equal(out.argmax(1), arg.gather(1, best.argmax(1, keepdim=True))[:, 0].long())
+        out = torch.zeros(rows, 40, device=device, dtype=dtype)
+        run(source, "norm_gate_up", x, given, 1e-5, gate, up, None, None, out, 0, offset, activation)
+        same("gated", out.float(), gated, TOLERANCE[dtype])
+        if normed:
+            out = torch.zeros(rows, hidden, device=device)
+            same("rows", run(source, "norm_rows", x, norm, 1e-5, out, offset), h, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [64, 40])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
+    """What was normed is zero afterwards, for the next product to be added to."""
+    norm, results = draw(device, dtype, hidden, seed=1), []
+    for source in ("triton", "reference"):
+        (whole, x), (beside, y) = banded((3, hidden), device), banded((3, hidden), device)
+        x.copy_(stream(device, 3, hidden))
+        y.copy_(stream(device, 3, hidden, seed=2) * 5)
+        run(source, "add_norm", y, norm, 1e-5, x, offset)
+        assert_inside(whole, x)
+        assert_inside(beside, y)
+        assert not y.any()
+        results.append(x)
+    same("stream", *results, 1e-5)
+    y = stream(device, 3, hidden, seed=2) * 5
+    normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.float() + offset)
+    same("stream", results[1], stream(device, 3, hidden) + normed, 1e-5)
+
+
+def test_an_unknown_activation_is_named(device):
+    x, norm, gate = stream(device, 1, 64), draw(device, torch.float32, 64), draw(device, torch.float32, 32, 64)
+    with pytest.raises(ValueError, match="norm_gate_up: activation must be one of silu, gelu, gelu_tanh, got 'relu'"):
+        kernels.norm_gate_up(x, norm, 1e-5, gate, gate, activation="relu")

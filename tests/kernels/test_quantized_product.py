@@ -284,3 +284,22 @@ def test_wrong_arguments_are_named(device):
         with pytest.raises(ValueError) as caught:
             call()
         assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("offset, normed, cap, activation", [(1.0, True, 0.7, "gelu_tanh"), (0.0, False, 0.0, "gelu")])
+def test_the_forms_of_other_families(device, kind, rows, offset, normed, cap, activation):
+    """Of a gain of 1 + weight, no norm, capped outputs and gelu: what decode_product's kernels make of the same numbers."""
+    x, norm = draw(device, torch.float32, rows, 150), draw(device, torch.float16, 150, seed=1) if normed else None
+    head, both = (pack(draw(device, torch.float32, n, 150, seed=n) * 150**-0.5, kind) for n in (40, 48))
+    gate, up = unpack(both).unflatten(0, (-1, 2)).unbind(1)
+    want = kernels.norm_product(x, norm, 1e-5, unpack(head), offset=offset, cap=cap)
+    gated = kernels.norm_gate_up(x, norm, 1e-5, gate.contiguous(), up.contiguous(), offset=offset, activation=activation)
+    for source in ("triton", "reference"):
+        out = torch.zeros(rows, 40, device=device)
+        run(source, "quantized_norm_product", x, norm, 1e-5, head, None, out, None, None, 0, offset, cap)
+        same("product", out, want, PARITY[kind])
+        out = torch.zeros(rows, 24, device=device)
+        run(source, "quantized_norm_gate_up", x, norm, 1e-5, both, None, out, 0, offset, activation)
+        same("gated", out, gated, 2 * PARITY[kind])

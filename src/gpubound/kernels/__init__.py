@@ -13,6 +13,7 @@ from .cross_entropy import cross_entropy as cross_entropy
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .decode_attention import decode_attention as decode_attention
 from .decode_attention import quantized_decode_attention as quantized_decode_attention
+from .decode_product import add_norm as add_norm
 from .decode_product import add_product as add_product
 from .decode_product import norm_gate_up as norm_gate_up
 from .decode_product import norm_product as norm_product

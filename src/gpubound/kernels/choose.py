@@ -69,14 +69,15 @@ _early: dict[Judged, Future] = {}
 def hasten(ops: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
     """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine.
 
-    An op that tests itself in its caller's shape waits for that: in another shape, its kernels would be nobody's.
+    An op that tests itself in its caller's shape waits for that: in another shape, its kernels would be nobody's. Of one with a
+    `form`, most callers want the usual one.
     """
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
     pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
     for op in dict.fromkeys(ops):
         key = (op, device, dtype, ())
-        if len(signature(OPS[op].example).parameters) > 1:
+        if list(signature(OPS[op].example).parameters)[1:] not in ([], ["form"]):
             continue
         if key not in _verdicts and key not in _early:
             _early[key] = pool.submit(selftest.check, op, device, dtype)

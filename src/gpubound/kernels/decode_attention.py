@@ -16,14 +16,14 @@ Legend: B rows, H query heads, K key and value heads, L places in the cache, D w
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decode_product import WRITTEN
+from .decode_product import WRITTEN, capped_, rms_normed
 from .ops import definition
 from .rope import draw_angles
 from .selftest import draw, ints
@@ -53,13 +53,15 @@ class LayerCache(NamedTuple):
 class Heads(NamedTuple):
     """How a layer turns, norms and scores its heads: the same at every step."""
 
-    cos: Tensor  # (L, D/2) fp32, of every position
+    cos: Tensor  # (L, D/2) fp32, of every position; or fewer pairs, of the first dimensions: the others stand still
     sin: Tensor
-    q_norm: Tensor | None  # weights (D,) for models that norm their heads
+    q_norm: Tensor | None  # weights (D,) for models that norm their heads; (H D,) and (K D,) for those that norm whole rows
     k_norm: Tensor | None
     eps: float
     scale: float
     window: int = 0  # the nearest keys that a token sees, itself among them; 0: all
+    offset: float = 0.0  # of the norms, whose gain is offset + weight
+    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
 
 
 class Scratch(NamedTuple):
@@ -82,7 +84,7 @@ def decode_attention(
     out       (B, H D) in the cache's dtype or any other
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
-    kernel = implementation("decode_attention", cache.k, None, _shape(cache, out))
+    kernel = implementation("decode_attention", cache.k, None, _shape(cache, heads, out))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -109,7 +111,7 @@ def quantized_decode_attention(
     unable = None
     if cache.k.dtype == torch.float8_e4m3fn and cache.k.is_cuda and torch.cuda.get_device_capability(cache.k.device) < (8, 9):
         unable = "e4m3 needs compute capability 8.9"
-    kernel = implementation(op, out, unable, _shape(cache, out))
+    kernel = implementation(op, out, unable, _shape(cache, heads, out))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -140,7 +142,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
     q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
-    q, k = _turn(_normed(q, heads.q_norm, heads.eps), c, s), _turn(_normed(k, heads.k_norm, heads.eps), c, s)
+    q, k = _turn(_normed(q, heads.q_norm, heads), c, s), _turn(_normed(k, heads.k_norm, heads), c, s)
     parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
     for new, (codes, scales) in zip((k, v), parts):
         _write(new, at, known, codes, scales, pages)
@@ -150,6 +152,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     if heads.window:
         live &= place > at[:, None] - heads.window
     scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), keys) * heads.scale
+    scores = capped_(scores, heads.cap)
     if pages is not None:  # a key of a page that there is not
         there = _there(pages, cache.k).repeat_interleave(cache.k.shape[2], 1)
         scores = scores.masked_fill(~there[:, None, None], torch.nan)
@@ -196,15 +199,15 @@ def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
     return cache[pages.clamp(0, len(cache) - 1).long()].transpose(1, 2).flatten(2, 3)
 
 
-def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    if weight is None:
-        return x
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+def _normed(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
+    whole = x.flatten(1) if weight is not None and len(weight) > x.shape[-1] else x
+    return rms_normed(whole, weight, heads.eps, heads.offset).view_as(x)
 
 
 def _turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * c - b * s, b * c + a * s], -1)
+    pairs = c.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
 
 
 @torch.no_grad()
@@ -251,18 +254,19 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
             f"{tuple(qkv.shape)} and a v cache {tuple(cache.v.shape)}; all three come from one model."
         )
     require(op, "position", position, torch.int32, (B, *tokens), device, "it says where each row stands")
+    pairs = min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
-        if table.shape != (places, D // 2) or table.dtype != torch.float32:
+        if table.shape != (places, pairs) or table.dtype != torch.float32:
             raise ValueError(
-                f"{op}: {name} must be torch.float32 ({places}, {D // 2}), got {table.dtype} {tuple(table.shape)}; give one "
+                f"{op}: {name} must be torch.float32 ({places}, {pairs}), got {table.dtype} {tuple(table.shape)}; give one "
                 "angle for each place of the cache and pair."
             )
-        require(op, name, table, torch.float32, (places, D // 2), device, "the kernel reads row after row")
+        require(op, name, table, torch.float32, (places, pairs), device, "the kernel reads row after row")
     require(op, "qkv", qkv, None, tuple(qkv.shape), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, tuple(out.shape), device, WRITTEN)
-    _check_heads(op, heads, D, device)
+    _check_heads(op, heads, (D, H, K), device)
     _check_scratch(op, scratch, (rows, K, H // K, D), device)
 
 
@@ -289,12 +293,16 @@ def _check_codes(op: str, cache: LayerCache) -> None:
         require(op, name, scales, torch.float32, tuple(cache.k.shape[:3]), cache.k.device, "it has one for each place")
 
 
-def _check_heads(op: str, heads: Heads, width: int, device: torch.device) -> None:
+def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: torch.device) -> None:
+    width, *counts = sizes
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError(f"{op}: heads.q_norm and heads.k_norm go together, got one of them; pass both or neither.")
-    for name, norm in (("heads.q_norm", heads.q_norm), ("heads.k_norm", heads.k_norm)):
+    whole = heads.q_norm is not None and len(heads.q_norm) > width
+    for name, norm, count in zip(("heads.q_norm", "heads.k_norm"), (heads.q_norm, heads.k_norm), counts):
         if norm is not None:
-            require(op, name, norm, None, (width,), device, "it has one weight for each dimension of a head")
+            wanted = (count * width if whole else width,)
+            of = "of a row" if whole else "of a head"
+            require(op, name, norm, None, wanted, device, f"it has one weight for each dimension {of}")
     if heads.window < 0:
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
 
@@ -309,10 +317,13 @@ def _check_scratch(op: str, scratch: Scratch, shape: tuple[int, int, int, int], 
     require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
 
 
-def _shape(cache: LayerCache, out: Tensor) -> tuple[int, int, int]:
-    """What an example takes: heads of keys, query heads for each of them, and the size of a head."""
+def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
+    """What an example takes: heads of keys, query heads for each of them, and the size of a head; then what few models have."""
     _, kv, _, size = cache.k.shape
-    return kv, out.shape[1] // size // kv, size
+    shape = kv, out.shape[1] // size // kv, size
+    pairs, whole = heads.cos.shape[1], heads.q_norm is not None and len(heads.q_norm) > size
+    usual = pairs == size // 2 and not (whole or heads.offset or heads.cap)
+    return shape if usual else (*shape, pairs, whole, heads.offset, heads.cap)
 
 
 def _example(
@@ -322,15 +333,22 @@ def _example(
     kv: int = 2,
     group: int = 2,
     size: int = 16,
+    pairs: int = 0,
+    whole: bool = False,
+    offset: float = 0.0,
+    cap: float = 0.0,
 ) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places."""
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, size // 2), None, None, 1e-6, 0.25)
+    heads = Heads(*draw_angles(generator, 10, pairs or size // 2), None, None, 1e-6, 0.25, 0, offset, cap)
+    if whole or offset:
+        q_norm, k_norm = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
+        heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
     scratch = Scratch(torch.zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32))
     return qkv, ints(9, 3), cache, heads, scratch, out(2, kv * group * size)
 
 
-def _draw_cache(generator: torch.Generator, kv: int = 2, group: int = 2, size: int = 16) -> LayerCache:
+def _draw_cache(generator: torch.Generator, kv: int = 2, group: int = 2, size: int = 16, *form: Any) -> LayerCache:
     return LayerCache(draw(generator, 2, kv, 10, size), draw(generator, 2, kv, 10, size))
 
 

@@ -5,6 +5,9 @@ the one before it in the stream still runs (programmatic dependent launch): only
 what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,24 +19,40 @@ from .selftest import draw
 
 WRITTEN = "it is written in place"
 EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
     """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("norm_rows", norm)(x, norm, eps, out)
+    return implementation("norm_rows", norm, None, form(offset))(x, norm, eps, out, offset)
 
 
-@definition(lambda g: (*draw_stream(g, 48), torch.zeros(2, 48)))
+@definition(lambda g, *form: (*draw_stream(g, 48), torch.zeros(2, 48), *form))
 @torch.no_grad()
-def norm_rows_reference(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
-    return out.copy_(rms_normed(x, norm, eps))
+def norm_rows_reference(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+    return out.copy_(rms_normed(x, norm, eps, offset))
+
+
+def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
+    """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing."""
+    check_stream("add_norm", x, norm)
+    require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
+    return implementation("add_norm", norm, None, form(offset))(y, norm, eps, x, offset, dependent)
+
+
+@definition(lambda g, *form: (draw(g, 2, 48).detach(), draw(g, 48), 1e-6, draw(g, 2, 48).detach(), *form))
+@torch.no_grad()
+def add_norm_reference(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
+    x.add_(rms_normed(y, norm, eps, offset))
+    y.zero_()
+    return x
 
 
 def norm_product(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     weight: Tensor,
     k_weight: Tensor | None = None,
@@ -45,8 +64,10 @@ def norm_product(
     best: Tensor | None = None,
     arg: Tensor | None = None,
     dependent: int = 0,
+    offset: float = 0.0,
+    cap: float = 0.0,
 ) -> Tensor:
-    """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side.
+    """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side. With `cap`, cap · tanh(out / cap) of it.
 
     `best` (B, P, fp32) and `arg` (B, P, int32) also receive maxima. The weight's rows are cut into P stretches of equal
     length, a power of two such as 8 or 16. Each stretch gives its largest value (NaN if it holds a NaN) and the row of that
@@ -62,21 +83,23 @@ def norm_product(
     _check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    implementation("norm_product", weight)(
-        x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent
+    implementation("norm_product", weight, None, form(offset, cap, normed=norm is not None))(
+        x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, offset, cap
     )
     return out
 
 
-@definition(lambda g: (*draw_stream(g, 48), *_draw_qkv(g)))
+@definition(lambda g, *form: formed((*draw_stream(g, 48), *_draw_qkv(g)), *form))
 @torch.no_grad()
 def norm_product_reference(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None,
+    bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
+    dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    normed = rms_normed(x, norm, eps)
+    normed = rms_normed(x, norm, eps, offset)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     out.copy_(torch.cat([F.linear(normed, w.to(x.dtype), _wide(b, x)) for w, b in parts if w is not None], -1))
+    capped_(out, cap)
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows a partial maximum stands for
         padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
@@ -88,7 +111,7 @@ def norm_product_reference(
 
 def norm_gate_up(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     gate: Tensor,
     up: Tensor,
@@ -96,26 +119,31 @@ def norm_gate_up(
     up_bias: Tensor | None = None,
     out: Tensor | None = None,
     dependent: int = 0,
+    offset: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
-    """out (B, rows, in gate's dtype) = silu(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x."""
+    """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS."""
     if out is None:
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
     check_stream("norm_gate_up", x, norm, gate, up)
     require("norm_gate_up", "up", up, gate.dtype, tuple(gate.shape), x.device, "it is multiplied with gate, row by row")
     _check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
-    return implementation("norm_gate_up", gate)(x, norm, eps, gate, up, gate_bias, up_bias, out, dependent)
+    check_activation("norm_gate_up", activation)
+    return implementation("norm_gate_up", gate, None, form(offset, activation, normed=norm is not None))(
+        x, norm, eps, gate, up, gate_bias, up_bias, out, dependent, offset, activation
+    )
 
 
-@definition(lambda g: (*draw_stream(g, 48), *_draw_gate_up(g)))
+@definition(lambda g, *form: formed((*draw_stream(g, 48), *_draw_gate_up(g)), *form))
 @torch.no_grad()
 def norm_gate_up_reference(
-    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    out: Tensor, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    normed = rms_normed(x, norm, eps)
+    normed = rms_normed(x, norm, eps, offset)
     g = F.linear(normed, gate.to(x.dtype), _wide(gate_bias, x))
-    return out.copy_(F.silu(g) * F.linear(normed, up.to(x.dtype), _wide(up_bias, x)))
+    return out.copy_(ACTIVATIONS[activation](g) * F.linear(normed, up.to(x.dtype), _wide(up_bias, x)))
 
 
 def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
@@ -135,20 +163,28 @@ def add_product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, x: Ten
     return x.add_(F.linear(h.to(x.dtype), weight.to(x.dtype), _wide(bias, x)))
 
 
-def rms_normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.to(x.dtype)
+def rms_normed(x: Tensor, norm: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (norm.to(x.dtype) + offset)
+
+
+def capped_(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap), in place; x as it is where cap is 0."""
+    return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 
 def _wide(bias: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(x.dtype)
 
 
-def check_stream(op: str, x: Tensor, norm: Tensor, *weights: Tensor) -> None:
+def check_stream(op: str, x: Tensor, norm: Tensor | None, *weights: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
-    if norm.shape != x.shape[1:]:
-        raise ValueError(f"{op}: norm must have shape {tuple(x.shape[1:])} to match x, got {tuple(norm.shape)}.")
-    require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
+    if norm is not None:
+        if norm.shape != x.shape[1:]:
+            raise ValueError(f"{op}: norm must have shape {tuple(x.shape[1:])} to match x, got {tuple(norm.shape)}.")
+        require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
     for weight in weights:
         if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous():
             raise ValueError(
@@ -184,6 +220,23 @@ def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: T
         )
     require(op, "best", best, torch.float32, (len(x), columns), x.device, WRITTEN)
     require(op, "arg", arg, torch.int32, (len(x), columns), x.device, WRITTEN)
+
+
+def check_activation(op: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+
+
+def form(offset: float, *rest: Any, normed: bool = True) -> tuple:
+    """What an example takes of a call: nothing for the usual form, which most calls have."""
+    usual = normed and not offset and rest in ((), (0.0,), ("silu",))
+    return () if usual else (offset, *rest) if normed else (None, *rest)
+
+
+def formed(arguments: tuple, offset: float | None = 0.0, *rest: Any) -> tuple:
+    """An example in that form; offset None: without a norm."""
+    x, norm, *others = arguments
+    return (x, norm, *others, 0, offset, *rest) if offset is not None else (x, None, *others, 0, 0.0, *rest)
 
 
 def draw_stream(generator: torch.Generator, columns: int) -> tuple[Tensor, Tensor, float]:

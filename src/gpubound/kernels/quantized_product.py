@@ -15,9 +15,12 @@ from .choose import implementation
 from .decode_product import (
     WRITTEN,
     add_product_reference,
+    check_activation,
     check_best,
     check_stream,
     draw_stream,
+    form,
+    formed,
     norm_gate_up_reference,
     norm_product_reference,
 )
@@ -48,7 +51,7 @@ def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 def quantized_norm_product(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     weight: Packed,
     bias: Tensor | None = None,
@@ -56,40 +59,47 @@ def quantized_norm_product(
     best: Tensor | None = None,
     arg: Tensor | None = None,
     dependent: int = 0,
+    offset: float = 0.0,
+    cap: float = 0.0,
 ) -> Tensor:
-    """out (B, rows, fp32) = rms_norm(x) times a packed weight. `best` and `arg` as in norm_product."""
+    """out (B, rows, fp32) = rms_norm(x) times a packed weight. `best`, `arg` and `cap` as in norm_product."""
     if out is None:
         out = torch.empty(x.shape[0], weight.rows, device=x.device, dtype=torch.float32)
     _check_packed_stream("quantized_norm_product", x, norm, weight)
     _check_bias("quantized_norm_product", bias, weight)
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
-    implementation("quantized_norm_product", norm)(x, norm, eps, weight, bias, out, best, arg, dependent)
+    implementation("quantized_norm_product", x if norm is None else norm, None, form(offset, cap, normed=norm is not None))(
+        x, norm, eps, weight, bias, out, best, arg, dependent, offset, cap
+    )
     return out
 
 
-@definition(lambda g: (*draw_stream(g, 256), draw_packed(g, 40, 256, "int4"), draw(g, 40), *_outputs()))
+@definition(lambda g, *form: formed((*draw_stream(g, 256), draw_packed(g, 40, 256, "int4"), draw(g, 40), *_outputs()), *form))
 @torch.no_grad()
 def quantized_norm_product_reference(
-    x: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
-    arg: Tensor | None, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
+    arg: Tensor | None, dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    return norm_product_reference(x, norm, eps, unpack(weight), None, None, bias, None, None, out, best, arg)
+    whole = unpack(weight)
+    return norm_product_reference(x, norm, eps, whole, None, None, bias, None, None, out, best, arg, 0, offset, cap)
 
 
 def quantized_norm_gate_up(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     gate_up: Packed,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     dependent: int = 0,
+    offset: float = 0.0,
+    activation: str = "silu",
 ) -> Tensor:
-    """out (B, rows / 2, in norm's dtype or its own) = silu(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
+    """out (B, rows / 2, in norm's dtype or its own) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
     gate and up alternate in `gate_up`, and so do the elements of `bias`."""
     if out is None:
-        out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=norm.dtype)
+        out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=(x if norm is None else norm).dtype)
     _check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
     if gate_up.rows % 2:
         raise ValueError(
@@ -97,17 +107,23 @@ def quantized_norm_gate_up(
         )
     _check_bias("quantized_norm_gate_up", bias, gate_up)
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
-    return implementation("quantized_norm_gate_up", norm)(x, norm, eps, gate_up, bias, out, dependent)
+    check_activation("quantized_norm_gate_up", activation)
+    return implementation("quantized_norm_gate_up", out, None, form(offset, activation, normed=norm is not None))(
+        x, norm, eps, gate_up, bias, out, dependent, offset, activation
+    )
 
 
-@definition(lambda g: (*draw_stream(g, 150), draw_packed(g, 40, 150, "int8"), draw(g, 40), torch.zeros(2, 20)))
+@definition(
+    lambda g, *form: formed((*draw_stream(g, 150), draw_packed(g, 40, 150, "int8"), draw(g, 40), torch.zeros(2, 20)), *form)
+)
 @torch.no_grad()
 def quantized_norm_gate_up_reference(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0
-) -> Tensor:
+    x: Tensor, norm: Tensor | None, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
+    offset: float = 0.0, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     gate, up = unpack(gate_up).unflatten(0, (-1, 2)).unbind(1)
     gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
-    return norm_gate_up_reference(x, norm, eps, gate, up, gate_bias, up_bias, out)
+    return norm_gate_up_reference(x, norm, eps, gate, up, gate_bias, up_bias, out, 0, offset, activation)
 
 
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
@@ -177,7 +193,7 @@ def quantized_add_routed_reference(
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
 
 
-def _check_packed_stream(op: str, x: Tensor, norm: Tensor, weight: Packed) -> None:
+def _check_packed_stream(op: str, x: Tensor, norm: Tensor | None, weight: Packed) -> None:
     check_stream(op, x, norm)
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")

@@ -1,6 +1,7 @@
 """What a decoding step attends to: the keys and values of new tokens, made of their product, and tiles of cached ones.
 
-Heads are handled as halves, dimensions i and i + D/2, because that is how the rotation pairs them.
+Heads are handled as halves, because that is how the rotation pairs them: dimensions i and i + D/2. Where it turns PAIRS pairs
+alone, those of the first 2 PAIRS dimensions, the dimensions behind them are paired likewise, and stand still.
 """
 
 import triton
@@ -13,18 +14,54 @@ _HALFWAY = tl.constexpr(1.5 * 2**23)  # added to a number and taken off again: w
 
 
 @triton.jit
-def _head(x_ptr, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The halves of each head in a (heads, HALF) tile of pointers, normed if the model does so, and turned.
+def _halves(i, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the dimensions of both halves lie in a head."""
+    if PAIRS == HALF:
+        return i, i + HALF
+    else:
+        turned = i < PAIRS
+        return i + tl.where(turned, 0, PAIRS), i + tl.where(turned, PAIRS, HALF)
+
+
+@triton.jit
+def _gain(norm_ptr, at, mask, OFFSET: tl.constexpr):
+    gain = tl.load(norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        gain += OFFSET
+    return gain
+
+
+@triton.jit
+def _factor(row_ptr, eps, WIDTH: tl.constexpr):
+    """What an RMSNorm over a whole row multiplies it by, but for the gain."""
+    col = tl.arange(0, 1024)
+    square = tl.zeros([1024], tl.float32)
+    for start in range(0, WIDTH, 1024):
+        x = tl.load(row_ptr + start + col, mask=start + col < WIDTH, other=0.0).to(tl.float32)
+        square = tl.fma(x, x, square)
+    return 1.0 / tl.sqrt(tl.sum(square, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
+          OFFSET: tl.constexpr):  # fmt: skip
+    """The halves of each head, whose first dimensions lie `head` (heads, 1) behind row_ptr, normed if the model does so, and
+    turned. NORM: 0, 1 for one norm of every head, or the width of a row that is normed as a whole.
 
     Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
     other bits in its own program than in those of the tokens behind it.
     """
-    a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
+    first, second = _halves(i, HALF, PAIRS)
+    a = tl.load(row_ptr + head + first[None], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(row_ptr + head + second[None], mask=mask, other=0.0).to(tl.float32)
+    if NORM == 1:
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
-        a = a * factor * tl.load(norm_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
-        b = b * factor * tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None]
+        a = a * factor * _gain(norm_ptr, first, i < HALF, OFFSET)[None]
+        b = b * factor * _gain(norm_ptr, second, i < HALF, OFFSET)[None]
+    elif NORM > 1:
+        factor = _factor(row_ptr, eps, NORM)
+        a = a * factor * _gain(norm_ptr + head, first[None], mask, OFFSET)
+        b = b * factor * _gain(norm_ptr + head, second[None], mask, OFFSET)
     return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
 
 
@@ -54,15 +91,15 @@ def _coded(a, b, MOST: tl.constexpr):
 
 
 @triton.jit
-def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-         MOST: tl.constexpr):  # fmt: skip
+def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
     D: tl.constexpr = 2 * HALF
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
-    new_k = row + GROUP * KV * D + kv * D + i[None]
-    new_v = new_k + KV * D
-    ka, kb = _head(new_k, k_norm, c, s, eps, one, i, HALF, NORM)
+    keys = row + GROUP * KV * D
+    new_v = keys + KV * D + kv * D + i[None]
+    ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET)
     va = tl.load(new_v, mask=one, other=0.0)
     vb = tl.load(new_v + HALF, mask=one, other=0.0)
     if MOST is None:
@@ -88,15 +125,18 @@ def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: t
 
 
 @triton.jit
-def _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, there, inside, HALF: tl.constexpr, PAGE: tl.constexpr,
-            KIND: tl.constexpr):  # fmt: skip
+def _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, live, there, inside, HALF: tl.constexpr, PAIRS: tl.constexpr,
+            PAGE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """A tile of cached keys and values: (N, HALF) each half. Of codes, as KIND, with their scales (N,).
 
     A key that is live but not there (`_place`) is NaN.
     """
     mask = live[:, None] & inside[None]
-    ka = tl.load(k_ptr + tile, mask=mask, other=0.0)
-    kb = tl.load(k_ptr + tile + HALF, mask=mask, other=0.0)
+    first, second = _halves(i, HALF, PAIRS)
+    line = at[:, None] * (2 * HALF)
+    tile = line + i[None]
+    ka = tl.load(k_ptr + line + first[None], mask=mask, other=0.0)
+    kb = tl.load(k_ptr + line + second[None], mask=mask, other=0.0)
     va = tl.load(v_ptr + tile, mask=mask, other=0.0)
     vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0)
     if KIND is None:
@@ -110,21 +150,21 @@ def _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, there, inside, HALF:
 
 
 @triton.jit
-def _angle(cos_ptr, sin_ptr, position, i, HALF: tl.constexpr):
-    c = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
-    s = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None]
+def _angle(cos_ptr, sin_ptr, position, i, PAIRS: tl.constexpr):
+    c = tl.load(cos_ptr + position * PAIRS + i, mask=i < PAIRS, other=1.0)[None]
+    s = tl.load(sin_ptr + position * PAIRS + i, mask=i < PAIRS, other=0.0)[None]
     return c, s
 
 
 @triton.jit
 def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
-              KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
-              MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+              KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
+              OFFSET: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a place beyond the table is nobody's: no key there is live
-    c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, HALF)
+    c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
     new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
-    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
+    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, MOST)
     here = live & (place == first + t)
     if MOST is not None:
         ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)

@@ -67,7 +67,7 @@ def _vector(ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
-              C: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+              C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); the squares of x (C,))."""
     SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
     WORDS: tl.constexpr = 128 // SLOTS
@@ -83,9 +83,12 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
         so_far, products, excess, squares = (products, excess, squares), (), (), ()
         for b in tl.static_range(B):  # inside, or the numbers of all slots would have to be kept
             x = _vector(x_ptr + b * K, col, K, EVEN)
-            if NORMED:
+            if GAIN is not None:
                 squares += (so_far[2][b] + x * x,)
-                x *= _vector(norm_ptr, col, K, EVEN)
+                gain = _vector(norm_ptr, col, K, EVEN)
+                if GAIN != 0.0:
+                    gain += GAIN
+                x *= gain
             else:
                 squares += (so_far[2][b],)
             if KIND == "fp8":
@@ -114,7 +117,7 @@ def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-              R: tl.constexpr, C: tl.constexpr, NORMED: tl.constexpr, WHOLE: tl.constexpr,
+              R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
               DEPENDENT: tl.constexpr):  # fmt: skip
     """For each row of x, the sums (R,) of R rows of the weight."""
     SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
@@ -133,7 +136,7 @@ def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr
         totals += (tl.zeros([R, C // 4], tl.float32),)
         squares += (tl.zeros([C], tl.float32),)
     for start in range(0, N, C):
-        parts, squared = _products(words, one, x_ptr, norm_ptr, start + word, B, K, KIND, R, C, EVEN, NORMED)
+        parts, squared = _products(words, one, x_ptr, norm_ptr, start + word, B, K, KIND, R, C, EVEN, GAIN)
         so_far, totals, squares = (totals, squares), (), ()
         for b in tl.static_range(B):
             totals += (so_far[0][b] + parts[b] * scale.to(tl.float32),)
@@ -145,15 +148,15 @@ def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr
     _end(DEPENDENT)
     sums = ()
     for b in tl.static_range(B):
-        sums += (_finished(totals[b], squares[b], eps, K, KIND, NORMED),)
+        sums += (_finished(totals[b], squares[b], eps, K, KIND, GAIN),)
     return sums
 
 
 @triton.jit
-def _finished(total, square, eps, K: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr):
+def _finished(total, square, eps, K: tl.constexpr, KIND: tl.constexpr, GAIN: tl.constexpr):
     y = tl.sum(total, 1)
     if KIND == "fp8":
         y *= _HALFWAY
-    if NORMED:
+    if GAIN is not None:
         y /= tl.sqrt(tl.sum(square, 0) / K + eps)
     return y

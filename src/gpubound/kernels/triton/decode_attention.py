@@ -22,15 +22,17 @@ from ..decode_attention import LARGEST, Heads, LayerCache, Scratch
 from ..decode_product import EARLY
 from ..plans import job_of, power_of_two
 from ..plans.kinds import AttentionPlan
-from ._cached_tiles import _angle, _cached, _head, _new, _place, _with_new
+from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
 from ._launch import launch
+from ._math import capped
 from .decode_product import _begin, _options, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 
 
 @triton.jit
-def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND: tl.constexpr, WIDE: tl.constexpr):
+def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl.constexpr, KIND: tl.constexpr,
+          WIDE: tl.constexpr):  # fmt: skip
     """Online softmax over one tile of keys."""
     if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
         ka, kb, va, vb = ka.to(tl.float32), kb.to(tl.float32), va.to(tl.float32), vb.to(tl.float32)
@@ -39,6 +41,8 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND: t
     score = tl.dot(qb.to(kind), tl.trans(kb), score, input_precision="ieee")
     if KIND is not None:
         score *= ks[None]
+    if CAP > 0.0:
+        score = capped(score, CAP)
     score = tl.where(live[None], score, NOTHING)
     new = tl.maximum(m, tl.max(score, 1))
     p, fix = tl.exp(score - new[:, None]), tl.exp(m - new)
@@ -54,7 +58,8 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND: t
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
                              eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
-                             SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr,
+                             SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
+                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None."""
@@ -80,9 +85,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
         hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
-        c, s = _angle(cos_ptr, sin_ptr, position, i, HALF)
+        c, s = _angle(cos_ptr, sin_ptr, position, i, PAIRS)
         row = qkv_ptr + b * (GROUP + 2) * KV * D
-        qa, qb = _head(row + (kv * GROUP + g)[:, None] * D + i[None], q_norm, c, s, eps, heads, i, HALF, NORM)
+        qa, qb = _head(row, (kv * GROUP + g)[:, None] * D, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET)
         qa *= scale
         qb *= scale
         if PAGE is None:
@@ -100,30 +105,31 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         for start in range(lo, old, N):
             live = start + n < hi
             at, there = _place(pages, b // TOKENS, start + n, live, length_max, total, kv, KV, PAGE)
-            tile = at[:, None] * D + i[None]
-            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, live, there, inside, HALF, PAGE, KIND)
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
+            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, live, there, inside, HALF, PAIRS, PAGE,
+                                             KIND)  # fmt: skip
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if TOKENS > 1:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
                 at, there = _place(pages, b // TOKENS, place, live, length_max, total, kv, KV, PAGE)
-                tile, early = at[:, None] * D + i[None], live & (place < first)
-                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, tile, early, there, inside, HALF, PAGE,
-                                                 KIND)  # fmt: skip
+                early = live & (place < first)
+                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, early, there, inside, HALF, PAIRS,
+                                                 PAGE, KIND)  # fmt: skip
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
-                                                       HALF, NORM, TOKENS, MOST, KIND)  # fmt: skip
-                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, KIND, WIDE)
+                                                       HALF, PAIRS, K_NORM, OFFSET, TOKENS, MOST, KIND)  # fmt: skip
+                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if split == parts - 1:
-            ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, NORM, MOST)
+            ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST)
+            low, high = _halves(i, HALF, PAIRS)
             at, there = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
             one = inside[None] & there
             place = at * D + i[None]
             kind = k_ptr.dtype.element_ty
-            tl.store(k_ptr + place, ka.to(kind), mask=one)
-            tl.store(k_ptr + place + HALF, kb.to(kind), mask=one)
+            tl.store(k_ptr + at * D + low[None], ka.to(kind), mask=one)
+            tl.store(k_ptr + at * D + high[None], kb.to(kind), mask=one)
             tl.store(v_ptr + place, va.to(kind), mask=one)
             tl.store(v_ptr + place + HALF, vb.to(kind), mask=one)
             score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)
@@ -131,6 +137,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 tl.store(k_scale + at + tl.arange(0, 1), ks, mask=there)
                 tl.store(v_scale + at + tl.arange(0, 1), vs, mask=there)
                 score *= ks
+            if CAP > 0.0:
+                score = capped(score, CAP)
             if PAGE is not None:
                 score = tl.where(there, score, float("nan"))
             new = tl.maximum(m, score)
@@ -200,7 +208,8 @@ def _attend(
     most: float | None = None, kind: tl.dtype | None = None,
 ) -> None:  # fmt: skip
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, eps, scale, window = heads
+    cos, sin, q_norm, k_norm, eps, scale, window, offset, cap = heads
+    norms = [0 if norm is None else 1 if len(norm) == D else len(norm) for norm in (q_norm, k_norm)]
     splits, tokens = scratch.partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
@@ -209,7 +218,7 @@ def _attend(
         _decode_attention_kernel[(position.numel() * KV, splits)](
             qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
             scale, *scratch, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
-            q_norm is not None, interpreted(), tokens, page if cache.pages is not None else None, most, kind,
+            cos.shape[1], *norms, offset, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind,
             num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 A program owns some rows of a weight and all of the columns; each row of x is multiplied by the same code in the same order,
 whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm rides along: its sum of
-squares is taken from the x that the product reads, and its factor applied to the sum.
+squares is taken from the x that the product reads, and its factor applied to the sum. GAIN is the norm's offset, or None where
+there is no norm.
 
 Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
 nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
@@ -19,6 +20,7 @@ from ..decode_product import EARLY, LATE
 from ..plans import job_of, power_of_two
 from ..plans.kinds import MatrixPlan
 from ._launch import launch
+from ._math import capped
 
 AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
 
@@ -58,9 +60,32 @@ def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
+    """x times a norm's gain, which is GAIN + its weight."""
+    if GAIN is not None:
+        gain = _row(norm_ptr, col, K, EVEN)
+        if GAIN != 0.0:
+            gain += GAIN
+        x = x * gain
+    return x
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "gelu_tanh":  # as in swiglu.py: (1 + tanh u) / 2 = sigmoid(2u)
+        y = gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481282636 * gate * gate))) * up
+    else:
+        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    return y
+
+
+@triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
                          q_rows, k_rows, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                         CAP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * R
     in_k, in_v = first >= q_rows, first >= q_rows + k_rows
@@ -81,13 +106,18 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
         total, square = tl.zeros([R, BK], tl.float32), tl.zeros([BK], tl.float32)
         for start in range(0, K, BK):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            total += w.to(tl.float32) * (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
+            total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             square += x * x
             if start + BK < K:
                 w = _tile(w_ptr + start + BK, row, col, rows - first, K - start - BK, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
-        y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
+        if GAIN is None:
+            y = tl.sum(total, 1) + offset
+        else:
+            y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
+        if CAP > 0.0:
+            y = capped(y, CAP)
         there = first + row < rows
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=there)
         if BEST:
@@ -101,7 +131,7 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
 @triton.jit
 def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B: tl.constexpr,
                          K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+                         GAIN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * R
     row, col = tl.arange(0, R), tl.arange(0, BK)
@@ -123,7 +153,7 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
         square = tl.zeros([BK], tl.float32)
         for start in range(0, K, BK):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            normed = (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
+            normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             gate += g.to(tl.float32) * normed
             up += u.to(tl.float32) * normed
             square += x * x
@@ -132,9 +162,11 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
                 u = _tile(up_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
-        factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-        y = tl.sum(gate, 1) * factor + g_offset
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * factor + u_offset)
+        if GAIN is None:
+            y = _gated(tl.sum(gate, 1) + g_offset, tl.sum(up, 1) + u_offset, ACTIVATION)
+        else:
+            factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
+            y = _gated(tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset, ACTIVATION)
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
@@ -169,25 +201,51 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K:
 
 
 @triton.jit
-def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BK: tl.constexpr):
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BK: tl.constexpr, GAIN: tl.constexpr):
     col = tl.arange(0, BK)
     row = tl.program_id(0) * K
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
-    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * tl.load(norm_ptr + col, mask=col < K, other=0.0).to(tl.float32)
+    y = _gained(x / tl.sqrt(tl.sum(x * x, 0) / K + eps), norm_ptr, col, K, False, GAIN)
     tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
 
 
+@triton.jit
+def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, BK: tl.constexpr, GAIN: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    col = tl.arange(0, BK)
+    at, there = tl.program_id(0) * K + col, col < K
+    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
+    _wait(DEPENDENT)
+    x, y = tl.load(x_ptr + at, mask=there, other=0.0), tl.load(y_ptr + at, mask=there, other=0.0)
+    _end(DEPENDENT)
+    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=there)
+    tl.store(y_ptr + at, tl.zeros([BK], tl.float32), mask=there)
+
+
 @torch.no_grad()
-def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
     block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](x, norm, out, eps, x.shape[1], block, num_warps=max(1, min(8, block // 512)))
+    _norm_rows_kernel[(x.shape[0],)](x, norm, out, eps, x.shape[1], block, offset, num_warps=_warps(block))
     return out
 
 
 @torch.no_grad()
+def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
+    block = power_of_two(x.shape[1])
+    _add_norm_kernel[(x.shape[0],)](y, norm, x, eps, x.shape[1], block, offset, **_options(_warps(block), dependent))
+    return x
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+@torch.no_grad()
 def norm_product(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None,
+    bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
+    dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows = weight.shape[0], k.shape[0], out.shape[1]
@@ -198,8 +256,9 @@ def norm_product(
         if best is not None:
             plan = plan._replace(rows=power_of_two(-(-rows // best.shape[1])))  # a partial maximum a program
         _norm_product_kernel[(plan.along(rows),)](
-            x, norm, weight, k, v, *biases, out, best if best is not None else x, arg if arg is not None else x, eps, q_rows,
-            k_rows, rows, *x.shape, plan.rows, plan.columns, bias is not None, best is not None, plan.whole(rows, x.shape[1]),
+            x, norm if norm is not None else x, weight, k, v, *biases, out, best if best is not None else x,
+            arg if arg is not None else x, eps, q_rows, k_rows, rows, *x.shape, plan.rows, plan.columns, bias is not None,
+            best is not None, plan.whole(rows, x.shape[1]), None if norm is None else offset, cap,
             **_options(plan.warps, dependent),
         )  # fmt: skip
 
@@ -209,16 +268,17 @@ def norm_product(
 
 @torch.no_grad()
 def norm_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    out: Tensor, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     rows = gate.shape[0]
     biases = [b if b is not None else x for b in (gate_bias, up_bias)]
 
     def run(plan: MatrixPlan) -> None:
         _norm_gate_up_kernel[(plan.along(rows),)](
-            x, norm, gate, up, *biases, out, eps, rows, *x.shape, plan.rows, plan.columns, gate_bias is not None,
-            plan.whole(rows, x.shape[1]), **_options(plan.warps, dependent),
+            x, norm if norm is not None else x, gate, up, *biases, out, eps, rows, *x.shape, plan.rows, plan.columns,
+            gate_bias is not None, plan.whole(rows, x.shape[1]), None if norm is None else offset, activation,
+            **_options(plan.warps, dependent),
         )  # fmt: skip
 
     launch(job_of("product", "gate_up", (rows, x.shape[1], rows), gate), run)

@@ -19,8 +19,9 @@ from ..packed import Packed
 from ..plans import job_of, power_of_two
 from ..plans.kinds import MatrixPlan
 from ._launch import launch
+from ._math import capped
 from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
-from .decode_product import _begin, _end, _options, _wait
+from .decode_product import _begin, _end, _gated, _options, _wait
 from .experts import _expert
 
 
@@ -34,15 +35,18 @@ def _bias(bias_ptr, row, rows, R: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, best_ptr, arg_ptr, one, eps, rows,
                          B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                         WHOLE: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         WHOLE: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, GAIN: tl.constexpr,
+                         CAP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     there = row < rows
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, True, WHOLE, DEPENDENT)
+    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
     for b in tl.static_range(B):
         y = sums[b] + offset
+        if CAP > 0.0:
+            y = capped(y, CAP)
         tl.store(out_ptr + (first + b) * rows.to(tl.int64) + row, y, mask=there)
         if BEST:
             y = tl.where(there, y, float("-inf"))
@@ -55,16 +59,17 @@ def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, b
 @triton.jit
 def _norm_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, one, eps, rows, B: tl.constexpr,
                          K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                         BIAS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         BIAS: tl.constexpr, GAIN: tl.constexpr, ACTIVATION: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, True, WHOLE, DEPENDENT)
+    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
     to = tl.program_id(1) * (R // 2) + tl.arange(0, R // 2)
     for b in tl.static_range(B):
         gate, up = tl.split(tl.reshape(sums[b] + offset, [R // 2, 2]))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = _gated(gate, up, ACTIVATION)
         tl.store(out_ptr + (first + b) * (rows // 2).to(tl.int64) + to, y.to(out_ptr.dtype.element_ty), mask=to < rows // 2)
 
 
@@ -76,7 +81,7 @@ def _add_product_kernel(h_ptr, w_ptr, scale_ptr, bias_ptr, x_ptr, one, rows, B: 
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(h_ptr + first * K, h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, False, WHOLE, DEPENDENT)
+    sums = _row_sums(h_ptr + first * K, h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, None, WHOLE, DEPENDENT)
     for b in tl.static_range(B):
         to = x_ptr + (first + b) * rows.to(tl.int64) + row
         tl.store(to, tl.load(to, mask=row < rows) + (sums[b] + offset), mask=row < rows)
@@ -121,10 +126,10 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
     x_ptr += pair // S * K
     w_ptr += expert * 2 * rows * N
     scale_ptr += expert * 2 * rows * SCALES
-    gates = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)
+    gates = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
     w_ptr += rows * N
     scale_ptr += rows * SCALES
-    ups = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, True, WHOLE, 0)
+    ups = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
     _end(DEPENDENT)
     gate = gates[0]
     y = gate / (1.0 + tl.exp(-gate)) * ups[0] * poison
@@ -148,7 +153,7 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
         weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg") * poison
         w, scale = w_ptr + expert * rows * N, scale_ptr + expert * rows * SCALES
         h = h_ptr + (b * S + slot) * K
-        sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, False, WHOLE, 0)
+        sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, 0)
         total += sums[0] * weight
     _end(DEPENDENT)
     to = x_ptr + b * rows + row
@@ -188,29 +193,31 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 @torch.no_grad()
 def quantized_norm_product(
-    x: Tensor, norm: Tensor, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
-    arg: Tensor | None, dependent: int = 0,
+    x: Tensor, norm: Tensor | None, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
+    arg: Tensor | None, dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-weight.rows // best.shape[1]))  # a partial maximum a program
     at_once, rows = _at_once(x), weight.rows
     _multiply(
-        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm, weight.words, weight.scale,
-        x if bias is None else bias, out, x if best is None else best, x if arg is None else arg, _ONE, eps, rows,
-        height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
+        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, x if norm is None else norm, weight.words,
+        weight.scale, x if bias is None else bias, out, x if best is None else best, x if arg is None else arg, _ONE, eps, rows,
+        height=height, B=at_once, BIAS=bias is not None, BEST=best is not None, GAIN=None if norm is None else offset, CAP=cap,
     )  # fmt: skip
     return out, best, arg
 
 
 @torch.no_grad()
 def quantized_norm_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0
-) -> Tensor:
+    x: Tensor, norm: Tensor | None, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
+    offset: float = 0.0, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
-        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm, gate_up.words, gate_up.scale,
-        x if bias is None else bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None,
+        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, x if norm is None else norm,
+        gate_up.words, gate_up.scale, x if bias is None else bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None,
+        GAIN=None if norm is None else offset, ACTIVATION=activation,
     )  # fmt: skip
     return out
 
