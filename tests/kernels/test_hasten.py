@@ -83,3 +83,16 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
         second = threads.submit(ops.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()
+
+
+def test_the_usual_form_of_an_op_is_hastened(monkeypatch, device):
+    """norm_product has forms that few callers want, and no shape that all of them have, as attention has."""
+    asked = []
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    monkeypatch.setattr(choose.selftest, "check", lambda op, *_: asked.append(op))
+    monkeypatch.setattr(choose, "_early", {})
+    monkeypatch.setattr(choose, "_verdicts", {})
+    choose.hasten(("norm_product", "decode_attention", "add_norm"), torch.device("cuda"), torch.float32)
+    for future in list(choose._early.values()):
+        future.result()
+    assert sorted(asked) == ["add_norm", "norm_product"]
