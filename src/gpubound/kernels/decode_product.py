@@ -5,6 +5,7 @@ the one before it in the stream still runs (programmatic dependent launch): only
 what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,11 @@ from .selftest import draw
 
 WRITTEN = "it is written in place"
 EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
