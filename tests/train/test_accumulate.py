@@ -10,7 +10,6 @@ from gpubound.errors import GraphError
 from gpubound.kernels.accumulate import open_sums, weight_gradients
 from gpubound.kernels.record import record_of
 from gpubound.train import Accumulators, accumulate
-from gpubound.train.flat_buffers import lay_out
 
 from .conftest import cut, draw, small, summed
 
@@ -116,9 +115,6 @@ def test_errors():
         "Accumulators: embed.weight already has a main_grad, so its gradients would be counted for one owner only; "
         "call release() on the other Accumulators (close() on the other TrainStep) first."
     )
-    with pytest.raises(ValueError) as error:
-        Accumulators(small().named_parameters(), lay_out(small().named_parameters()))
-    assert str(error.value) == "Accumulators: got both or neither of named parameters and a layout, wanted one of them."
 
 
 def test_docstring():

@@ -38,15 +38,8 @@ class Accumulators:
     tensor([257., 257.])
     """
 
-    def __init__(
-        self,
-        named: Iterable[tuple[str, Parameter]] | None = None,
-        layout: FlatLayout | None = None,
-        side: Side | None = None,
-    ):
-        if (named is None) == (layout is None):
-            raise ValueError("Accumulators: got both or neither of named parameters and a layout, wanted one of them.")
-        self.layout = layout or lay_out(named or [])
+    def __init__(self, named: Iterable[tuple[str, Parameter]] | FlatLayout, side: Side | None = None):
+        self.layout = named if isinstance(named, FlatLayout) else lay_out(named)
         for slot in self.layout.slots:
             if hasattr(slot.parameter, "main_grad"):
                 raise ValueError(

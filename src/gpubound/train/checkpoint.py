@@ -78,7 +78,10 @@ class Checkpoints:
         self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
         with span("checkpoint.snapshot"):
             copied = _copied(tensors)
-            done = _mark(copied)
+            device = next((t.device for t in copied.values() if t.is_cuda), None)
+            done = (
+                None if device is None else torch.cuda.current_stream(device).record_event()
+            )  # the reading stream waits for it
         self._snapshot = (step, copied, done, dict(facts) | ({"score": score} if score is not None else {}))
 
     def write(self) -> None:
@@ -175,23 +178,26 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         state, size = _state(path), (path / TENSORS).stat().st_size
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a whole checkpoint: {error}.") from error
-    for file, whole in (
-        (STATE, state.pop(WHOLE) == _crc_of(state)),
-        (TENSORS, size == state.get("bytes") and checksum(path / TENSORS) == state.get("crc32")),
-    ):
-        if not whole:
-            raise DataError(f"{path} is damaged: its {file} does not have the checksum that was written with it.")
+    if size != state.get("bytes") or checksum(path / TENSORS) != state.get("crc32"):
+        raise _damaged(path, TENSORS)
     return Checkpoint(path, state["step"], state["facts"])
 
 
 def _state(path: Path) -> dict[str, Any]:
+    """What stands beside the tensors, after its own checksum has been verified."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except RecursionError:
         state = None
     if not isinstance(state, dict) or WHOLE not in state:
         raise ValueError(f"its {STATE} is not one that this version of gpubound writes")
+    if state.pop(WHOLE) != _crc_of(state):
+        raise _damaged(path, STATE)
     return state
+
+
+def _damaged(path: Path, file: str) -> DataError:
+    return DataError(f"{path} is damaged: its {file} does not have the checksum that was written with it.")
 
 
 def _crc_of(state: dict[str, Any]) -> int:
@@ -205,9 +211,8 @@ def _number(path: Path) -> int:
 def _score(path: Path) -> Any:
     """None, too, where it cannot be read: what is damaged is not the best."""
     try:
-        state = _state(path)
-        return state["facts"].get("score") if state.pop(WHOLE) == _crc_of(state) else None
-    except (OSError, ValueError):
+        return _state(path)["facts"].get("score")
+    except (OSError, ValueError, DataError):
         return None
 
 
@@ -227,16 +232,6 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         size = sum(t.nbytes for t in tensors.values() if t.is_cuda)
         fallback("checkpoint in the background", f"the GPU has no {readable(size)} free for a copy of the run's state")
         return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-
-
-def _mark(snapshot: dict[str, Tensor]) -> torch.cuda.Event | None:
-    """An event after the clones, which the reading stream waits for."""
-    on_gpu = next((t for t in snapshot.values() if t.is_cuda), None)
-    if on_gpu is None:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(on_gpu.device))
-    return event
 
 
 def _to_host(snapshot: dict[str, Tensor], done: torch.cuda.Event | None) -> dict[str, Tensor]:

@@ -226,13 +226,8 @@ class Weights:
         self.flat: list[Tensor] = []
         self.masters: list[Tensor | None] = []
         for group in layout.groups:
-            size = group.stop - group.start
-            flat = torch.zeros(size, dtype=group.dtype, device=layout.device)
-            master = (
-                torch.zeros(size, dtype=torch.float32, device=layout.device)
-                if masters and group.dtype != torch.float32
-                else None
-            )
+            flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
+            master = torch.zeros_like(flat, dtype=torch.float32) if masters and group.dtype != torch.float32 else None
             for slot in layout.slots_of(group):
                 home, parameter = slot.view(flat, group.start), slot.parameter
                 home.copy_(parameter.detach())

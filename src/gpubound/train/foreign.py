@@ -63,6 +63,7 @@ class FlatForeign(FlatAdamW):
     """A torch optimizer in FlatAdamW's place: the same four numbers of state, the same schedule, clip and finite guard."""
 
     config: Foreign  # type: ignore[assignment]
+    loads = (PREFIX,)
 
     def __init__(self, config: Foreign, weights: Weights, *rest: Any):
         super().__init__(config, weights, *rest)  # type: ignore[arg-type]
@@ -164,9 +165,6 @@ class FlatForeign(FlatAdamW):
 
     def _names(self) -> list[str]:
         return [slot.name for slot in self.weights.layout.slots]
-
-    def makes(self, name: str) -> bool:
-        return name.startswith(PREFIX)
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take what `named_moments` gave, whether this optimizer has made its state yet or not."""

@@ -136,16 +136,17 @@ class FlatAdamW:
     `state` (updates, skipped, loss scale, good steps) lives on the device in fp64 and is written by the device alone.
     """
 
+    loads: tuple[str, ...] = ()  # how those names of a state begin that `load` takes; the others are written in place
+
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
     ):
         self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
-        layout = weights.layout
-        self._begin_moments(layout)
+        self._begin_moments(weights.layout)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         start = START_SCALE if precision.loss_scale else 1.0
-        self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(layout.device)
-        self.rates = schedule.table(config.lr, layout.device)
+        self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(weights.layout.device)
+        self.rates = schedule.table(config.lr, weights.layout.device)
         self._seed = seed if precision.at_random else None
 
     def _begin_moments(self, layout: FlatLayout) -> None:
@@ -179,29 +180,22 @@ class FlatAdamW:
         return report
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
+        config = self.config
         for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
             if group.rule == ADAMW:
                 seed = self._seed if weight.dtype == torch.bfloat16 and master is None else None
-                self._advance(group, weight, gradient[group.start : group.stop], plan, master, seed)
+                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, seed
+                self._advance(group, weight, gradient[group.start : group.stop], *rest)
 
-    def _advance(
-        self, group: Group, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None
-    ) -> None:
-        config, here = self.config, slice(group.start, group.stop)
-        decay_until = group.decay_stop - group.start
-        adamw(
-            weight, gradient, self.m[here], self.v[here], plan, master, config.betas, config.eps, decay_until, seed
-        )  # fmt: skip
+    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        here = slice(group.start, group.stop)
+        adamw(weight, gradient, self.m[here], self.v[here], *rest)
 
     def carry_on(self, gradient: Tensor) -> None:
         """What is left of the update behind the step's own graph: nothing, of ours."""
 
-    def makes(self, name: str) -> bool:
-        """Whether this entry of a state is the optimizer's to load."""
-        return False
-
     def load(self, state: dict[str, Tensor]) -> None:
-        """What of a saved state is not written in place: nothing, of ours."""
+        """Take from a saved state what `loads` says."""
 
     def set_lr(self, lr: float) -> None:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
@@ -263,14 +257,9 @@ class FlatAdamW8bit(FlatAdamW):
                 for slot in self.weights.layout.slots_of(group):
                     yield f"{kind}.{slot.name}", slot.view(coded.codes, group.start)
 
-    def _advance(
-        self, group: Group, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None
-    ) -> None:
-        config, m, v = self.config, self.m8[group], self.v8[group]
-        decay_until = group.decay_stop - group.start
-        adamw8(
-            weight, gradient, m.codes, v.codes, m.scales, v.scales, plan, master, config.betas, config.eps, decay_until, seed
-        )  # fmt: skip
+    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        m, v = self.m8[group], self.v8[group]
+        adamw8(weight, gradient, m.codes, v.codes, m.scales, v.scales, *rest)
 
 
 class FlatMuon(FlatAdamW):

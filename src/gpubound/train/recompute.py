@@ -52,12 +52,22 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
         before = [(m, m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None)) for m in ready]
         for module in ready:
             module.gradient_checkpointing, module._gradient_checkpointing_func = id(module) in chosen, again
-        return lambda: _restore(before)
+
+        def undo() -> None:
+            for module, was, function in before:
+                module.gradient_checkpointing, module._gradient_checkpointing_func = was, function
+
+        return undo
     blocks = find_blocks(model)
     blocks = blocks if count is None else _first(blocks, count)
     for block in blocks:
         block.forward = partial(again, block.forward)
-    return lambda: _unwrap(blocks)
+
+    def unwrap() -> None:
+        for block in blocks:
+            del block.__dict__["forward"]
+
+    return unwrap
 
 
 def fit_blocks(
@@ -152,13 +162,3 @@ def _first(blocks: list[Any], count: int) -> list[Any]:
     if not 0 <= count <= len(blocks):
         raise ValueError(f"recompute: got {count} blocks, the model has {len(blocks)}; give at most so many.")
     return blocks[:count]
-
-
-def _restore(before: list[tuple]) -> None:
-    for module, was, function in before:
-        module.gradient_checkpointing, module._gradient_checkpointing_func = was, function
-
-
-def _unwrap(blocks: list[nn.Module]) -> None:
-    for block in blocks:
-        del block.__dict__["forward"]

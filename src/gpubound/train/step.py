@@ -99,7 +99,7 @@ class TrainStep:
             if numbers.dtype != torch.float32:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
             side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
-            accumulators = Accumulators(layout=layout, side=side)
+            accumulators = Accumulators(layout, side)
             self._undo.append(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
             if self._fp8 is not None:
@@ -162,8 +162,8 @@ class TrainStep:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
         here = self.state_dict()
         _check_precision(here.pop("precision"), state)
-        here = {name: tensor for name, tensor in here.items() if not self._optimizer.makes(name)}
-        for name in here.keys() | {name for name in state if name != "precision" and not self._optimizer.makes(name)}:
+        here, given = ({n: t for n, t in some.items() if not n.startswith(self._optimizer.loads)} for some in (here, state))
+        for name in here.keys() | given.keys() - {"precision"}:
             if name not in state or name not in here or state[name].shape != here[name].shape:
                 got = "nothing" if name not in state else f"shape {tuple(state[name].shape)}"
                 wanted = "nothing" if name not in here else f"shape {tuple(here[name].shape)}"
