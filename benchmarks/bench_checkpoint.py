@@ -23,7 +23,7 @@ from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.loop import Mark
-from gpubound.train.run import tensors_of
+from gpubound.train.run import joined
 from gpubound.words import readable
 
 from . import results
@@ -80,7 +80,7 @@ def measure_case(bench: Bench, options: Checkpoint, accumulate: int) -> None:
         step = TrainStep(model, "next_token", AdamW(lr=1e-4), accumulate=accumulate, clip=1.0, precision="bf16")
         store, window = Checkpoints(folder, keep=1), batches(bench, options, accumulate)
         first, *rounds = (one_round(step, window, store, number) for number in range(options.rounds + 1))
-        state = tensors_of(model, step)
+        state = joined(model=model.state_dict(), step=step.state_dict())
         size = readable(sum(t.nbytes for t in state.values()))
         print(f"    {size} in {len(state)} tensors, on disk {max(r['written'] for r in rounds):.1f} s later at most")
         print(f"    the first, which allocates: {1e3 * first['triggers']:.1f} ms beside {1e3 * first['normal']:.1f} ms")
@@ -108,7 +108,7 @@ def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Checkpoin
         previous = result
         if at == BEFORE - 1:
             began = time.perf_counter()
-            store.save(number, tensors_of(step.model, step), {})
+            store.save(number, joined(model=step.model.state_dict(), step=step.state_dict()), {})
     store.wait()
     written = time.perf_counter() - began
     if step.device.type == "cuda":

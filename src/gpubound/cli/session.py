@@ -19,6 +19,7 @@ from .. import measure, trace
 from ..device import label
 from ..errors import DataError, MeasureError
 from ..files import locked
+from ..models.trainable import family_of
 from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import skipped as skipped_steps
 from ..monitor.figures import warnings
@@ -120,7 +121,7 @@ class Scale:
     """Turns a step's pace into a share of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
-        self.run, self.sizes = run, run.family.sizes(run.model)
+        self.run, self.sizes = run, family_of(run.recipe.model).sizes(run.model)
         dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
         kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
         self.figure = f"{kind}_flops_per_s"

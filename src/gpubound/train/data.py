@@ -48,46 +48,45 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
     """
     stages = recipe.stages()
     opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
-    tokenizer, origin = _tokenizer_of(list(opened.values()), recipe)
-    if tokenizer is None:
-        tokenizer, origin = _named_tokenizer(recipe)
-    if tokenizer is not None:
-        _check_model(recipe, tokenizer, origin)
-    if len(opened) == len(stages):
-        return [opened[name] for name, _ in stages]
-    with building_alone(folder):  # before a tokenizer is trained, not after
-        tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
-        for name, own in stages:
-            if name not in opened:
-                built, texts = folder / "corpus" / name, _texts(own)
-                opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
+    tokenizer = _known_tokenizer(recipe, list(opened.values()))
+    if len(opened) < len(stages):
+        with building_alone(folder):  # before a tokenizer is trained, not after
+            tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
+            for name, own in stages:
+                if name not in opened:
+                    built, texts = folder / "corpus" / name, _texts(own)
+                    opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
     return [opened[name] for name, _ in stages]
 
 
-def _tokenizer_of(corpora: list[Corpus], recipe: Recipe) -> tuple[Tokenizer | None, str]:
-    """The tokenizer that all of these corpora were built with, and where it lies; None if there are no corpora."""
-    if not corpora:
-        return None, ""
-    first, *others = corpora
-    tokenizer = first.tokenizer()
-    for other in others:
-        if other.tokenizer().fingerprint != tokenizer.fingerprint:
-            raise DataError(f"data: {first.path} and {other.path} were built with different tokenizers; build them with one.")
-    if recipe.tokenizer and Tokenizer.load(recipe.tokenizer).fingerprint != tokenizer.fingerprint:
+def _known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
+    """The one that these corpora were built with, that was named, or that is the model's own. None: one is to be trained.
+
+    A model that was trained before knows its own tokenizer's ids: others would be other words to it.
+    """
+    named = Tokenizer.load(recipe.tokenizer) if recipe.tokenizer else None
+    tokenizer, origin = named, recipe.tokenizer
+    if corpora:
+        first, *others = corpora
+        tokenizer, origin = first.tokenizer(), str(first.path)
+        for later in others:
+            if later.tokenizer().fingerprint != tokenizer.fingerprint:
+                raise DataError(f"data: {origin} and {later.path} were built with different tokenizers; build them with one.")
+        if named is not None and named.fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"tokenizer: {recipe.tokenizer} is not the one that {origin} was built with; leave --tokenizer out, or build "
+                f"the corpus anew with it."
+            )
+    if is_named(recipe.model) or not (Path(recipe.model) / "tokenizer.json").exists():
+        return tokenizer
+    models = Tokenizer.load(recipe.model)
+    if tokenizer is not None and (difference := models.difference(tokenizer)) is not None:
+        number, own, other = difference
         raise DataError(
-            f"tokenizer: {recipe.tokenizer} is not the one that {first.path} was built with; leave --tokenizer out, or build "
-            f"the corpus anew with it."
+            f"model: {recipe.model} has another tokenizer than {origin}: token {number} is {own!r} in the model's and "
+            f"{other!r} in the other; build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
         )
-    return tokenizer, str(first.path)
-
-
-def _named_tokenizer(recipe: Recipe) -> tuple[Tokenizer | None, str]:
-    """The one that was named, or the model's own, and where it lies."""
-    if recipe.tokenizer:
-        return Tokenizer.load(recipe.tokenizer), recipe.tokenizer
-    if _brings_tokenizer(recipe.model):
-        return Tokenizer.load(recipe.model), recipe.model
-    return None, ""
+    return tokenizer or models
 
 
 def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
@@ -99,23 +98,6 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
     every = [_texts(own) for _, own in recipe.stages()]
     source = Several([Texts(texts, text_key=_key(own, texts)) for (_, own), texts in zip(recipe.stages(), every)])
     return train_tokenizer(source, recipe.vocabulary, progress)
-
-
-def _brings_tokenizer(model: str) -> bool:
-    return not is_named(model) and (Path(model) / "tokenizer.json").exists()
-
-
-def _check_model(recipe: Recipe, tokenizer: Tokenizer, origin: str) -> None:
-    """A model that was trained before knows its own tokenizer's ids: others would be other words to it."""
-    if origin == recipe.model or not _brings_tokenizer(recipe.model):
-        return
-    difference = Tokenizer.load(recipe.model).difference(tokenizer)
-    if difference is not None:
-        number, own, other = difference
-        raise DataError(
-            f"model: {recipe.model} has another tokenizer than {origin}: token {number} is {own!r} in the model's and "
-            f"{other!r} in the other; build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
-        )
 
 
 def _texts(recipe: Recipe) -> list[Any]:
@@ -150,9 +132,8 @@ class Stage:
     training: Corpus
     held_out: Corpus
 
-    def feed(self, device: torch.device, recipe: Recipe | None = None) -> CorpusFeed:
-        recipe = recipe or self.recipe
-        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed)
+    def feed(self, device: torch.device) -> CorpusFeed:
+        return self.training.batches(self.recipe.seq, self.recipe.micro_batch, device, seed=self.recipe.seed)
 
     def held_out_feed(self, device: torch.device) -> CorpusFeed:
         return self.held_out.batches(self.recipe.seq, self._held_out_rows(), device, shuffle=False)

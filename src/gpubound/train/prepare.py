@@ -123,7 +123,7 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
     def train(recipe: Recipe) -> None:
         model = build_model(recipe, tokenizer, device).train()
         step = recipe.make_step(model, recipe.new_objective(), device)
-        feed = stage.feed(device, recipe)
+        feed = replace(stage, recipe=recipe).feed(device)
         try:
             for _ in range(2):  # the first captures, the second runs what was captured
                 step(feed)
@@ -142,25 +142,20 @@ def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], devic
     rows = recipe.micro_batch * recipe.accumulate
     for size in (n for n in range(rows, 0, -1) if rows % n == 0):
         tried = replace(recipe, micro_batch=size, accumulate=rows // size)
-        fits = _fits(tried, attempt)
-        gc.collect()  # a step and its model refer to each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if fits:
-            notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
-            return tried
+        try:
+            attempt(tried)
+        except torch.OutOfMemoryError:
+            continue
+        finally:
+            gc.collect()  # a step and its model refer to each other
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
+        return tried
     raise DeviceError(
         f"auto_batch: not even one row of {recipe.seq} tokens fits on {device}; "
         f"take shorter rows, a smaller model, or recompute=blocks."
     )
-
-
-def _fits(recipe: Recipe, attempt: Callable[[Recipe], None]) -> bool:
-    try:
-        attempt(recipe)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
@@ -209,12 +204,13 @@ def _more_steps(found: Checkpoint, old: Recipe, new: Recipe) -> list[str]:
 
 def _recipe(facts: dict[str, Any]) -> Recipe:
     known = {field.name for field in fields(Recipe)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items() if name in known}
-    return Recipe(**values | {"phases": tuple(_phase(phase) for phase in values.get("phases", ()))})
+    values = _with_tuples({name: value for name, value in facts.items() if name in known})
+    return Recipe(**values | {"phases": tuple(map(_with_tuples, values.get("phases", ())))})
 
 
-def _phase(phase: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in phase.items()}
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Of what JSON made lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], keys: set[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..corpus import Tokenizer
-from ..models.trainable import Trainable, family_of
+from ..models.trainable import family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
@@ -51,11 +51,7 @@ class Run:
     step: TrainStep = field(init=False)
     average: "Average | None" = field(init=False, default=None)
     objective: Objective = field(init=False)
-    family: Trainable = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self.family = family_of(self.recipe.model)
 
     @property
     def stage(self) -> Stage:
@@ -206,7 +202,7 @@ class Run:
     def export(self, path: str | Path) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder."""
         with self.best_weights():
-            return self.family.save(self.model, path, self.tokenizer)
+            return family_of(self.recipe.model).save(self.model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
@@ -219,8 +215,11 @@ class Run:
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
-        tensors = tensors_of(self.model, self.step) | _random_state(self.device)
-        tensors |= {f"average.{k}": v for k, v in (self.average.average if self.average else {}).items()}
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        average = self.average.average if self.average else {}
+        tensors = joined(model=self.model.state_dict(), step=self.step.state_dict(), random=random, average=average)
         facts = {
             "recipe": dataclasses.asdict(self.recipe),
             "phase": self.phase,
@@ -256,17 +255,9 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def tensors_of(model: torch.nn.Module, step: TrainStep) -> dict[str, Tensor]:
-    """The live tensors that a checkpoint holds of a model and its step."""
-    tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
-    return tensors | {f"step.{k}": v for k, v in step.state_dict().items()}
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["random.cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all parts of a checkpoint, their part's name before their own."""
+    return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
 
 
 class Average:
