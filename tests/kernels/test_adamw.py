@@ -249,25 +249,25 @@ def message(call) -> str:
 def test_errors():
     flat, plan, state = torch.ones(4), torch.ones(6), wide(0, 0, 1, 0)
     assert message(lambda: kernels.plan_update(flat, wide(1, 1), state.float(), wide(1))) == (
-        "plan_update: state must be a torch.float64 vector of 4, got (4,) torch.float32; "
-        "see its docstring for what each number is."
+        "plan_update: state must be a contiguous torch.float64 (4,), got torch.float32 (4,); "
+        "its docstring says what each number is."
     )
     assert message(lambda: kernels.plan_update(flat, wide(1, 1), state, wide())) == (
-        "plan_update: rates must be a torch.float64 vector of at least 1, got (0,) torch.float64; "
-        "see its docstring for what each number is."
+        "plan_update: rates must be a contiguous torch.float64 (updates,), got torch.float64 (0,); "
+        "its docstring says what each number is."
     )
     assert message(lambda: kernels.plan_update(flat.view(2, 2), wide(1, 1), state, wide(1))) == (
-        "plan_update: gradient must be a flat, contiguous, floating-point tensor, got (2, 2) torch.float32; "
-        "pass tensor.view(-1)."
+        "plan_update: gradient must be a contiguous floating-point tensor (4,), got torch.float32 (2, 2); pass tensor.view(-1)."
     )
     assert message(lambda: kernels.plan_update(flat, wide(1, 1), state.to("meta"), wide(1))) == (
-        "plan_update: state is on meta, wanted cpu like the first argument; move it there."
+        "plan_update: state must be a contiguous torch.float64 (4,) on cpu, got torch.float64 (4,) on meta; "
+        "its docstring says what each number is."
     )
     assert message(lambda: kernels.adamw(flat, flat, flat[:3], flat, plan)) == (
-        "adamw: m must hold 4 elements like weight, got 3."
+        "adamw: m must be a contiguous torch.float32 (4,), got torch.float32 (3,); it has a number for each weight."
     )
     assert message(lambda: kernels.adamw(flat.bfloat16(), flat, flat, flat.half(), plan)) == (
-        "adamw: v must be torch.float32 like gradient, got torch.float16."
+        "adamw: v must be a contiguous torch.float32 (4,), got torch.float16 (4,); it has a number for each weight."
     )
     assert message(lambda: kernels.adamw(flat, flat, flat, flat, plan, seed=1)) == (
         "adamw: seed rounds bfloat16 weights at random where there is no master, got torch.float32 without a master; "

@@ -205,19 +205,20 @@ def message(call) -> str:
 def test_errors():
     flat, (m, v, scale, _) = torch.ones(300), moments(300, "cpu")
     assert message(lambda: kernels.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu"))) == (
-        "adamw8: m must be a contiguous torch.int8 vector of 300, for 300 weights, got (300,) torch.float32; "
+        "adamw8: m must be a contiguous torch.int8 (300,), got torch.float32 (300,); "
         "begin with torch.zeros(300, dtype=torch.int8)."
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu"))) == (
-        "adamw8: v_scale must be a contiguous torch.float32 vector of 2, for 300 weights, got (1,) torch.float32; "
+        "adamw8: v_scale must be a contiguous torch.float32 (2,), got torch.float32 (1,); "
         "begin with torch.zeros(2, dtype=torch.float32)."
     )
     assert message(lambda: kernels.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu"))) == (
-        "adamw8: gradient must be a contiguous torch.float32 vector of 300, for 300 weights, got (300,) torch.float64; "
+        "adamw8: gradient must be a contiguous torch.float32 (300,), got torch.float64 (300,); "
         "begin with torch.zeros(300, dtype=torch.float32)."
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu"))) == (
-        "adamw8: v is on meta, wanted cpu like the first argument; move it there."
+        "adamw8: v must be a contiguous torch.uint8 (300,) on cpu, got torch.uint8 (300,) on meta; "
+        "begin with torch.zeros(300, dtype=torch.uint8)."
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1)) == (
         "adamw8: seed rounds bfloat16 weights at random where there is no master, got torch.float32 without a master; "

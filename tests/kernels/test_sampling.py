@@ -287,26 +287,25 @@ def test_errors():
         "(40, 1); cast or copy them into one buffer."
     )
     assert message(lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, emitted)) == (
-        "sample: rows.alive must be a contiguous torch.int32 tensor (2,) on cpu, got torch.bool (2,) on cpu" + once
+        "sample: rows.alive must be a contiguous torch.int32 (2,), got torch.bool (2,)" + once
     )
     assert message(lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), emitted)) == (
-        "sample: settings.seed must be a contiguous torch.int64 tensor (2,) on cpu, got torch.int32 (2,) on cpu" + once
+        "sample: settings.seed must be a contiguous torch.int64 (2,), got torch.int32 (2,)" + once
     )
     assert message(lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), emitted)) == (
-        "sample: settings.seen must be a contiguous torch.uint8 tensor (2, 40) on cpu, got torch.uint8 (2, 39) on cpu" + once
+        "sample: settings.seen must be a contiguous torch.uint8 (2, 40), got torch.uint8 (2, 39)" + once
     )
     assert message(lambda: kernels.sample(logits, rows, settings, emitted, torch.zeros(2, 2)[:, 0])) == (
-        "sample: logprob must be a contiguous torch.float32 tensor (2,) on cpu, got torch.float32 (2,) on cpu, "
-        "not contiguous" + once
+        "sample: logprob must be a contiguous torch.float32 (2,), got torch.float32 (2,), not contiguous" + once
     )
     assert message(lambda: kernels.pick(best, arg[:, :4], rows, emitted)) == (
-        "pick: arg must be a contiguous torch.int32 tensor (2, 5) on cpu, got torch.int32 (2, 4) on cpu, not contiguous" + once
+        "pick: arg must be a contiguous torch.int32 (2, 5), got torch.int32 (2, 4), not contiguous" + once
     )
     assert message(lambda: kernels.pick(best[0], arg, rows, emitted)) == (
-        "pick: best must be a contiguous torch.float32 tensor (B, P) on cpu, got torch.float32 (5,) on cpu" + once
+        "pick: best must be a contiguous torch.float32 (B, P), got torch.float32 (5,)" + once
     )
     assert message(lambda: kernels.pick(best, arg, rows, emitted.to("meta"))) == (
-        "pick: emitted must be a contiguous torch.int32 tensor (2,) on cpu, got torch.int32 (2,) on meta" + once
+        "pick: emitted must be a contiguous torch.int32 (2,) on cpu, got torch.int32 (2,) on meta" + once
     )
     assert message(lambda: kernels.pick(best, arg, rows, emitted, x=out["x"])) == (
         "pick: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
@@ -315,9 +314,8 @@ def test_errors():
         "sample: embed has 30 rows for a vocabulary of 40; a token beyond them would have no embedding."
     )
     assert message(lambda: kernels.pick(best, arg, rows, emitted, embed=out["embed"].int(), x=out["x"])) == (
-        "pick: embed must be a contiguous floating-point weight (V, H) on cpu, got torch.int32 (40, 70) on cpu; "
-        "pass the model's own."
+        "pick: embed must be a contiguous floating-point tensor (V, H), got torch.int32 (40, 70); pass the model's own weight."
     )
     assert message(lambda: kernels.pick(best, arg, rows, emitted, embed=out["embed"], x=out["x"].bfloat16())) == (
-        "pick: x must be a contiguous torch.float32 tensor (2, 70) on cpu, got torch.bfloat16 (2, 70) on cpu" + once
+        "pick: x must be a contiguous torch.float32 (2, 70), got torch.bfloat16 (2, 70)" + once
     )

@@ -170,17 +170,16 @@ def test_errors():
     rows, out, text = rows_of(2, "cpu"), outputs(2, 3, "cpu"), torch.zeros(2, 9, dtype=INT)
     once = "; make it once, and change it in place."
     assert message(lambda: kernels.propose(rows, text.long(), **out)) == (
-        "propose: text must be a contiguous torch.int32 tensor (2, L) on cpu, got torch.int64 (2, 9) on cpu" + once
+        "propose: text must be a contiguous torch.int32 (2, L), got torch.int64 (2, 9)" + once
     )
     assert message(lambda: kernels.propose(rows, text, **{**out, "alive": out["alive"][:, :2]})) == (
-        "propose: alive must be a contiguous torch.int32 tensor (2, 3) on cpu, got torch.int32 (2, 2) on cpu, not contiguous"
-        + once
+        "propose: alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
     )
     assert message(lambda: kernels.propose(rows, text, **out, x=torch.zeros(6, 4))) == (
         "propose: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
     )
     assert message(lambda: kernels.propose(rows, text, **out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
-        "propose: x must be a contiguous torch.float32 tensor (6, 4) on cpu, got torch.float32 (2, 4) on cpu" + once
+        "propose: x must be a contiguous torch.float32 (6, 4), got torch.float32 (2, 4)" + once
     )
     chosen, emitted = out["chunk"], torch.zeros(3, 2, dtype=INT)
     assert message(lambda: kernels.accept(chosen, chosen, chosen, rows, text, emitted.t())) == (
@@ -191,8 +190,8 @@ def test_errors():
         "accept: chosen_logprob and logprob go together; pass both or neither."
     )
     assert message(lambda: kernels.accept(chosen, chosen.bool(), chosen, rows, text, emitted)) == (
-        "accept: going must be a contiguous torch.int32 tensor (2, 3) on cpu, got torch.bool (2, 3) on cpu" + once
+        "accept: going must be a contiguous torch.int32 (2, 3), got torch.bool (2, 3)" + once
     )
     assert message(
         lambda: kernels.accept(chosen, chosen, chosen, Rows(*rows[:4], rows.bad[:1], rows.stops), text, emitted)
-    ) == ("accept: rows.bad must be a contiguous torch.int32 tensor (2,) on cpu, got torch.int32 (1,) on cpu" + once)
+    ) == ("accept: rows.bad must be a contiguous torch.int32 (2,), got torch.int32 (1,)" + once)

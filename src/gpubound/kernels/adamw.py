@@ -26,6 +26,7 @@ PLAN = ("apply", "gradient_factor", "decay_factor", "step_size", "inverse_root",
 REPORT = ("loss", "grad_norm", "tokens", "skipped", "lr", "updates", "loss_scale")  # fp64, for people
 BLOCK = 256  # moments in 8 bits that share a scale
 PART = 256 * BLOCK  # elements at a time on a CPU: they stay in its cache, 0.1 s for ten million parameters, not 0.5
+FLAT = "pass tensor.view(-1)"
 _TINY = 2.0**-126  # one over anything smaller may overflow: a block whose largest is smaller is all zeros
 
 
@@ -49,16 +50,9 @@ def plan_update(
 
     When a step is not finite or has no items, the plan changes no weight, and `skipped` grows by one.
     """
-    for name, tensor, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, None)):
-        fits = tensor.dim() == 1 and len(tensor) == (length or max(1, len(tensor))) and tensor.is_contiguous()
-        if tensor.dtype != torch.float64 or not fits:
-            raise ValueError(
-                f"plan_update: {name} must be a torch.float64 vector of {length or 'at least 1'}, "
-                f"got {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}; "
-                f"see its docstring for what each number is."
-            )
-    _check_flat("plan_update", gradient=gradient)
-    _check_device("plan_update", gradient, totals=totals, state=state, rates=rates)
+    for name, t, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, "updates")):
+        require("plan_update", name, t, torch.float64, (length,), gradient.device, "its docstring says what each number is")
+    require("plan_update", "gradient", gradient, None, (gradient.numel(),), gradient.device, FLAT)
     return implementation("plan_update", gradient)(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval)
 
 
@@ -118,16 +112,10 @@ def adamw(
     `seed` for stochastic rounding: rounding to the nearest would lose small updates. Weight decay applies to the first
     `decay_until` elements (None: all of them).
     """
-    there = {"m": m, "v": v} | ({"master": master} if master is not None else {})
-    _check_flat("adamw", weight=weight, gradient=gradient, **there)
-    _check_device("adamw", weight, gradient=gradient, plan=plan, **there)
-    for name, tensor in {"gradient": gradient, **there}.items():
-        if tensor.numel() != weight.numel():
-            raise ValueError(f"adamw: {name} must hold {weight.numel()} elements like weight, got {tensor.numel()}.")
-        if tensor.dtype != gradient.dtype:
-            raise ValueError(f"adamw: {name} must be {gradient.dtype} like gradient, got {tensor.dtype}.")
-    _check_plan("adamw", plan, gradient)
-    _check_seed("adamw", weight, master, seed)
+    for name, t in (("m", m), ("v", v), ("master", master)):
+        if t is not None:
+            require("adamw", name, t, gradient.dtype, weight.shape, weight.device, "it has a number for each weight")
+    _check("adamw", weight, gradient, plan, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
     implementation("adamw", weight)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
@@ -167,21 +155,13 @@ def adamw8(
 
     `m` is int8, `v` uint8; `m_scale` and `v_scale` are fp32, one number for every 256 elements. All four begin as zeros.
     """
-    wide = {"gradient": gradient} | ({"master": master} if master is not None else {})
-    _check_flat("adamw8", weight=weight, **wide, m_scale=m_scale, v_scale=v_scale)
-    _check_device("adamw8", weight, **wide, m=m, v=v, m_scale=m_scale, v_scale=v_scale, plan=plan)
-    n = weight.numel()
-    wanted = {name: (tensor, torch.float32, n) for name, tensor in wide.items()}
-    wanted |= {"m": (m, torch.int8, n), "v": (v, torch.uint8, n)}
-    wanted |= {name: (t, torch.float32, -(-n // BLOCK)) for name, t in (("m_scale", m_scale), ("v_scale", v_scale))}
-    for name, (tensor, dtype, count) in wanted.items():
-        if tensor.dtype != dtype or tensor.shape != (count,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"adamw8: {name} must be a contiguous {dtype} vector of {count}, for {n} weights, "
-                f"got {tuple(tensor.shape)} {tensor.dtype}; begin with torch.zeros({count}, dtype={dtype})."
-            )
-    _check_plan("adamw8", plan, gradient)
-    _check_seed("adamw8", weight, master, seed)
+    n, blocks = weight.numel(), -(-weight.numel() // BLOCK)
+    wanted = {"gradient": (gradient, torch.float32, n), "m": (m, torch.int8, n), "v": (v, torch.uint8, n)}
+    wanted |= {name: (t, torch.float32, blocks) for name, t in (("m_scale", m_scale), ("v_scale", v_scale))}
+    wanted |= {} if master is None else {"master": (master, torch.float32, n)}
+    for name, (t, dtype, count) in wanted.items():
+        require("adamw8", name, t, dtype, (count,), weight.device, f"begin with torch.zeros({count}, dtype={dtype})")
+    _check("adamw8", weight, gradient, plan, master, seed)
     decay_until = n if decay_until is None else decay_until
     implementation("adamw8", weight)(
         weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed
@@ -197,7 +177,8 @@ def adamw8_reference(
     """In place, as `adamw`: `m` is int8, `v` uint8, `m_scale` and `v_scale` hold the largest magnitude of each 256 elements."""
     for here in _parts(weight):
         rows = slice(here.start // BLOCK, -(-here.stop // BLOCK))
-        whole, wide = None if master is None else master[here], (decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows]))
+        whole = None if master is None else master[here]
+        wide = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])
         _advance(weight[here], gradient[here], *wide, plan, whole, betas, eps, decay_until, seed, here.start)
         codes = (code for moment, kept in zip(wide, (m, v)) for code in encode(moment, kept.dtype))
         _put(plan, zip((m[here], m_scale[rows], v[here], v_scale[rows]), codes))
@@ -294,34 +275,16 @@ def _zeros_most(dtype: torch.dtype) -> int:
     return 6 if dtype == torch.int8 else 7
 
 
-def _check_plan(op: str, plan: Tensor, gradient: Tensor) -> None:
+def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None) -> None:
+    require(op, "weight", weight, None, (weight.numel(),), weight.device, FLAT)
+    require(op, "gradient", gradient, None, weight.shape, weight.device, FLAT)
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    require(op, "plan", plan, wide, (len(PLAN),), gradient.device, "plan_update makes it")
-
-
-def _check_seed(op: str, weight: Tensor, master: Tensor | None, seed: int | None) -> None:
+    require(op, "plan", plan, wide, (len(PLAN),), weight.device, "plan_update makes it")
     if seed is not None and (weight.dtype != torch.bfloat16 or master is not None):
         raise ValueError(
             f"{op}: seed rounds bfloat16 weights at random where there is no master, "
             f"got {weight.dtype} {'with' if master is not None else 'without'} a master; leave seed out."
         )
-
-
-def _check_flat(op: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_floating_point():
-            raise ValueError(
-                f"{op}: {name} must be a flat, contiguous, floating-point tensor, "
-                f"got {tuple(tensor.shape)} {tensor.dtype}; pass tensor.view(-1)."
-            )
-
-
-def _check_device(op: str, first: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{op}: {name} is on {tensor.device}, wanted {first.device} like the first argument; move it there."
-            )
 
 
 def _draw_squares(generator: torch.Generator, size: int, count: int) -> list[Tensor]:

@@ -4,6 +4,8 @@ A number that only the device knows (a label, an id, a position) is checked in t
 op's docstring: no access outside a tensor, and a NaN where silence would hide the mistake.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,26 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def require(
-    op: str, name: str, t: Tensor, dtype: torch.dtype | None, shape: tuple[int, ...], device: torch.device, why: str
+    op: str,
+    name: str,
+    t: Tensor,
+    dtype: torch.dtype | None,
+    shape: Sequence[int | str],
+    device: torch.device,
+    why: str = "make it once, and change it in place",
 ) -> None:
-    """Refuse a `t` that is not contiguous, of `dtype` (None: floating point) and `shape`, and on `device`."""
+    """Refuse a `t` that is not contiguous, of `dtype` (None: floating point) and `shape`, and on `device`.
+
+    A name in `shape` stands for any size from 1 up; of S, the stops, there may be none.
+    """
     fits = t.is_floating_point() if dtype is None else t.dtype == dtype
-    if fits and t.shape == shape and t.is_contiguous() and t.device == device:
+    fits &= t.dim() == len(shape) and all(
+        want == "S" or got > 0 if isinstance(want, str) else got == want for got, want in zip(t.shape, shape)
+    )
+    if fits and t.is_contiguous() and t.device == device:
         return
-    wanted, got = f"{dtype or 'floating-point tensor'} {tuple(shape)}", f"{t.dtype} {tuple(t.shape)}"
+    sizes = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    wanted, got = f"{dtype or 'floating-point tensor'} {sizes}", f"{t.dtype} {tuple(t.shape)}"
     if not t.is_contiguous():
         got += ", not contiguous"
     if t.device != device:

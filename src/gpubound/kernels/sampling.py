@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import require
 from .choose import implementation
 from .ops import definition
 from .selftest import doubles, draw, ints
@@ -77,11 +78,11 @@ def pick(
 
     Returns what it changed: emitted, token, position, alive, bad, then seen and x where given.
     """
-    check_tensor("pick", "best", best, torch.float32, best.shape if best.dim() == 2 else ("B", "P"), best.device)
-    check_tensor("pick", "arg", arg, torch.int32, tuple(best.shape), best.device)
+    require("pick", "best", best, torch.float32, best.shape if best.dim() == 2 else ("B", "P"), best.device)
+    require("pick", "arg", arg, torch.int32, tuple(best.shape), best.device)
     _check_rows("pick", rows, emitted, best)
     if seen is not None:
-        check_tensor("pick", "seen", seen, torch.uint8, (len(best), "V"), best.device)
+        require("pick", "seen", seen, torch.uint8, (len(best), "V"), best.device)
     check_embedding("pick", best, embed, x, None if seen is None else seen.shape[1])
     return implementation("pick", best)(best, arg, rows, emitted, seen, embed, x, dependent)
 
@@ -124,11 +125,11 @@ def sample(
     batch, words = logits.shape
     _check_rows("sample", rows, emitted, logits)
     for name, dtype in SETTINGS.items():
-        check_tensor("sample", f"settings.{name}", getattr(settings, name), dtype, (batch,), logits.device)
+        require("sample", f"settings.{name}", getattr(settings, name), dtype, (batch,), logits.device)
     if settings.seen is not None:
-        check_tensor("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
+        require("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
     if logprob is not None:
-        check_tensor("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
+        require("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
     check_embedding("sample", logits, embed, x, words)
     return implementation("sample", logits)(logits, rows, settings, emitted, logprob, embed, x, dependent)
 
@@ -237,8 +238,8 @@ def embedding(embed: Tensor, token: Tensor) -> Tensor:
 def _check_rows(op: str, rows: Rows, emitted: Tensor, first: Tensor) -> None:
     state = {f"rows.{name}": t for name, t in zip(Rows._fields, rows) if name != "stops"} | {"emitted": emitted}
     for name, t in state.items():
-        check_tensor(op, name, t, torch.int32, (len(first),), first.device)
-    check_tensor(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
+        require(op, name, t, torch.int32, (len(first),), first.device)
+    require(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
 
 
 def check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | None, words: int | None) -> None:
@@ -249,29 +250,12 @@ def check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | No
         )
     if embed is None or x is None:
         return
-    if embed.dim() != 2 or not embed.is_floating_point() or not embed.is_contiguous() or embed.device != first.device:
-        raise ValueError(
-            f"{op}: embed must be a contiguous floating-point weight (V, H) on {first.device}, got {embed.dtype} "
-            f"{tuple(embed.shape)} on {embed.device}; pass the model's own."
-        )
+    require(op, "embed", embed, None, ("V", "H"), first.device, "pass the model's own weight")
     if words is not None and embed.shape[0] < words:
         raise ValueError(
             f"{op}: embed has {embed.shape[0]} rows for a vocabulary of {words}; a token beyond them would have no embedding."
         )
-    check_tensor(op, "x", x, torch.float32, (len(first), embed.shape[1]), first.device)
-
-
-def check_tensor(op: str, name: str, t: Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
-    """`shape` holds sizes, or a letter where any from 1 up will do: of S, the stops, there may be none."""
-    fits = t.dim() == len(shape) and all(
-        want == "S" or got > 0 if isinstance(want, str) else got == want for got, want in zip(t.shape, shape)
-    )
-    if t.dtype != dtype or not fits or t.device != device or not t.is_contiguous():
-        wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-        raise ValueError(
-            f"{op}: {name} must be a contiguous {dtype} tensor {wanted} on {device}, got {t.dtype} {tuple(t.shape)} on "
-            f"{t.device}{'' if t.is_contiguous() else ', not contiguous'}; make it once, and change it in place."
-        )
+    require(op, "x", x, torch.float32, (len(first), embed.shape[1]), first.device)
 
 
 def example_rows() -> Rows:

@@ -10,9 +10,10 @@ nothing reads it, and is written over.
 import torch
 from torch import Tensor
 
+from .checks import require
 from .choose import implementation
 from .ops import definition
-from .sampling import Rows, check_embedding, check_tensor, embedding, example_rows
+from .sampling import Rows, check_embedding, embedding, example_rows
 from .selftest import draw, ints
 
 NGRAM = 3  # tokens at the end of a row that are looked for in it, at most
@@ -43,10 +44,10 @@ def propose(
     """
     batch, device = len(rows.token), rows.token.device
     _check_state("propose", rows)
-    check_tensor("propose", "text", text, torch.int32, (batch, "L"), device)
-    check_tensor("propose", "chunk", chunk, torch.int32, (batch, "T"), device)
+    require("propose", "text", text, torch.int32, (batch, "L"), device)
+    require("propose", "chunk", chunk, torch.int32, (batch, "T"), device)
     for name, t in (("position", position), ("alive", alive)):
-        check_tensor("propose", name, t, torch.int32, tuple(chunk.shape), device)
+        require("propose", name, t, torch.int32, tuple(chunk.shape), device)
     check_embedding("propose", chunk.view(-1), embed, x, None)
     return implementation("propose", _as_float(text))(rows, text, chunk, position, alive, embed, x, dependent)
 
@@ -107,17 +108,17 @@ def accept(
     """
     batch, device = len(rows.token), rows.token.device
     _check_state("accept", rows)
-    check_tensor("accept", "chunk", chunk, torch.int32, (batch, "T"), device)
+    require("accept", "chunk", chunk, torch.int32, (batch, "T"), device)
     for name, t in (("chosen", chosen), ("going", going)):
-        check_tensor("accept", name, t, torch.int32, tuple(chunk.shape), device)
-    check_tensor("accept", "text", text, torch.int32, (batch, "L"), device)
+        require("accept", name, t, torch.int32, tuple(chunk.shape), device)
+    require("accept", "text", text, torch.int32, (batch, "L"), device)
     _check_block("emitted", emitted, torch.int32, chunk)
     if seen is not None:
-        check_tensor("accept", "seen", seen, torch.uint8, (batch, "V"), device)
+        require("accept", "seen", seen, torch.uint8, (batch, "V"), device)
     if (chosen_logprob is None) != (logprob is None):
         raise ValueError("accept: chosen_logprob and logprob go together; pass both or neither.")
     if chosen_logprob is not None and logprob is not None:
-        check_tensor("accept", "chosen_logprob", chosen_logprob, torch.float32, tuple(chunk.shape), device)
+        require("accept", "chosen_logprob", chosen_logprob, torch.float32, tuple(chunk.shape), device)
         _check_block("logprob", logprob, torch.float32, chunk)
     return implementation("accept", _as_float(text))(
         chosen, going, chunk, rows, text, emitted, seen, chosen_logprob, logprob, dependent
@@ -160,7 +161,7 @@ def _as_float(t: Tensor) -> Tensor:
 
 def _check_state(op: str, rows: Rows) -> None:
     for name in ("token", "position", "alive", "bad"):
-        check_tensor(op, f"rows.{name}", getattr(rows, name), torch.int32, tuple(rows.token.shape), rows.token.device)
+        require(op, f"rows.{name}", getattr(rows, name), torch.int32, tuple(rows.token.shape), rows.token.device)
 
 
 def _check_block(name: str, t: Tensor, dtype: torch.dtype, chunk: Tensor) -> None:

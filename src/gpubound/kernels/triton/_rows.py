@@ -36,10 +36,11 @@ def _columns(ptr, COLS: tl.constexpr, BLOCK: tl.constexpr):
 def _tile(first, rows, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """(the rows of a tile, the offsets of its elements, their mask)."""
     row, col = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at = row[:, None].to(tl.int64) * COLS + col[None]
     mask = (row < rows)[:, None]
     if BLOCK != COLS:
         mask &= (col < COLS)[None]
-    return row, row[:, None].to(tl.int64) * COLS + col[None], mask
+    return row, at, mask
 
 
 @triton.jit
