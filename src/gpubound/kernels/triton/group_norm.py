@@ -10,7 +10,7 @@ atomics: the same bits in every run.
 """
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -175,61 +175,41 @@ def _works(cut: Tiling) -> tuple[int, ...]:
     return (BOTH,) if cut.tiles == 1 else (SUMS_ONLY, REST_ONLY)
 
 
-def _parts_of_tiles(x: Tensor, rows: int, cut: Tiling) -> Tensor:
-    """Where the tiles of a group leave their sums; a stand-in where each has its own."""
-    return torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
-
-
-def _forward(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd)."""
+def _launch(
+    kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], need_sums: bool = False, need_dx: bool = True,
+    **constants: Any,
+) -> Tensor:  # fmt: skip
+    """Launch a kernel over the tiles of x: (N · runs of places, 2, C), each run's sums, empty unless they are needed."""
     samples, channels = x.shape[:2]
     places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
-    w, b = (x if t is None else t.contiguous() for t in (weight, bias))
-    y = torch.empty_like(x)
-    mean, rstd = torch.empty(2, rows, device=x.device, dtype=torch.float32).unbind(0)
-
-    def run(plan: TilePlan) -> None:
-        cut = _tiling(rows, per_group, places, plan.elements)
-        parts = _parts_of_tiles(x, rows, cut)
-        for work in _works(cut):
-            _group_norm_forward_kernel[(cut.programs,)](
-                x, w, b, y, mean, rstd, parts, rows, places, cut.tiles, cut.across, eps, groups, per_group, *cut.shape,
-                power_of_two(cut.tiles), work, plan.hint, weight is not None, bias is not None, num_warps=plan.warps,
-            )  # fmt: skip
-
-    launch(job_of("group_norm", "forward", (per_group, places), x), run)
-    return y, mean, rstd
-
-
-def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, groups: int, need_dx: bool, need_sums: bool
-) -> tuple[Tensor | None, Tensor]:
-    """(dx or None, the parts (N · runs of places, 2, C) of dweight and dbias, empty when they are not needed)."""
-    samples, channels = x.shape[:2]
-    places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
-    w = x if weight is None else weight.contiguous()
-    dx = torch.empty_like(x) if need_dx else None
 
     def run(plan: TilePlan) -> Tensor:
         cut = _tiling(rows, per_group, places, plan.elements)
-        parts = _parts_of_tiles(x, rows, cut)
+        # Where the tiles of a group leave their sums; a stand-in where each has its own.
+        parts = torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
         sums = torch.empty(samples * cut.across if need_sums else 0, 2, channels, device=x.device, dtype=torch.float32)
         for work in _works(cut) if need_dx else (SUMS_ONLY,):
-            _group_norm_backward_kernel[(cut.programs,)](
-                dy, x, w, mean, rstd, x if dx is None else dx, sums, parts, rows, places, cut.tiles, cut.across, groups,
-                per_group, *cut.shape, power_of_two(cut.tiles), work, plan.hint, weight is not None, need_sums, need_dx,
-                num_warps=plan.warps,
+            kernel[(cut.programs,)](
+                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, GROUPS=groups,
+                PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2], TILES=power_of_two(cut.tiles), WORK=work,
+                HINT=plan.hint, **constants, num_warps=plan.warps,
             )  # fmt: skip
         return sums
 
-    return dx, launch(job_of("group_norm", "backward", (per_group, places), x), run)
+    return launch(job_of("group_norm", way, (per_group, places), x), run)
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, groups, weight, bias, eps):
         x = x.contiguous()
-        y, mean, rstd = _forward(x, groups, weight, bias, eps)
+        y = torch.empty_like(x)
+        mean, rstd = torch.empty(2, x.shape[0] * groups, device=x.device, dtype=torch.float32).unbind(0)
+        w, b = (x if t is None else t.contiguous() for t in (weight, bias))
+        _launch(
+            _group_norm_forward_kernel, "forward", x, groups, (x, w, b, y, mean, rstd),
+            eps=eps, WEIGHT=weight is not None, BIAS=bias is not None,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.groups = groups
         ctx.weight, ctx.bias = weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
@@ -239,9 +219,15 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx, dy):
         first_order_only("group_norm")
         need_dx, _, need_dw, need_db, _ = ctx.needs_input_grad
+        need_sums = need_dw or need_db
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, sums = _backward(dy.contiguous(), x, weight, mean, rstd, ctx.groups, need_dx, need_dw or need_db)
-        if not (need_dw or need_db):
+        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
+        sums = _launch(
+            _group_norm_backward_kernel, "backward", x, ctx.groups,
+            (dy.contiguous(), x, w, mean, rstd, x if dx is None else dx), need_sums, need_dx, WEIGHT=weight is not None,
+            SUMS=need_sums, DX=need_dx,
+        )  # fmt: skip
+        if not need_sums:
             return dx, None, None, None, None
         # Who is frozen or absent has a stand-in, without an accumulator, whose gradient is dropped.
         stand_in = mean.new_empty(sums.shape[-1])

@@ -7,6 +7,9 @@ and stored twice, the second time through shared memory. The scale is known befo
 magnitude is noted for the next scale. A program looks before it asks for the maximum: of 16,384 tiles a few dozen raise it.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -120,18 +123,31 @@ def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, state_ptr, q_ptr, qt_ptr, 
     _note(tl.maximum(tl.abs(dgate), tl.abs(dup)), state_ptr)
 
 
-def _results(rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, cols, device=like.device, dtype=dtype), torch.empty(cols, rows, device=like.device, dtype=dtype)
-
-
 def _format(dtype: torch.dtype) -> tuple[float, tuple[float, float] | None]:
     """LARGEST and STEPS."""
     fine = dtype == torch.float8_e4m3fn
     return LARGEST[dtype], None if not interpreted() else (2.0**-3, 2.0**-6) if fine else (2.0**-2, 2.0**-14)
 
 
-def _tiles(rows: int, cols: int, plan: MatrixPlan) -> tuple[int, int]:
-    return triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)
+def _results(rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, cols, device=like.device, dtype=dtype), torch.empty(cols, rows, device=like.device, dtype=dtype)
+
+
+def _launch(
+    kernel: Any, way: str, matrices: Sequence[Tensor], strides: Sequence[int], state: Tensor, q: Tensor, q_t: Tensor,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Write q, and its transpose, from matrices of one shape."""
+    rows, cols = matrices[0].shape
+    largest, steps = _format(q.dtype)
+
+    def run(plan: MatrixPlan) -> None:
+        kernel[triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)](
+            *matrices, state, q, q_t, rows, cols, *strides, LARGEST=largest, STEPS=steps, **constants,
+            ROWS=plan.rows, COLS=plan.columns, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("quantize", way, (rows, cols), matrices[0]), run)
 
 
 @torch.no_grad()
@@ -139,43 +155,21 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
     x = _matrix(x)
     rows, cols = x.shape
     q, q_t = _results(rows, cols, x, dtype) if both else (torch.empty(x.shape, device=x.device, dtype=dtype), None)
-
-    def run(plan: MatrixPlan) -> None:
-        _quantize_kernel[_tiles(rows, cols, plan)](
-            x, state, q, q if q_t is None else q_t, rows, cols, x.stride(0), *_format(dtype), both, plan.rows, plan.columns,
-            num_warps=plan.warps,
-        )  # fmt: skip
-
-    launch(job_of("quantize", "plain", (rows, cols), x), run)
+    _launch(_quantize_kernel, "plain", [x], [x.stride(0)], state, q, q if q_t is None else q_t, BOTH=both)
     return q, q_t
 
 
 @torch.no_grad()
 def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     gate, up = _halves(gate_up, None)
-    rows, cols = gate.shape
-    q, q_t = _results(rows, cols, gate, dtype)
-
-    def run(plan: MatrixPlan) -> None:
-        _swiglu_kernel[_tiles(rows, cols, plan)](
-            gate, up, state, q, q_t, rows, cols, gate.stride(0), *_format(dtype), plan.rows, plan.columns, num_warps=plan.warps
-        )
-
-    launch(job_of("quantize", "swiglu", (rows, cols), gate), run)
-    return q, q_t
+    results = _results(gate.shape[0], gate.shape[1], gate, dtype)
+    _launch(_swiglu_kernel, "swiglu", [gate, up], [gate.stride(0)], state, *results)
+    return results
 
 
 @torch.no_grad()
 def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
-    rows, cols = gate.shape
-    q, q_t = _results(rows, 2 * cols, gate, dtype)
-
-    def run(plan: MatrixPlan) -> None:
-        _swiglu_backward_kernel[_tiles(rows, cols, plan)](
-            dh, gate, up, state, q, q_t, rows, cols, dh.stride(0), gate.stride(0), *_format(dtype), plan.rows, plan.columns,
-            num_warps=plan.warps,
-        )  # fmt: skip
-
-    launch(job_of("quantize", "swiglu_backward", (rows, cols), gate), run)
-    return q, q_t
+    results = _results(gate_up.shape[0], gate_up.shape[1], gate, dtype)
+    _launch(_swiglu_backward_kernel, "swiglu_backward", [dh, gate, up], [dh.stride(0), gate.stride(0)], state, *results)
+    return results

@@ -5,6 +5,8 @@ that programs which run at the same time read and write neighbouring memory. The
 sources (forward) or three results (backward) side by side in one tensor. Backward is the rotation by minus the angle.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -101,52 +103,40 @@ def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Rope(torch.autograd.Function):
+    """apply(cos, sin, counts, q, k), or apply(cos, sin, counts, qkv) where one tensor holds `counts` heads of q, k and v."""
+
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx, cos, sin, counts, *sources):
         cos, sin = _angles(cos, sin)
         ctx.save_for_backward(cos, sin)
-        results = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k)]
-        _rotate([q, k], results, cos, sin, back=False)
+        ctx.counts = counts
+        heads = _heads_of(sources, counts)
+        results = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in heads]
+        _rotate(heads, results, cos, sin, back=False)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx, dq, dk):
-        first_order_only("rope")
-        results = [torch.empty(g.shape, device=g.device, dtype=g.dtype) for g in (dq, dk)]
+    def backward(ctx, *gradients):
+        first_order_only("rope" if ctx.counts is None else "rope_qkv")
+        first, counts = gradients[0], ctx.counts
+        shapes = [g.shape for g in gradients] if counts is None else [(*first.shape[:2], sum(counts) * first.shape[3])]
+        results = [torch.empty(shape, device=first.device, dtype=first.dtype) for shape in shapes]
         cos, sin = ctx.saved_tensors
-        _rotate([dq, dk], results, cos, sin, back=True)
-        return *results, None, None
+        _rotate(list(gradients), _heads_of(results, counts), cos, sin, back=True)
+        return None, None, None, *results
 
 
-class _RopeQKV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, kv_heads):
-        cos, sin = _angles(cos, sin)
-        ctx.save_for_backward(cos, sin)
-        ctx.counts = [heads, kv_heads, kv_heads]
-        sources = _heads_of(qkv, ctx.counts)
-        results = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in sources]
-        _rotate(sources, results, cos, sin, back=False)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        first_order_only("rope_qkv")
-        batch, tokens, _, size = dq.shape
-        packed = torch.empty(batch, tokens, sum(ctx.counts) * size, device=dq.device, dtype=dq.dtype)
-        cos, sin = ctx.saved_tensors
-        _rotate([dq, dk, dv], _heads_of(packed, ctx.counts), cos, sin, back=True)
-        return packed, None, None, None, None
-
-
-def _heads_of(packed: Tensor, counts: list[int]) -> list[Tensor]:
-    """The q, k and v heads of a packed (B, T, heads · D) tensor, as views."""
+def _heads_of(tensors: Sequence[Tensor], counts: tuple[int, ...] | None) -> list[Tensor]:
+    """q and k, or the q, k and v heads of one packed (B, T, heads · D) tensor, as views."""
+    if counts is None:
+        return list(tensors)
+    (packed,) = tensors
     return list(packed.unflatten(-1, (sum(counts), packed.shape[-1] // sum(counts))).split(counts, 2))
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _Rope.apply(q, k, cos, sin)
+    return _Rope.apply(cos, sin, None, q, k)
 
 
 def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _RopeQKV.apply(qkv, cos, sin, heads, kv_heads)
+    return _Rope.apply(cos, sin, (heads, kv_heads, kv_heads), qkv)
