@@ -8,7 +8,7 @@ import torch
 
 from gpubound.feed import ring as ring_module
 from gpubound.feed.leaves import Padding, pack
-from gpubound.feed.ring import AHEAD, CudaLane, HostLane, Ring
+from gpubound.feed.ring import AHEAD, CudaLane, Lane, Ring
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def drain(ring):
     got = []
     while True:
         try:
-            got.append(ring.take()[0].batch())
+            got.append(ring.take().batch)
         except StopIteration:
             return got
 
@@ -130,7 +130,7 @@ def test_reads_no_further_ahead_than_its_slots():
             read.append(1)
             yield batch
 
-    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
     assert settle(lambda: len(read), 3)
     ring.take()
     assert settle(lambda: len(read), 4)
@@ -146,8 +146,8 @@ def test_no_more_batches_on_the_device_than_it_can_work_off():
     assert settle(lambda: lane.sends, AHEAD * 3), lane.sends
     began = time.perf_counter()
     threading.Timer(0.05, lambda: setattr(lane, "uses_end", True)).start()
-    _, waited, held_back = ring.take()
-    assert waited == 0.0 and 0 < held_back <= time.perf_counter() - began  # the device was behind, not the source
+    served = ring.take()
+    assert served.waited == 0.0 and 0 < served.held_back <= time.perf_counter() - began  # the device was behind, not the source
     ring.close()
 
 
@@ -156,8 +156,8 @@ def test_what_the_source_raises_arrives_with_its_traceback():
         yield from numbers(2)
         raise KeyError("third")
 
-    ring = Ring(broken_source(), HostLane(CPU), 3, Padding(), always=True)
-    assert right([ring.take()[0].batch(), ring.take()[0].batch()])
+    ring = Ring(broken_source(), Lane(CPU), 3, Padding(), always=True)
+    assert right([ring.take().batch, ring.take().batch])
     with pytest.raises(KeyError, match="third") as error:
         ring.take()
     assert "broken_source" in [entry.name for entry in error.traceback]
@@ -175,7 +175,7 @@ def test_closing_ends_the_thread_and_the_source():
             closed.append(True)
 
     before = threading.active_count()
-    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
     ring.take()
     assert threading.active_count() == before + 1
     ring.close()
@@ -184,7 +184,7 @@ def test_closing_ends_the_thread_and_the_source():
 
 def test_a_forgotten_ring_ends_its_thread():
     before = threading.active_count()
-    ring = Ring(numbers(1000), HostLane(CPU), 3, Padding(), always=True)
+    ring = Ring(numbers(1000), Lane(CPU), 3, Padding(), always=True)
     ring.take()
     del ring
     assert threading.active_count() == before
@@ -199,7 +199,7 @@ def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
         yield {"x": torch.ones(1)}
         gate.wait()
 
-    ring = Ring(source(), HostLane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
     ring.take()
     ring.close()
     assert capsys.readouterr().err == (
@@ -226,8 +226,8 @@ def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
         "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last),
         "text": "stays",
     }
-    ring = Ring(iter([batch]), HostLane(CPU), 3, Padding(), always=True)
-    new = ring.take()[0].batch()
+    ring = Ring(iter([batch]), Lane(CPU), 3, Padding(), always=True)
+    new = ring.take().batch
     for key, value in batch.items():
         if key == "text":
             assert new[key] == value

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..feed.choose import allowance, free_bytes, target
-from ..feed.epochs import Feed, Served, count_copied
+from ..feed.epochs import Feed, Served, Store, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
 from ..trace import fallback, notice
@@ -145,7 +145,7 @@ def _to_device(runs: list[np.ndarray], where: torch.device) -> Tensor:
     return whole
 
 
-class _DeviceCut:
+class _DeviceCut(Store):
     """Batches cut where the tokens lie."""
 
     mode = "resident"
@@ -164,8 +164,6 @@ class _DeviceCut:
         if number != self.drawn:
             self.counter.fill_(number)
             self.drawn = number
-
-    def admit(self) -> None: ...
 
     def next(self) -> dict[str, Tensor]:
         """The batch of the counter; its rows are worked out for AHEAD batches at once."""

@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,21 +32,20 @@ def count_copied(size: int) -> None:
         count("h2d_bytes", size)
 
 
-class Store(Protocol):
+class Store:
     """Where an epoch's batches come from."""
 
     mode: str
+    length: int | None  # batches in an epoch
 
-    @property
-    def length(self) -> int | None: ...  # batches in an epoch
-
-    def serve(self, epoch: int, start: int) -> Iterator[Served]: ...
+    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+        raise NotImplementedError
 
     def admit(self) -> None:
         """Raise if a batch cannot be had now."""
 
 
-class Direct:
+class Direct(Store):
     """A source whose batches need no copy: the CPU's case. No thread, no staging; a stray leaf is moved as it comes."""
 
     mode = "direct"
@@ -54,8 +53,6 @@ class Direct:
     def __init__(self, source: Source, device: torch.device, padding: Padding):
         self.source, self.device, self.padding = source, device, padding
         self.length = source.length
-
-    def admit(self) -> None: ...
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         batches = self.source.read(epoch, start)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ..errors import DataError
-from .epochs import Served, count_copied
+from .epochs import Served, Store, count_copied
 from .leaves import Padding, Tree, flatten, name, pack
 from .source import BatchList, Items
 
@@ -52,7 +52,7 @@ class HeldBatch:
                 )
 
 
-class Resident:
+class Resident(Store):
     """A list of batches on the device."""
 
     mode = "resident"
@@ -65,8 +65,6 @@ class Resident:
             if id(batch) not in held:
                 held[id(batch)] = _hold(batch, device, padding, guard)
             self.held.append(held[id(batch)])
-
-    def admit(self) -> None: ...
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         for number, i in enumerate(self.source.order(epoch)[start:], start):
@@ -83,7 +81,7 @@ def _hold(batch: Any, device: torch.device, padding: Padding, guard: bool) -> He
     return HeldBatch(parcel.tree, len(parcel.copied), parcel.passed, guard)
 
 
-class ResidentItems:
+class ResidentItems(Store):
     """Single items stacked on the device; a batch is one gather a leaf, in an order that the device computes."""
 
     mode = "resident"
@@ -96,8 +94,6 @@ class ResidentItems:
             if leaf.device != device:
                 self.tree.leaves[i] = leaf.detach().to(device)
                 count_copied(leaf.numel() * leaf.element_size())
-
-    def admit(self) -> None: ...
 
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         size, wanted = self.source.batch_size, self.source.order(epoch, self.device)

@@ -17,14 +17,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import GraphError
 from ..trace import notice, span
-from .epochs import Served, count_copied
+from .epochs import Served, Store, count_copied
 from .leaves import Padding, Parcel, pack
 from .source import Source
 
@@ -39,17 +40,26 @@ POLL_SECONDS = 2e-4
 _END = object()
 
 
-class Lane(Protocol):
-    device: torch.device
+class Lane:
+    """The road from host to device: staging memory, copies, and the events that say when a copy or a use is over.
+
+    This one leads to a device without streams and pinned memory: the CPU, or a backend other than CUDA. A copy is over when it
+    returns. The ring knows these methods alone, so that its order of events is tested on the CPU with events that come late.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
 
     def admit(self) -> None:
         """Raise if the consumer cannot take a batch where it stands."""
 
     def staging(self, size: int) -> Tensor:
         """Host memory to copy from."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
         """Start copying `staged` to fresh memory on the device; the event ends the copy. `event` may be used anew."""
+        return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
 
     def wait(self, event: Any) -> None:
         """Hold this host thread until `event` is over."""
@@ -61,32 +71,11 @@ class Lane(Protocol):
         """An event that is over when the device has done what the consumer launched so far."""
 
 
-class HostLane:
-    """To a device without streams and pinned memory: the CPU, or a backend other than CUDA. A copy is over when it returns."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def admit(self) -> None: ...
-
-    def staging(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
-        return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
-
-    def wait(self, event: Any) -> None: ...
-
-    def receive(self, sent: Tensor, event: Any) -> None: ...
-
-    def mark(self, event: Any) -> Any: ...
-
-
-class CudaLane:
+class CudaLane(Lane):
     """Pinned memory and a copy stream of its own."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        super().__init__(device)
         self.stream = torch.cuda.Stream(device)
 
     def admit(self) -> None:
@@ -124,10 +113,6 @@ class CudaLane:
         return event
 
 
-def lane_to(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else HostLane(device)
-
-
 @dataclass
 class Slot:
     staged: Tensor | None = None
@@ -138,52 +123,99 @@ class Slot:
 @dataclass
 class Delivery:
     parcel: Parcel
-    sent: Tensor | None  # the flat run on the device; None when every leaf passed through
-    event: Any
-
-    def batch(self) -> Any:
-        return self.parcel.unpack(self.sent) if self.sent is not None else self.parcel.tree.rebuild(self.parcel.tree.leaves)
+    sent: Any = None  # the flat run on the device; None when every leaf passed through
+    event: Any = None
 
 
 @dataclass
-class _Shared:
-    """All that thread and consumer both touch. The thread knows nothing of Ring, so a forgotten Ring can be collected."""
+class _Reader:
+    """What the thread runs, and all that thread and consumer both touch. It knows nothing of Ring, so a forgotten Ring can be
+    collected. The thread alone holds the source, so that it is closed where the thread ends."""
 
+    lane: Lane
+    slots: list[Slot]
+    padding: Padding
+    always: bool
     tickets: threading.Semaphore
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     used: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # an event for each batch whose successor was taken
     stop: bool = False
     held_back: bool = False  # the thread waits for the device to catch up, not for the source
 
+    def run(self, batches: Iterator[Any], stream: Any) -> None:
+        """Read ahead, on the consumer's `stream`: a source that computes on the GPU would have used it without this thread."""
+        try:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                self._read_ahead(batches)
+            self.ready.put(_END)
+        except BaseException as error:  # whatever the source raised belongs to the consumer
+            self.ready.put(error)
+
+    def _read_ahead(self, batches: Iterator[Any]) -> None:
+        for number in count():
+            self.tickets.acquire()
+            if self.stop:
+                return
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            if number >= AHEAD * len(self.slots):
+                self.held_back = True
+                self.lane.wait(self.used.get())
+                self.held_back = False
+            parcel = pack(batch, self.lane.device, self.padding, self.always)
+            slot = self.slots[number % len(self.slots)]
+            self.ready.put(self._send(parcel, slot) if parcel.copied else Delivery(parcel))
+
+    def _send(self, parcel: Parcel, slot: Slot) -> Delivery:
+        if slot.sent:
+            self.lane.wait(slot.event)
+        if slot.staged is None or slot.staged.numel() < parcel.size:
+            slot.staged = self.lane.staging(parcel.size)
+        staged = slot.staged[: parcel.size]
+        parcel.stage(staged)
+        sent, slot.event = self.lane.send(staged, slot.event)
+        slot.sent = True
+        return Delivery(parcel, sent, slot.event)
+
+    def end(self, thread: threading.Thread) -> None:
+        self.stop = True
+        self.tickets.release()
+        if thread is threading.current_thread():
+            return
+        thread.join(CLOSING_SECONDS)
+        if thread.is_alive():
+            notice("feed: the source is still making a batch; its thread ends when the source returns.")
+
 
 class Ring:
     def __init__(self, batches: Iterator[Any], lane: Lane, slots: int, padding: Padding, always: bool = False):
         self._lane = lane
-        self._shared = _Shared(threading.Semaphore(slots))
+        self._reader = _Reader(lane, [Slot() for _ in range(slots)], padding, always, threading.Semaphore(slots))
         self._marks: list[Any] = [None] * (AHEAD * slots)
         self._taken = 0
         self._over = False
-        work = (batches, lane, [Slot() for _ in range(slots)], padding, always, self._shared, _consumer_stream(lane.device))
-        self._thread = threading.Thread(target=_read_ahead, args=work, name="gpubound-feed", daemon=True)
-        self._thread.start()
-        self._finish = weakref.finalize(self, _stop, self._shared, self._thread)
+        stream = torch.cuda.current_stream(lane.device) if lane.device.type == "cuda" else None
+        thread = threading.Thread(target=self._reader.run, args=(batches, stream), name="gpubound-feed", daemon=True)
+        thread.start()
+        self._finish = weakref.finalize(self, self._reader.end, thread)
 
-    def take(self) -> tuple[Delivery, float, float]:
-        """(the next batch, seconds waited for the source, seconds waited for the device). Raises StopIteration, or what the
-        source raised."""
+    def take(self) -> Served:
+        """The next batch. Raises StopIteration, or what the source raised."""
         if self._over:
             raise StopIteration
         if self._taken:
             self._mark_last_used()
-        held_back, start = self._shared.held_back, time.perf_counter()
-        item = self._shared.ready.get()
+        held_back, start = self._reader.held_back, time.perf_counter()
+        item = self._reader.ready.get()
         waited = time.perf_counter() - start
         if isinstance(item, Delivery):
             if item.sent is not None:
                 self._lane.receive(item.sent, item.event)
-            self._shared.tickets.release()  # after receive: the slot's event may be recorded anew from here on
+            self._reader.tickets.release()  # after receive: the slot's event may be recorded anew from here on
             self._taken += 1
-            return (item, 0.0, waited) if held_back else (item, waited, 0.0)
+            parcel, seconds = item.parcel, (0.0, waited) if held_back else (waited, 0.0)
+            return Served(parcel.unpack(item.sent), 0, parcel.passed, len(parcel.copied), parcel.payload, *seconds)
         self._over = True
         if item is _END:
             raise StopIteration
@@ -192,7 +224,7 @@ class Ring:
     def _mark_last_used(self) -> None:
         turn = (self._taken - 1) % len(self._marks)
         self._marks[turn] = self._lane.mark(self._marks[turn])
-        self._shared.used.put(self._marks[turn])
+        self._reader.used.put(self._marks[turn])
 
     def close(self) -> None:
         """End the thread. It returns from the source's current batch first."""
@@ -200,64 +232,7 @@ class Ring:
         self._finish()
 
 
-def _stop(shared: _Shared, thread: threading.Thread) -> None:
-    shared.stop = True
-    shared.tickets.release()
-    if thread is threading.current_thread():
-        return
-    thread.join(CLOSING_SECONDS)
-    if thread.is_alive():
-        notice("feed: the source is still making a batch; its thread ends when the source returns.")
-
-
-def _consumer_stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _read_ahead(
-    batches: Iterator[Any], lane: Lane, slots: list[Slot], padding: Padding, always: bool, shared: _Shared, stream: Any
-) -> None:
-    try:
-        # A source that computes on the GPU must do so on the consumer's stream, which it would have used without this thread.
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            _fill(batches, lane, slots, padding, always, shared)
-        shared.ready.put(_END)
-    except BaseException as error:  # whatever the source raised belongs to the consumer
-        shared.ready.put(error)
-
-
-def _fill(batches: Iterator[Any], lane: Lane, slots: list[Slot], padding: Padding, always: bool, shared: _Shared) -> None:
-    number = 0
-    while True:
-        shared.tickets.acquire()
-        if shared.stop:
-            return
-        batch = next(batches, _END)
-        if batch is _END:
-            return
-        if number >= AHEAD * len(slots):
-            shared.held_back = True
-            lane.wait(shared.used.get())
-            shared.held_back = False
-        shared.ready.put(_deliver(pack(batch, lane.device, padding, always), lane, slots[number % len(slots)]))
-        number += 1
-
-
-def _deliver(parcel: Parcel, lane: Lane, slot: Slot) -> Delivery:
-    if not parcel.copied:
-        return Delivery(parcel, None, None)
-    if slot.sent:
-        lane.wait(slot.event)
-    if slot.staged is None or slot.staged.numel() < parcel.size:
-        slot.staged = lane.staging(parcel.size)
-    staged = slot.staged[: parcel.size]
-    parcel.stage(staged)
-    sent, slot.event = lane.send(staged, slot.event)
-    slot.sent = True
-    return Delivery(parcel, sent, slot.event)
-
-
-class Ringed:
+class Ringed(Store):
     """A source behind the ring."""
 
     mode = "ring"
@@ -265,7 +240,7 @@ class Ringed:
     def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding, always: bool):
         self.source, self.slots, self.padding, self.always = source, slots, padding, always
         self.length = source.length
-        self.lane = lane_to(device)
+        self.lane = CudaLane(device) if device.type == "cuda" else Lane(device)
 
     def admit(self) -> None:
         self.lane.admit()
@@ -276,11 +251,10 @@ class Ringed:
             while True:
                 with span("feed.wait"):
                     try:
-                        delivery, waited, held_back = ring.take()
+                        served = ring.take()
                     except StopIteration:
                         return
-                parcel = delivery.parcel
-                count_copied(parcel.payload)
-                yield Served(delivery.batch(), 0, parcel.passed, len(parcel.copied), parcel.payload, waited, held_back)
+                count_copied(served.bytes)
+                yield served
         finally:
             ring.close()
