@@ -165,11 +165,11 @@ def test_through_the_general_door(corpus):
 def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeypatch):
     served = corpus.batches(16, 2, "cpu", budget="1 kB")
     assert served.mode == "ring"
-    assert said() == "gpubound: batches: the corpus takes 2.5 kB, the budget on cpu is 1.0 kB; it streams through the ring.\n"
+    assert said() == "gpubound: batches: streaming: its 2.5 kB do not fit the budget of 1.0 kB on cpu.\n"
     with pytest.raises(ValueError) as error:
         corpus.batches(16, 2, "cpu", budget="1 kB", mode="resident")
     assert str(error.value) == (
-        "batches: mode='resident': the corpus takes 2.5 kB, the budget on cpu is 1.0 kB; raise budget= or pass mode='ring'."
+        "batches: mode='resident': its 2.5 kB do not fit the budget of 1.0 kB on cpu; raise budget= or pass mode='ring'."
     )
     with pytest.raises(GraphError) as graph_error:
         served.fetch()
@@ -183,9 +183,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
 
     monkeypatch.setattr(serve, "_to_device", full)
     assert same(corpus.batches(16, 2, "cpu").take(), served.take())
-    assert said() == (
-        "gpubound: fallback: batches: cpu ran out of memory while a corpus of 2.5 kB was uploaded; streaming through the ring\n"
-    )
+    assert said() == ("gpubound: fallback: batches: cpu ran out of memory while 2.5 kB were uploaded; streaming instead\n")
     with trace.strict(), pytest.raises(FallbackError):
         corpus.batches(16, 2, "cpu")
 

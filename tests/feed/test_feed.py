@@ -213,7 +213,9 @@ def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
     assert said() == "gpubound: feed: streaming: its 3.0 MB do not fit the budget of 2.0 MB on cpu.\n"
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu", budget="2 MB", mode="resident")
-    assert str(error.value) == ("feed: mode='resident': its 3.0 MB do not fit the budget of 2.0 MB on cpu; pass mode='ring'.")
+    assert str(error.value) == (
+        "feed: mode='resident': its 3.0 MB do not fit the budget of 2.0 MB on cpu; raise budget= or pass mode='ring'."
+    )
     assert feed(batches(), device="cpu", budget="3 MB").mode == "resident"
     assert said() == "gpubound: feed: 3.0 MB resident on cpu (of 3.0 MB allowed).\n"
 

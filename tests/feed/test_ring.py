@@ -69,12 +69,7 @@ def numbers(count, size=8):
 
 
 def drain(ring):
-    got = []
-    while True:
-        try:
-            got.append(ring.take().batch)
-        except StopIteration:
-            return got
+    return [served.batch for served in iter(ring.take, None)]
 
 
 def right(got):
@@ -161,8 +156,7 @@ def test_what_the_source_raises_arrives_with_its_traceback():
     with pytest.raises(KeyError, match="third") as error:
         ring.take()
     assert "broken_source" in [entry.name for entry in error.traceback]
-    with pytest.raises(StopIteration):
-        ring.take()
+    assert ring.take() is None
 
 
 def test_closing_ends_the_thread_and_the_source():

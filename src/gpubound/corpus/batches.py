@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from ..feed.choose import allowance, free_bytes, target
+from ..feed.choose import resident, target
 from ..feed.epochs import Feed, Served, Store, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
-from ..trace import fallback, notice
-from ..words import readable
+from ..feed.source import Source
 from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, Packing, as_stored, plan_documents, plan_stream
 
 if TYPE_CHECKING:
@@ -76,7 +75,13 @@ def batches(
         "corpus": corpus.identity(), "seq": seq, "micro_batch": micro_batch, "pack": pack, "max_documents": max_documents,
         "seed": seed, "shuffle": shuffle, "world": world,
     }  # fmt: skip
-    tokens = _upload(corpus, plan, where, budget, keep, mode)
+
+    def upload() -> tuple[Tensor, Tensor | None]:
+        stored = _to_device([as_stored(part.tokens) for part in corpus.parts], where)
+        return stored, _to_device(corpus.masks(), where) if corpus.masked else None
+
+    need = corpus.tokens * (corpus.dtype.itemsize + corpus.masked) + plan.size
+    tokens = resident("batches", where, mode, budget, keep, lambda: (need, upload))
     if tokens is None:
         store: Any = Ringed(_HostCut(corpus, plan, order, chosen, pad_id), where, slots, Padding(), always=where.type == "cpu")
         return CorpusFeed(store, where, identity)
@@ -98,37 +103,6 @@ def _check_options(seq: int, micro_batch: int, pack: str, fields: Any, rank: int
     known = FIELDS if pack == "documents" else (*STREAM_FIELDS, "valid")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
-
-
-def _upload(
-    corpus: "Corpus", plan: Packing, where: torch.device, budget: int | str, keep: int | str | None, mode: str
-) -> tuple[Tensor, Tensor | None] | None:
-    """(tokens, loss mask) on the device, or None when they are to be streamed."""
-    limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
-    need = corpus.tokens * (corpus.dtype.itemsize + corpus.masked) + plan.size
-    if mode == "ring":
-        return None
-    if limit is not None and need > limit:
-        if mode == "resident":
-            raise ValueError(
-                f"batches: mode='resident': the corpus takes {readable(need)}, the budget on {where} is {readable(limit)}; "
-                f"raise budget= or pass mode='ring'."
-            )
-        notice(
-            f"batches: the corpus takes {readable(need)}, the budget on {where} is {readable(limit)}; it streams through the "
-            "ring."
-        )
-        return None
-    try:
-        stored = _to_device([as_stored(part.tokens) for part in corpus.parts], where)
-        mask = _to_device(corpus.masks(), where) if corpus.masked else None
-    except torch.OutOfMemoryError:
-        fallback(
-            "batches", f"{where} ran out of memory while a corpus of {readable(need)} was uploaded; streaming through the ring"
-        )
-        return None
-    notice(f"batches: {corpus.tokens:,} tokens ({readable(need)}) resident on {where}.")
-    return stored, mask
 
 
 def _to_device(runs: list[np.ndarray], where: torch.device) -> Tensor:
@@ -182,10 +156,8 @@ class _DeviceCut(Store):
             yield Served(batch, resident=len(batch))
 
 
-class _HostCut:
+class _HostCut(Source):
     """The source of a corpus too large for the device: the same batches, cut on the CPU from the memory-mapped shards."""
-
-    steady = False
 
     def __init__(self, corpus: "Corpus", plan: Packing, order: Order, fields: tuple[str, ...], pad_id: int):
         def read(index: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -19,6 +20,8 @@ from .source import BatchList, Items, Source, open_source
 # gradients and the optimizer, which often come later. A billion 16-bit tokens are 2 GB, so a quarter of 140 GB is seldom the
 # limit.
 SHARE = 4
+
+Made = TypeVar("Made")
 
 MODES = ("auto", "resident", "ring", "direct")
 
@@ -84,56 +87,56 @@ def feed(
     where = target(device)
     opened = open_source(source, batch_size, seed, shuffle, drop_last, collate)
     padding = Padding(pad or {}, bucket, rows)
-    store = _resident(opened, where, padding, mutation_guard, mode, budget, keep)
-    if store is None:
-        store = _streaming(opened, where, padding, mode, slots)
+    unsteady = mode == "auto" and not opened.steady
+    if unsteady and where.type != "cpu":
+        notice(
+            "feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it never "
+            "does, mode='resident' uploads it once."
+        )
+    plan = partial(_plan, opened, where, padding, mutation_guard)
+    store = resident("feed", where, "ring" if unsteady else mode, budget, keep, plan)
+    if store is None and (mode == "direct" or (mode == "auto" and where.type == "cpu")):
+        store = Direct(opened, where, padding)
+    elif store is None:
+        store = Ringed(opened, where, slots, padding, always=mode == "ring" and where.type == "cpu")
     identity = {"seed": opened.seed, "shuffle": opened.shuffle, "length": store.length, "batch_size": batch_size}
     return Feed(store, where, identity)
 
 
-def _streaming(source: Source, where: torch.device, padding: Padding, mode: str, slots: int) -> Store:
-    if mode == "direct" or (mode == "auto" and where.type == "cpu"):
-        return Direct(source, where, padding)
-    return Ringed(source, where, slots, padding, always=mode == "ring" and where.type == "cpu")
-
-
-def _resident(
-    source: Source,
+def resident(
+    what: str,
     where: torch.device,
-    padding: Padding,
-    guard: bool,
     mode: str,
     budget: int | str,
     keep: int | str | None,
-) -> Store | None:
-    """The batches uploaded, or None when they are to be streamed, with the reason said."""
+    plan: Callable[[], tuple[int, Callable[[], Made]]],
+) -> Made | None:
+    """What `plan` uploads, or None when batches are to be streamed, with the reason said.
+
+    `plan` gives the bytes that an upload would take, and the upload. It raises CannotStay where there can be none.
+    """
     limit = allowance(budget, keep, free_bytes(where) if budget == "auto" else None)
     if mode not in ("auto", "resident"):
         return None
-    if mode == "auto" and not source.steady:
-        if where.type != "cpu":
-            notice(
-                "feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it "
-                "never does, mode='resident' uploads it once."
-            )
-        return None
+    need, cure = 0, "pass mode='ring'"
     try:
-        need, upload = _plan(source, where, padding, guard)
+        need, upload = plan()
         if not fits(need, limit):
+            cure = "raise budget= or pass mode='ring'"
             raise CannotStay(f"its {readable(need)} do not fit the budget of {readable(limit or 0)} on {where}")
-        store = upload()
+        made = upload()
     except CannotStay as error:
         if mode == "resident":
-            raise ValueError(f"feed: mode='resident': {error}; pass mode='ring'.") from error
-        notice(f"feed: streaming: {error}.")
+            raise ValueError(f"{what}: mode='resident': {error}; {cure}.") from error
+        notice(f"{what}: streaming: {error}.")
         return None
     except torch.OutOfMemoryError:
-        fallback("feed", f"{where} ran out of memory while {readable(need)} were uploaded; streaming instead")
+        fallback(what, f"{where} ran out of memory while {readable(need)} were uploaded; streaming instead")
         return None
     if need:
         allowed = f"of {readable(limit)} allowed" if limit is not None else "no limit"
-        notice(f"feed: {readable(need)} resident on {where} ({allowed}).")
-    return store
+        notice(f"{what}: {readable(need)} resident on {where} ({allowed}).")
+    return made
 
 
 def fits(need: int, limit: int | None) -> bool:

@@ -13,6 +13,8 @@ from ..trace import count, span
 from .leaves import Padding, pack
 from .source import Source
 
+END = object()  # instead of a batch: the epoch is over
+
 
 @dataclass(frozen=True)
 class Served:
@@ -59,18 +61,15 @@ class Direct(Store):
         while True:
             began = time.perf_counter()
             with span("feed.wait"):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+                batch = next(batches, END)
+            if batch is END:
+                return
             waited = time.perf_counter() - began
             parcel = pack(batch, self.device, self.padding)
             for i, _, _ in parcel.copied:
                 parcel.tree.leaves[i] = parcel.tree.leaves[i].to(self.device)
-            count_copied(parcel.payload)
-            yield Served(
-                parcel.tree.rebuild(parcel.tree.leaves), 0, parcel.passed, len(parcel.copied), parcel.payload, waited=waited
-            )
+            batch = parcel.tree.rebuild(parcel.tree.leaves)
+            yield Served(batch, 0, parcel.passed, len(parcel.copied), parcel.payload, waited)
 
 
 @dataclass
@@ -159,9 +158,7 @@ class Feed:
         """The next batch, in this epoch or the next."""
         for _ in range(2):
             if self._drawing is None or not self.runs(self._drawing):
-                self._drawing = self._begin(
-                    weakref.ref(self)
-                )  # weak: else feed and epoch would keep each other, and the thread
+                self._drawing = self._begin(weakref.ref(self))  # weak: else both would keep each other, and the thread
             try:
                 return next(self._drawing)
             except StopIteration:
@@ -239,6 +236,7 @@ class Epoch:
             feed.epoch, feed.batch = feed.epoch + 1, 0
             raise
         feed.batch += 1
+        count_copied(served.bytes)
         feed._stats.add_served(served)
         return served.batch
 

@@ -12,6 +12,7 @@ mask wants 0). A name is the last key of a leaf's path: "input_ids", or 0 in a t
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
     if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
-        return _refill(node, "item", list(node)), list(node.items())
+        return _refill(node, setitem, list(node)), list(node.items())
     if callable(getattr(node, "to", None)):
         raise ValueError(
             f"feed: {name(path)}: got a {kind.__name__}, whose tensors cannot be seen from outside, wanted tensors in dicts, "
@@ -89,14 +90,14 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
     if isinstance(node, tuple):
         return (kind._make if hasattr(kind, "_make") else kind), list(enumerate(node))
     if isinstance(node, list):
-        return _refill(node, "item", list(range(len(node)))), list(enumerate(node))
+        return _refill(node, setitem, list(range(len(node)))), list(enumerate(node))
     if is_dataclass(node) and not isinstance(node, type):
         names = [part.name for part in fields(node)]
-        return _refill(node, "attribute", names), [(key, getattr(node, key)) for key in names]
+        return _refill(node, object.__setattr__, names), [(key, getattr(node, key)) for key in names]
     return None
 
 
-def _refill(node: Any, how: str, keys: list[Any]) -> Callable[[list[Any]], Any]:
+def _refill(node: Any, put: Callable[[Any, Any, Any], None], keys: list[Any]) -> Callable[[list[Any]], Any]:
     """For containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set the
     children."""
     shell = copy.copy(node)
@@ -104,10 +105,7 @@ def _refill(node: Any, how: str, keys: list[Any]) -> Callable[[list[Any]], Any]:
     def make(values: list[Any]) -> Any:
         new = copy.copy(shell)
         for key, value in zip(keys, values):
-            if how == "item":
-                new[key] = value
-            else:
-                object.__setattr__(new, key, value)
+            put(new, key, value)
         return new
 
     return make
@@ -243,20 +241,16 @@ def pack(batch: Any, device: torch.device, padding: Padding, always: bool = Fals
         if leaf.device == device and not always:
             passed += 1
             continue
-        _check_layout(leaf)
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+            raise ValueError(
+                f"feed: got a leaf with layout {leaf.layout}, wanted plain dense tensors; send its indices and values, or put "
+                f"it on the device in the source."
+            )
         copied.append((i, offset, _strides(leaf)))
         size = leaf.numel() * leaf.element_size()
         payload += size
         offset += -(-size // ALIGN) * ALIGN
     return Parcel(tree, copied, offset, payload, passed)
-
-
-def _check_layout(leaf: Tensor) -> None:
-    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-        raise ValueError(
-            f"feed: got a leaf with layout {leaf.layout}, wanted plain dense tensors; send its indices and values, or put it "
-            f"on the device in the source."
-        )
 
 
 def _strides(leaf: Tensor) -> tuple[int, ...]:

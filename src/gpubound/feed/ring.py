@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..trace import notice, span
-from .epochs import Served, Store, count_copied
+from .epochs import END, Served, Store
 from .leaves import Padding, Parcel, pack
 from .source import Source
 
@@ -36,8 +36,6 @@ CLOSING_SECONDS = 5.0
 # host, in any thread: the training loop does not wait here. Being late by this much holds nothing up, since the batches of the
 # other slots are on their way.
 POLL_SECONDS = 2e-4
-
-_END = object()
 
 
 class Lane:
@@ -147,7 +145,7 @@ class _Reader:
         try:
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 self._read_ahead(batches)
-            self.ready.put(_END)
+            self.ready.put(END)
         except BaseException as error:  # whatever the source raised belongs to the consumer
             self.ready.put(error)
 
@@ -156,8 +154,8 @@ class _Reader:
             self.tickets.acquire()
             if self.stop:
                 return
-            batch = next(batches, _END)
-            if batch is _END:
+            batch = next(batches, END)
+            if batch is END:
                 return
             if number >= AHEAD * len(self.slots):
                 self.held_back = True
@@ -200,10 +198,10 @@ class Ring:
         thread.start()
         self._finish = weakref.finalize(self, self._reader.end, thread)
 
-    def take(self) -> Served:
-        """The next batch. Raises StopIteration, or what the source raised."""
+    def take(self) -> Served | None:
+        """The next batch, or None where the source has ended. Raises what the source raised."""
         if self._over:
-            raise StopIteration
+            return None
         if self._taken:
             self._mark_last_used()
         held_back, start = self._reader.held_back, time.perf_counter()
@@ -217,8 +215,8 @@ class Ring:
             parcel, seconds = item.parcel, (0.0, waited) if held_back else (waited, 0.0)
             return Served(parcel.unpack(item.sent), 0, parcel.passed, len(parcel.copied), parcel.payload, *seconds)
         self._over = True
-        if item is _END:
-            raise StopIteration
+        if item is END:
+            return None
         raise item  # with the traceback it had in the thread, so that the user's line is in it
 
     def _mark_last_used(self) -> None:
@@ -250,11 +248,9 @@ class Ringed(Store):
         try:
             while True:
                 with span("feed.wait"):
-                    try:
-                        served = ring.take()
-                    except StopIteration:
-                        return
-                count_copied(served.bytes)
+                    served = ring.take()
+                if served is None:
+                    return
                 yield served
         finally:
             ring.close()

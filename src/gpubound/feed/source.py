@@ -21,8 +21,9 @@ torch.randperm; after one pass they are not.
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,20 +39,17 @@ _ALL = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Source(Protocol):
-    @property
-    def length(self) -> int | None: ...  # batches in an epoch, where that is known
-    @property
-    def steady(self) -> bool: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def shuffle(self) -> bool: ...
+class Source:
+    length: Any = None  # batches in an epoch; None where that is not known
+    steady = False
+    shuffle = False  # by the feed; a loader's own sampler may
+    seed: int
 
-    def read(self, epoch: int, start: int) -> Iterator[Any]: ...
+    def read(self, epoch: int, start: int) -> Iterator[Any]:
+        raise NotImplementedError
 
 
-class BatchList:
+class BatchList(Source):
     """A list of batches. `shuffle` permutes the batches, never their rows."""
 
     steady = True
@@ -69,7 +67,7 @@ class BatchList:
         return (self.batches[i] for i in self.order(epoch)[start:])
 
 
-class Items:
+class Items(Source):
     """A map dataset, or a list, of single items, collated into batches of `batch_size`."""
 
     def __init__(
@@ -106,22 +104,19 @@ def _is_tensors(items: Any) -> bool:
     return isinstance(items, TensorDataset) or (isinstance(items, Subset) and _is_tensors(items.dataset))
 
 
-class Loader:
+class Loader(Source):
     """A DataLoader. Its generators are seeded from (seed, epoch), so that its order and its workers' random draws can be
     resumed.
 
     Resuming in the middle of an epoch reads and drops the batches before the position.
     """
 
-    steady = False
-    shuffle = False  # by the feed; the loader's own sampler may
-
     def __init__(self, loader: DataLoader, seed: int | None):
         own = loader.generator or getattr(_sampler(loader), "generator", None)
         self.seed = seed if seed is not None else (own.initial_seed() if own is not None else 0)
         self.loader = loader
         try:
-            self.length: int | None = len(loader)
+            self.length = len(loader)
         except TypeError:
             self.length = None
         if self.length == 0:
@@ -143,7 +138,7 @@ class Loader:
         if self.loader.num_workers == 0:
             return iter(self.loader)
         own = self.loader.collate_fn
-        self.loader.collate_fn = Sendable(own)
+        self.loader.collate_fn = partial(_sendable, own)
         try:
             return iter(self.loader)
         finally:
@@ -158,34 +153,25 @@ def _generator(*words: int) -> torch.Generator:
     return torch.Generator().manual_seed(signed(mix(*words)))
 
 
-class Sendable:
-    """A collate function for workers: calls the user's, then makes sure that a process can send the batch."""
-
-    def __init__(self, collate: Callable[[list], Any]):
-        self.collate = collate
-
-    def __call__(self, items: list) -> Any:
-        batch = self.collate(items)
-        tree = flatten(batch)
-        for path, leaf in zip(tree.paths, tree.leaves):
-            if isinstance(leaf, Tensor | str | bytes | int | float | None):
-                continue
-            try:
-                pickle.dumps(leaf)
-            except Exception as error:  # a __reduce__ may raise anything; what it said is passed on
-                raise DataError(
-                    f"feed: {name(path)}: a {type(leaf).__name__} cannot be sent from a DataLoader worker ({error}); "
-                    f"return tensors, numbers and strings, or set num_workers=0."
-                ) from None
-        return batch
+def _sendable(collate: Callable[[list], Any], items: list) -> Any:
+    """The user's batch, once it is sure that a worker can send it."""
+    batch = collate(items)
+    tree = flatten(batch)
+    for path, leaf in zip(tree.paths, tree.leaves):
+        if isinstance(leaf, Tensor | str | bytes | int | float | None):
+            continue
+        try:
+            pickle.dumps(leaf)
+        except Exception as error:  # a __reduce__ may raise anything; what it said is passed on
+            raise DataError(
+                f"feed: {name(path)}: a {type(leaf).__name__} cannot be sent from a DataLoader worker ({error}); "
+                f"return tensors, numbers and strings, or set num_workers=0."
+            ) from None
+    return batch
 
 
-class Stream:
+class Stream(Source):
     """Any other iterable, or a function that returns one. Resuming reads and drops what comes before the position."""
-
-    steady = False
-    length = None
-    shuffle = False
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]], seed: int):
         self.source, self.seed = source, seed
