@@ -137,24 +137,26 @@ def test_a_budget_takes_as_few_as_it_needs(kind, capsys, monkeypatch):
         tried.append(0)
         return kept(run, model)
 
+    monkeypatch.setattr(recompute, "peak_bytes", measured)
+
     for count in range(count_blocks(model) + 1):
         undo = recompute_blocks(model, count)
         peaks.append(kept(run, model))
         undo()
     for count, peak in enumerate(peaks):
         tried.clear()
-        assert fit_blocks(model, lambda: None, peak, torch.device("cpu"), measured) == count
+        assert fit_blocks(model, lambda: None, peak, torch.device("cpu")) == count
         assert kept(run, model) == peaks[0] and len(tried) <= 3
     assert f"recompute: 1 of {len(peaks) - 1} blocks; " in capsys.readouterr().err
     with pytest.raises(DeviceError) as error:
-        fit_blocks(model, lambda: None, peaks[-1] - 1, torch.device("cpu"), measured)
+        fit_blocks(model, lambda: None, peaks[-1] - 1, torch.device("cpu"))
     assert str(error.value) == (
         f"recompute: with all {len(peaks) - 1} blocks recomputed a step still needs more than {readable(peaks[-1] - 1)}; "
         f"take a smaller micro-batch, shorter rows or a larger budget."
     )
 
 
-def test_out_of_memory_is_too_much():
+def test_out_of_memory_is_too_much(monkeypatch):
     model = stack()
 
     def peak(rehearse, device):
@@ -162,7 +164,8 @@ def test_out_of_memory_is_too_much():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return 1
 
-    assert fit_blocks(model, lambda: None, 10, torch.device("cpu"), peak) == 2
+    monkeypatch.setattr(recompute, "peak_bytes", peak)
+    assert fit_blocks(model, lambda: None, 10, torch.device("cpu")) == 2
 
 
 def test_what_is_asked_for():

@@ -192,19 +192,18 @@ class Members:
 
     def __init__(self, model: nn.Module, layout: FlatLayout):
         trained = {id(slot.parameter) for slot in layout.slots}
-        homes = [(name, m._parameters, key) for name, m in model.named_modules() for key in m._parameters]
-        self._names = [f"{name}.{key}".strip(".") for name, _, key in homes]
-        self._homes = [(home, key) for _, home, key in homes]
-        self._parameters = [home[key] for home, key in self._homes]
-        self._trains = [id(p) in trained or (p is not None and p.requires_grad and not p.numel()) for p in self._parameters]
+        self._members = []
+        for name, module in model.named_modules():
+            for key, p in module._parameters.items():
+                trains = id(p) in trained or (p is not None and p.requires_grad and not p.numel())
+                self._members.append((f"{name}.{key}".strip("."), module._parameters, key, p, trains))
 
     def check(self) -> None:
-        now = [home.get(key) for home, key in self._homes]
-        for name, p, was in zip(self._names, now, self._parameters):
-            if p is not was:
+        for name, home, key, parameter, trains in self._members:
+            now = home.get(key)
+            if now is not parameter:
                 self._refuse(name, "was replaced by another Parameter", "copy new values into it in place")
-        for name, p, trains in zip(self._names, now, self._trains):
-            if p is not None and p.requires_grad is not trains:
+            if now is not None and now.requires_grad is not trains:
                 what = "frozen" if trains else "unfrozen"
                 self._refuse(name, f"was {what}", f"set requires_grad back to {trains}")
 

@@ -23,8 +23,8 @@ from ..graph import Captured, capture
 from ..kernels import plan_update
 from ..trace import fallback
 from .flat_buffers import FlatLayout, Weights, lay_out
-from .optimizer import FlatAdamW, check_not_at_random, read, spelled
-from .precision import Precision
+from .optimizer import FlatAdamW
+from .precision import Precision, read, spelled
 
 PREFIX, CLASS = "optimizer.", "optimizer.class"  # of the names of its state
 NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
@@ -41,7 +41,7 @@ class Foreign:
 
     def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
         """As AdamW's; and makes the optimizer, over fp32 stand-ins for the parameters."""
-        check_not_at_random(precision, "a torch optimizer")
+        precision.check_not_at_random("a torch optimizer")
         layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
         self.parameters = [Parameter(slot.parameter.detach().float()) for slot in layout.slots]
         self.optimizer = _made(self.make, self.parameters)

@@ -74,11 +74,6 @@ class AdamW8bit(AdamW):
         return FlatAdamW8bit(self, *rest)
 
 
-def check_not_at_random(precision: Precision, got: str) -> None:
-    if precision.at_random:
-        raise ValueError(f"TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got {got}; take precision='bf16'.")
-
-
 @dataclass(frozen=True)
 class Muon:
     """Muon for matrices, `rest` for other parameters. `takes(name, parameter)` chooses; None: every nn.Linear but the head."""
@@ -104,7 +99,7 @@ class Muon:
             raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
 
     def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
-        check_not_at_random(precision, "Muon")
+        precision.check_not_at_random("Muon")
         named, takes = list(model.named_parameters()), self.chooser(model)
         layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
         for group in layout.groups:
@@ -201,15 +196,6 @@ class FlatAdamW:
         """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
         self.lr = lr
         self.rates.copy_(self.schedule.table(lr))
-
-
-def spelled(name: str) -> Tensor:
-    """A name among the tensors of a state, letter by letter."""
-    return torch.tensor(list(name.encode()), dtype=torch.uint8)
-
-
-def read(name: Tensor) -> str:
-    return bytes(name.tolist()).decode()
 
 
 class Coded:

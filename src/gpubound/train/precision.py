@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
@@ -33,6 +33,12 @@ class Precision:
     fp8: bool = False  # the blocks' linear products in 8 bits: Fp8Weights
     products: str | None = None  # how a GPU multiplies fp32 matrices
 
+    def check_not_at_random(self, optimizer: str) -> None:
+        if self.at_random:
+            raise ValueError(
+                f"TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got {optimizer}; take precision='bf16'."
+            )
+
 
 PRECISIONS = {
     "fp32": Precision(torch.float32, products="ieee"),
@@ -48,6 +54,15 @@ def precision(name: str) -> Precision:
     if name not in PRECISIONS:
         raise ValueError(f"precision: got {name!r}, wanted one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[name]
+
+
+def spelled(name: str) -> Tensor:
+    """A name among the tensors of a state, letter by letter."""
+    return torch.tensor(list(name.encode()), dtype=torch.uint8)
+
+
+def read(name: Tensor) -> str:
+    return bytes(name.tolist()).decode()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DeviceError
+from ..layers.recompute import KEEP_ALL, recompute_from
 from ..trace import notice
 from ..words import byte_count, readable
 
@@ -41,6 +42,19 @@ def parse(recompute: str) -> tuple[str, int]:
             f"as in '40 GB'."
         )
     return "budget", budget
+
+
+def recompute_as(model: nn.Module, how: str | int) -> Callable[[], None]:
+    """Let backward compute again what `how` says, as TrainStep takes it; returns what undoes it."""
+    way, count = parse(str(how))
+    if way == "budget":
+        raise ValueError(
+            f"recompute: got {how!r}, wanted cheap, none, blocks or a number of blocks; for a budget of bytes call "
+            "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes."
+        )
+    if way == "cheap":
+        return lambda: None
+    return recompute_from(model, KEEP_ALL) if way == "none" else recompute_blocks(model, count if way == "count" else None)
 
 
 def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[], None]:
@@ -70,24 +84,18 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
     return unwrap
 
 
-def fit_blocks(
-    model: nn.Module,
-    rehearse: Callable[[], Any],
-    budget: int,
-    device: torch.device,
-    peak: Callable[[Callable[[], Any], torch.device], int] | None = None,
-) -> int:
+def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, device: torch.device) -> int:
     """How many of the first blocks must recompute for the peak of `rehearse()`, a forward and backward, to fit `budget` bytes.
 
     Found by trying, log2 of the number of blocks times, since what a block keeps is known to nobody beforehand. Nothing is left
-    switched on. `peak(rehearse, device)` measures; peak_bytes by itself: what torch has allocated at the most, weights and all.
+    switched on. The peak is what torch has allocated at the most, weights and all.
     """
-    measured, most = peak or peak_bytes, count_blocks(model)
+    most = count_blocks(model)
 
     def fits(count: int) -> int | None:
         undo = recompute_blocks(model, count)
         try:
-            found = measured(rehearse, device)
+            found = peak_bytes(rehearse, device)
         except torch.OutOfMemoryError:
             return None
         finally:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..graph import Captured
 from ..kernels.aside import Side
 from ..kernels.choose import hasten
-from ..layers.recompute import KEEP_ALL, recompute_from
 from ..trace import notice, span
 from ..words import readable
 from .accumulate import Accumulators
@@ -30,11 +29,10 @@ from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES
 from .graphs import WindowGraphs, gather, take_apart
 from .objectives import OBJECTIVES, Objective, objective_class
-from .optimizer import AdamW, AdamW8bit, Muon, read, spelled
-from .precision import Fp8Weights
+from .optimizer import AdamW, AdamW8bit, Muon
+from .precision import Fp8Weights, read, spelled
 from .precision import precision as precision_named
-from .recompute import parse as parse_recompute
-from .recompute import recompute_blocks
+from .recompute import recompute_as
 from .schedule import Schedule
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -79,7 +77,6 @@ class TrainStep:
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
-        way, blocks = _recompute(recompute)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         layout = config.lay_out(model, numbers)
         self.memory = layout.bytes(numbers.masters) | {"moments": config.moment_bytes(layout)}
@@ -92,10 +89,7 @@ class TrainStep:
         hasten(("plan_update",), layout.device, torch.float32)
         hasten(("adamw",), layout.device, numbers.dtype)
         try:
-            if way == "none":
-                self._undo.append(recompute_from(model, KEEP_ALL))
-            if way in ("blocks", "count"):
-                self._undo.append(recompute_blocks(model, None if way == "blocks" else blocks))
+            self._undo.append(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
                 self._undo.append(_cast_inputs(model, numbers.dtype).remove)
             side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
@@ -208,16 +202,6 @@ def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
             f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
             f"this state."
         )
-
-
-def _recompute(recompute: str | int) -> tuple[str, int]:
-    way, amount = parse_recompute(str(recompute))
-    if way == "budget":
-        raise ValueError(
-            f"recompute: got {recompute!r}, wanted cheap, none, blocks or a number of blocks; for a budget of bytes call "
-            "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes."
-        )
-    return way, amount
 
 
 def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:
