@@ -197,7 +197,7 @@ def test_backward_with_h_stores_stay_inside(device, monkeypatch):
 
 def test_backward_with_h_error_reads_exactly():
     sentence = (
-        "swiglu_backward: dh must be half of gate_up, (2, 4) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
+        "swiglu_backward: dh must be half of gate_up, (2, 2) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
         "pass the gradient of its SwiGLU."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):

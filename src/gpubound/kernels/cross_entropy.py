@@ -48,14 +48,9 @@ def cross_entropy(
 
 @definition(lambda g, words=300, *kind: (draw(g, 5, words), _draw_labels(g, 5, words), *_options(*kind)))
 def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
+    z_loss: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -127,18 +122,10 @@ def linear_cross_entropy(
     )
 )
 def linear_cross_entropy_reference(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    chunk: int | None = None,
-    grad_scale: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
+    chunk: int | None = None, grad_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ widened(weight, wide).t()

@@ -47,11 +47,7 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
     """
     _check("swiglu_backward", gate_up, None)
-    if dh.shape != (*gate_up.shape[:-1], gate_up.shape[-1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
-        raise ValueError(
-            f"swiglu_backward: dh must be half of gate_up, {tuple(gate_up.shape)} {gate_up.dtype} on {gate_up.device}, "
-            f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its SwiGLU."
-        )
+    check_half("swiglu_backward", dh, gate_up)
     return implementation("swiglu_backward", gate_up, None, dh.shape[-1:])(dh, gate_up)
 
 
@@ -96,4 +92,14 @@ def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
         raise ValueError(
             f"{op}: up must match gate, {tuple(gate.shape)} {gate.dtype} on {gate.device}, "
             f"got {tuple(up.shape)} {up.dtype} on {up.device}; cast, move or reshape it before the call."
+        )
+
+
+def check_half(op: str, dh: Tensor, gate_up: Tensor) -> None:
+    """dh is the gradient of what a packed gate_up gives."""
+    half = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    if dh.shape != half or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
+        raise ValueError(
+            f"{op}: dh must be half of gate_up, {half} {gate_up.dtype} on {gate_up.device}, "
+            f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its SwiGLU."
         )

@@ -108,18 +108,15 @@ def _to_levels(wide: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """(levels (rows, groups, 128) from 0, scales (rows, groups) in bf16)."""
     zero = ZERO[kind]
     extreme = wide.gather(2, wide.abs().argmax(2, keepdim=True))
-    best = levels = error = None
+    best, levels = torch.zeros_like(extreme), torch.zeros_like(wide)
+    error = torch.full_like(extreme, torch.nan)
     for share in SHARES[kind]:
         scale = (extreme * (-share / SPAN[kind])).bfloat16().float()
         tried = torch.where(scale == 0, 0, wide / scale).round_().clamp_(-zero, zero - 1)
         off = (tried * scale - wide).square_().sum(2, keepdim=True)
-        if best is None or levels is None or error is None:
-            best, levels, error = scale, tried, off
-        else:
-            better = off < error
-            best, error = torch.where(better, scale, best), torch.minimum(off, error)
-            levels = torch.where(better, tried, levels)
-    assert best is not None and levels is not None
+        better = ~(off >= error)  # the first is
+        best, error = torch.where(better, scale, best), torch.where(better, off, error)
+        levels = torch.where(better, tried, levels)
     return (levels + zero).to(torch.int32), best[..., 0]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..device import constant
 from .choose import implementation
+from .gated import check_half, swiglu_backward_reference, swiglu_reference
 from .ops import definition
 from .selftest import doubles, draw
 
@@ -46,20 +47,14 @@ def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple
 @torch.no_grad()
 def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """silu(gate) · up of the packed [gate | up] (N, 2 I), as (q, its transpose), never stored in 16 bits."""
-    gate, up = gate_up.float().chunk(2, 1)
-    q = _rounded(torch.nn.functional.silu(gate) * up, state, dtype)
+    q = _rounded(swiglu_reference(gate_up.float()), state, dtype)
     return q, q.t().contiguous()
 
 
 def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`quantize` of the gradient of [gate | up] (N, 2 I). dh (N, I) is the gradient of silu(gate) · up."""
     _check("quantize_swiglu_backward", gate_up, state, dtype)
-    if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
-        raise ValueError(
-            f"quantize_swiglu_backward: dh must be half of gate_up, {(gate_up.shape[0], gate_up.shape[1] // 2)} "
-            f"{gate_up.dtype} on {gate_up.device}, got {tuple(dh.shape)} {dh.dtype} on {dh.device}; "
-            f"pass the gradient of its SwiGLU."
-        )
+    check_half("quantize_swiglu_backward", dh, gate_up)
     return implementation("quantize_swiglu_backward", gate_up)(dh, gate_up, state, dtype)
 
 
@@ -67,9 +62,8 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
 @torch.no_grad()
 def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The gradient of the packed [gate | up], from that of silu(gate) · up, as (q, its transpose)."""
-    dh, (gate, up) = dh.float(), gate_up.float().chunk(2, 1)
-    s = torch.sigmoid(gate)
-    q = _rounded(torch.cat([dh * up * s * (1 + gate * (1 - s)), dh * gate * s], 1), state, dtype)
+    gradient, _ = swiglu_backward_reference(dh.float(), gate_up.float())
+    q = _rounded(gradient, state, dtype)
     return q, q.t().contiguous()
 
 

@@ -133,6 +133,15 @@ def _rounded_at_random(p, i, plan_ptr, seed):
 
 
 @triton.jit
+def _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER: tl.constexpr, AT_RANDOM: tl.constexpr):
+    if MASTER:
+        tl.store(master_ptr + i, p, mask=mask)
+    if AT_RANDOM:
+        p = _rounded_at_random(p, i, plan_ptr, seed)
+    tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, n, decay_until, seed,
                   BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, MASTER: tl.constexpr,
                   AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -147,11 +156,7 @@ def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, 
         p, m, v = _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1, BETA2, EPS)
         tl.store(m_ptr + i, m, mask=mask)
         tl.store(v_ptr + i, v, mask=mask)
-        if MASTER:
-            tl.store(master_ptr + i, p, mask=mask)
-        if AT_RANDOM:
-            p = _rounded_at_random(p, i, plan_ptr, seed)
-        tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
+        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, AT_RANDOM)
 
 
 @triton.jit
@@ -214,11 +219,7 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
         tl.store(v_ptr + i, v_code.to(tl.uint8), mask=mask)
         tl.store(m_scale_ptr + row, m_scale, mask=there)
         tl.store(v_scale_ptr + row, v_scale, mask=there)
-        if MASTER:
-            tl.store(master_ptr + i, p, mask=mask)
-        if AT_RANDOM:
-            p = _rounded_at_random(p, i, plan_ptr, seed)
-        tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
+        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, AT_RANDOM)
 
 
 @torch.no_grad()

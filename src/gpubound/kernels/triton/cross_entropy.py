@@ -76,14 +76,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
+    z_loss: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss), reduction)
 
 
@@ -173,18 +168,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    chunk: int | None = None,
-    grad_scale: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
+    chunk: int | None = None, grad_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     options = Options(ignore_index, label_smoothing, softcap, z_loss)
     loss = _LinearCrossEntropy.apply(x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted)
