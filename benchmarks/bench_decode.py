@@ -1,4 +1,4 @@
-"""Greedy decoding of a Hugging Face Llama beside Hugging Face's own ways: a prompt of 32 tokens, 256 new ones, batch 1 and 32.
+"""Greedy decoding of a Hugging Face Llama beside Hugging Face's own ways: a prompt of 32 tokens, 256 new ones.
 
 Everyone decodes one model with random weights, in turn, in random order, from the prompt to the last token on the host. A speed
 that was asked for stands as the peer "budget", what reading the weights and the live cache once a token allows as "roofline".
@@ -52,6 +52,9 @@ from .decode_start import MARK
 from .harness import Bench, chosen, importable, release
 
 PARTS = ("start", "speed", "packed", "cache", "host")
+CPU = "cpu"  # a part by itself, for machines without a GPU
+CPU_SHAPE = "135m"  # SmolLM2-135M's
+CPU_BATCHES = (1, 20)
 PACKED = {"int4": 1.8, "int8": None, "fp8": None}  # copies of the weights -> gate at 8b, over the live ones
 HOST_US = 5.0  # of the host's time, a token
 HOST_K = 32  # tokens a launch there
@@ -69,6 +72,7 @@ class Goal:
 
 
 GOALS = {
+    "135m": Goal(),
     "350m": Goal({1: (2_000, 3_000), 32: (17_900, 26_800)}, 1.0, gated=True),
     "1b": Goal({1: (1_250, 1_450), 32: (25_200, 32_000)}),
     "8b": Goal({1: (250, 265), 32: (6_000, 6_800)}, 3.0, gated=True),
@@ -84,18 +88,21 @@ class Decode:
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
     host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. cache: over long texts, with
     keys and values in int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
+    cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.
 
-    Example: gpubound bench decode --only 1b --batch 1 --peers graph
+    Examples: gpubound bench decode --only 1b --batch 1 --peers graph
+              gpubound bench decode --parts cpu
     """
 
-    only: str = "350m,1b,8b"
-    """Shapes, by comma: 350m, 1b, 8b, moe (64 experts, 8 a token); tiny is --dry."""
-    batch: str = "1,32"
-    """Batch sizes, by comma."""
+    only: str | None = None
+    """Shapes, by comma: 135m, 350m, 1b, 8b, moe (64 experts, 8 a token); tiny is --dry. By default 350m,1b,8b; on the CPU
+    135m."""
+    batch: str | None = None
+    """Batch sizes, by comma. By default 1,32; on the CPU 1,20."""
     peers: str = "eager,graph"
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, packed, cache, host."""
+    """What to measure, by comma: start, speed, packed, cache, host; or cpu alone."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -107,16 +114,23 @@ class Decode:
 def main(argv: Sequence[str]) -> int:
     options = arguments(Decode, argv, "bench decode")
     dry = options.dry or options.only == "tiny"
-    names = ["tiny"] if dry else chosen("--only", options.only, list(GOALS))
+    parts = chosen("--parts", options.parts, (*PARTS, CPU))
+    on_cpu = parts == [CPU]
+    if CPU in parts and not on_cpu:
+        raise ValueError("--parts: cpu is measured by itself; leave the others out.")
+    names = ["tiny"] if dry else chosen("--only", options.only or (CPU_SHAPE if on_cpu else "350m,1b,8b"), list(GOALS))
     peers = chosen("--peers", options.peers, list(CONTENDERS))
-    parts = chosen("--parts", options.parts, PARTS)
-    batches = batch_sizes(options.batch)
+    batches = batch_sizes(options.batch or (",".join(map(str, CPU_BATCHES)) if on_cpu else "1,32"))
     if options.rounds < 3:
         raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
     if not importable("transformers"):
         raise MeasureError("bench decode needs transformers: pip install 'gpubound[hf]'.")
-    device = resolve("cpu" if dry else "require")
+    device = resolve("cpu" if dry or on_cpu else "require")
     bench = Bench("decode", device, " ".join(["gpubound bench decode", *argv]), dry=dry, folder=options.results)
+    if on_cpu:
+        rate = measure.ceilings(device, quick=dry).read_bytes_per_s
+        for name in names:
+            measure_cpu(bench, name, batches, options.rounds, rate)
     if "start" in parts:  # while nothing of ours is on the device
         for name in names:
             measure_start(bench, name)
@@ -187,14 +201,15 @@ def started(name: str, device: torch.device, cache: str) -> dict[str, Any]:
 
 
 def measure_speed(
-    bench: Bench, name: str, model: Any, rows: int, peers: Sequence[str], rounds: int, read_bytes_per_s: float
-) -> None:
-    case, ids = f"{name} batch {rows}", prompts(name, rows, bench.device)
+    bench: Bench, name: str, model: Any, rows: int, peers: Sequence[str], rounds: int, read_bytes_per_s: float, note: str = ""
+) -> dict[str, list[float]]:
+    """Seconds of each, round by round; nothing where ours could not be timed. `note` stands behind the shape's name."""
+    case, ids = f"{name}{note} batch {rows}", prompts(name, rows, bench.device)
     with strict():
         decoder = gpubound.decoder(model, rows, LENGTH)
     if decoder.path:
         bench.wrong.append(f"{case}: ours took the model's own forward: {decoder.path}")
-        return
+        return {}
     mine = ours(decoder)
     for _ in range(2):  # a prefill is captured when its size comes again
         mine(ids)
@@ -203,14 +218,14 @@ def measure_speed(
     limit = SPARSE_GAP if is_sparse(name) else GAP
     ready = {who: found for who, make in makers.items() if (found := judged(bench, case, who, make, model, ids, limit))}
     if "ours" not in ready:
-        return
+        return {}
     seconds = take_turns(ready, ids, rounds)
     goal = GOALS[name].speed.get(rows)
     if goal:
         seconds["budget"] = [rows * NEW / goal[0]] * rounds
     if len(seconds) < 2:
         bench.unmeasured.append(f"{case}: no peer and no budget to stand beside")
-        return
+        return {}
     least = decoder.body.bytes_a_step([PROMPT + NEW // 2] * rows)  # of the mean step
     found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
     bench.keep(
@@ -218,6 +233,19 @@ def measure_speed(
         gates={"budget": 1.0} if goal else None, moonshots={"budget": goal[1] / goal[0]} if goal else None,
     )  # fmt: skip
     print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(read_bytes_per_s, 'B/s')} read here", flush=True)
+    return seconds
+
+
+def measure_cpu(bench: Bench, name: str, batches: Sequence[int], rounds: int, read_bytes_per_s: float) -> None:
+    """Beside generate. Each case twice: by its medians, and by its best rounds, which other processes disturb least."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(name, bench.device, dtype)
+        for rows in batches:
+            note = f" {str(dtype).removeprefix('torch.')} on the CPU"
+            seconds = measure_speed(bench, name, model, rows, ["eager"], rounds, read_bytes_per_s, note)
+            best = {who: rows * NEW / min(found) for who, found in seconds.items()}
+            if "eager" in best:
+                bench.figure(f"{name}{note} batch {rows}, best round", "tok/s", best["ours"], {"eager": best["eager"]}, {})
 
 
 def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_per_s: float) -> None:

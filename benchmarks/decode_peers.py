@@ -29,8 +29,8 @@ SPARSE_GAP = 1.0
 Contender = Callable[[Tensor], Tensor]
 
 
-def build_model(shape: str, device: torch.device) -> Any:
-    """A Hugging Face Llama or Qwen3-MoE with random weights: bf16 on a GPU, fp32 on a CPU."""
+def build_model(shape: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A Hugging Face Llama or Qwen3-MoE with random weights, unless told otherwise in bf16 on a GPU and fp32 on a CPU."""
     from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def build_model(shape: str, device: torch.device) -> Any:
         model = kind._from_config(
             qwen3_moe_config(s, 4096) if isinstance(s, SparseShape) else llama_config(s, 4096),
             attn_implementation="sdpa",
-            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            dtype=dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32),
         ).eval()
     model.config.use_cache = model.generation_config.use_cache = True
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

@@ -79,7 +79,7 @@ def provenance(device: torch.device, command: str) -> dict:
     here = measure.machine()
     commit, dirty = _commit()
     return {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else here.cpu,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{here.cpu}, {here.threads} threads",
         "driver": here.driver,
         "torch": here.torch,
         "triton": here.triton,

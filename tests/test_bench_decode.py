@@ -10,7 +10,7 @@ import torch
 from benchmarks import bench_decode, decode_cache, decode_peers, decode_start, shapes
 from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
 from benchmarks.harness import Bench
-from gpubound import decoder
+from gpubound import decoder, measure
 from gpubound import device as facts
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
@@ -155,12 +155,35 @@ def test_what_start_found_becomes_lines(bench, monkeypatch):
     }
 
 
+def test_on_the_cpu_by_medians_and_by_best_rounds(bench, monkeypatch):
+    """The rounds of a pretended clock: ours take 1, 2 and 6 s, theirs 4, 3 and 9."""
+    monkeypatch.setattr(
+        bench_decode, "take_turns", lambda works, ids, rounds: {"ours": [1.0, 2.0, 6.0], "eager": [4.0, 3.0, 9.0]}
+    )
+    bench_decode.measure_cpu(bench, "tiny", [2], rounds=3, read_bytes_per_s=1e12)
+    lines = {(line.case, line.peer_name): (line.ours, line.ratio) for line in bench.lines if line.peer_name != "roofline"}
+    assert not bench.wrong and lines == {
+        (f"tiny {dtype} on the CPU batch 2{end}", "eager"): found
+        for dtype in ("float32", "bfloat16")
+        for end, found in (("", (12.0, 1.5)), (", best round", (24.0, 3.0)))
+    }
+    here = measure.machine()
+    assert {line.gpu for line in bench.lines} == {f"{here.cpu}, {here.threads} threads"}
+
+
+def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(bench_decode, "build_model", lambda name, device, dtype: pytest.fail(name))
+    with pytest.raises(pytest.fail.Exception, match="135m"):
+        guarded("bench", bench_decode.main, ["--parts", "cpu"])
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--only", "2b"], "--only: got '2b', wanted some of 350m, 1b, 8b, moe, tiny."),
+        (["--only", "2b"], "--only: got '2b', wanted some of 135m, 350m, 1b, 8b, moe, tiny."),
         (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host, cpu."),
+        (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],
