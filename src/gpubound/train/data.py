@@ -54,8 +54,8 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
             tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
             for name, own in stages:
                 if name not in opened:
-                    built, texts = folder / "corpus" / name, _texts(own)
-                    opened[name] = Corpus.build(texts, tokenizer, built, progress=progress, text_key=_key(own, texts))
+                    built = folder / "corpus" / name
+                    opened[name] = Corpus.build(_texts(own), tokenizer, built, progress=progress, text_key=_key(own))
     return [opened[name] for name, _ in stages]
 
 
@@ -95,9 +95,8 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
             return Tokenizer.load(built / name)
-    every = [_texts(own) for _, own in recipe.stages()]
-    source = Several([Texts(texts, text_key=_key(own, texts)) for (_, own), texts in zip(recipe.stages(), every)])
-    return train_tokenizer(source, recipe.vocabulary, progress)
+    every = [Texts(_texts(own), text_key=_key(own)) for _, own in recipe.stages()]
+    return train_tokenizer(Several(every), recipe.vocabulary, progress)
 
 
 def _texts(recipe: Recipe) -> list[Any]:
@@ -112,7 +111,7 @@ def _texts(recipe: Recipe) -> list[Any]:
     return texts
 
 
-def _key(recipe: Recipe, texts: list[Any]) -> str | None:
+def _key(recipe: Recipe) -> str | None:
     """`text_key`, where there may be rows: a run's phases may differ in that."""
     return None if _has_no_rows(recipe) else recipe.text_key
 

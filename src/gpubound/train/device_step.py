@@ -116,17 +116,10 @@ class DeviceStep:
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step writes, beside the model's own buffers."""
-        optimizer = self.optimizer
+        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states]
         masters = [master for master in optimizer.weights.masters if master is not None]
-        return [
-            self.accumulators.gradient,
-            self.totals,
-            optimizer.state,
-            *optimizer.moments,
-            *optimizer.weights.flat,
-            *masters,
-            *([] if self.fp8 is None else [self.fp8.states]),
-        ]
+        own = [self.accumulators.gradient, self.totals, optimizer.state]
+        return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale

@@ -77,31 +77,24 @@ class MicroBatch:
 
 def take_apart(batch: Any, device: torch.device) -> MicroBatch:
     tree = flatten(batch)
-    tensors: list[Tensor] = []
-    key: list[tuple] = []
-    rest: list[tuple[Any] | None] = []
     for path, leaf in zip(tree.paths, tree.leaves):
-        if isinstance(leaf, Tensor):
-            _check_device(path, leaf, device)
-            tensors.append(leaf)
-            rest.append(None)
-            key.append((path, leaf.shape, leaf.dtype))
-        else:
-            _check_constant(path, leaf)
-            rest.append((leaf,))
-            key.append((path, leaf))
-    return MicroBatch(tensors, tuple(key), replace(tree, leaves=rest))
+        _check(path, leaf, device)
+    tensors = [leaf for _, leaf in tree.tensors()]
+    key = tuple(
+        (path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf)
+        for path, leaf in zip(tree.paths, tree.leaves)
+    )
+    return MicroBatch(tensors, key, replace(tree, leaves=[None if isinstance(x, Tensor) else (x,) for x in tree.leaves]))
 
 
-def _check_device(path: Path, leaf: Tensor, device: torch.device) -> None:
-    if leaf.device != device:
-        raise ValueError(
-            f"step: {name(path)} is on {leaf.device}, the model on {device}; a copy here would make the device wait: "
-            f"draw the batches from gpubound.feed(source), which copies ahead."
-        )
-
-
-def _check_constant(path: Path, leaf: Any) -> None:
+def _check(path: Path, leaf: Any, device: torch.device) -> None:
+    if isinstance(leaf, Tensor):
+        if leaf.device != device:
+            raise ValueError(
+                f"step: {name(path)} is on {leaf.device}, the model on {device}; a copy here would make the device wait: "
+                f"draw the batches from gpubound.feed(source), which copies ahead."
+            )
+        return
     try:
         hash(leaf)
     except TypeError:

@@ -165,16 +165,15 @@ def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
     """
     old, phase = _recipe(found.facts["recipe"]), found.facts["phase"]
     before, after = old.stages(), recipe.stages()
-    changed = _differences(asdict(old), asdict(recipe), set(asdict(old)) - {*FREE, *PHASED, "phases"})
-    for number in range(phase + 1):
-        name = before[number][0]
-        if number >= len(after) or after[number][0] != name:
-            there = after[number][0] if number < len(after) else "missing"
-            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {there or 'without a name'}")
+    changed = _differences(old, recipe, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
+    for number, (name, own) in enumerate(before[: phase + 1]):
+        there = after[number][0] if number < len(after) else None
+        if there != name:
+            now = "missing" if there is None else there or "without a name"
+            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
             break
-        free = {*FREE, "steps"} if number == phase else {*FREE}
-        found_here = _differences(asdict(before[number][1]), asdict(after[number][1]), set(PHASED) - free)
-        changed += [f"phase {name}: {text}" if name else text for text in found_here]
+        keys = set(PHASED) - {*FREE, *(["steps"] if number == phase else [])}
+        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], keys)]
     if changed:
         raise ValueError(
             f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
@@ -213,6 +212,6 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], keys: set[str]) -> list[str]:
-    old, new = (json.loads(json.dumps(recipe)) for recipe in (old, new))
-    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in new if key in keys and old[key] != new[key]]
+def _differences(old: Recipe, new: Recipe, keys: set[str]) -> list[str]:
+    was, will = (json.loads(json.dumps(asdict(recipe))) for recipe in (old, new))
+    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in will if key in keys and was[key] != will[key]]
