@@ -174,7 +174,7 @@ def test_one_by_one_equals_apart_and_adds_a_tied_weight_up():
     want = gradients(apart(x, modules), parameters)
     for p in parameters:
         p.main_grad = torch.ones_like(p)
-    y = torch.cat(layers.stacked.one_by_one(x, modules), -1)
+    y = torch.cat([layers.stacked.run_linear(module, x) for module in modules], -1)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y))
     for p, gradient in zip(parameters, want):
         torch.testing.assert_close(p.main_grad, 1 + gradient)

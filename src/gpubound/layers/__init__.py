@@ -6,9 +6,7 @@ Children carry Hugging Face's names, so checkpoints fit both ways.
 from .attention import Attention as Attention
 from .attention import RopeTable as RopeTable
 from .attention import RotaryAngles as RotaryAngles
-from .attention import attend as attend
 from .block import Block as Block
-from .block import run_block as run_block
 from .block import run_blocks as run_blocks
 from .linear_site import fused_linear as fused_linear
 from .linear_site import linear as linear
@@ -16,6 +14,5 @@ from .mlp import MLP as MLP
 from .norm import RMSNorm as RMSNorm
 from .stacked import Stacked as Stacked
 from .vocabulary import LMLoss as LMLoss
-from .vocabulary import lm_loss as lm_loss
 from .vocabulary import look_up as look_up
 from .vocabulary import shift as shift

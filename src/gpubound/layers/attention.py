@@ -9,7 +9,6 @@ Heads stay behind the tokens, (B, T, H, D), as the product writes them; SDPA get
 (cuDNN or flash on a GPU), which needs no copy either way.
 """
 
-from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
-from .linear_site import linear
 from .norm import RMSNorm
-from .stacked import Kernels, Stacked, as_one, cut_to_size, one_by_one, plain, product_words
+from .stacked import Kernels, Projecting, Stacked, run_linear
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have positions of their own"""
@@ -62,9 +60,6 @@ class RopeTable:
         self._kept: Rope | None = None
         self._stamp: object = None
 
-    def __deepcopy__(self, memo) -> "RopeTable":
-        return RopeTable(deepcopy(self.angles, memo))
-
     def __getstate__(self):
         return {"angles": self.angles, "_kept": None, "_stamp": None}
 
@@ -74,11 +69,9 @@ class RopeTable:
         if kept is None or kept[0].shape[0] < length or kept[0].device != device or stamp != self._stamp:
             cos, sin = self.at(torch.arange(length, device=device))
             kept = cos.contiguous(), sin.contiguous()
+            # What a capture allocates is its graph's, to be overwritten at the next replay.
             if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self._kept, self._stamp = (
-                    kept,
-                    stamp,
-                )  # what a capture allocates is its graph's, to be overwritten at the next replay
+                self._kept, self._stamp = kept, stamp
         return kept[0][:length], kept[1][:length]
 
     def at(self, positions: Tensor) -> Rope:
@@ -87,7 +80,7 @@ class RopeTable:
             return self.angles(positions)
 
 
-class Attention(nn.Module):
+class Attention(Projecting):
     """Grouped-query attention. `qk_norm` is an eps: q and k heads are then RMS-normed before they are turned (Qwen3)."""
 
     PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # together [q | k | v]
@@ -125,10 +118,6 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(head_dim, qk_norm, **where), RMSNorm(head_dim, qk_norm, **where)
         self.stacked = Stacked()
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        cut_to_size(self.projections())
-
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         return self.mix(x, rope, mask)
 
@@ -141,10 +130,9 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
-        layers = self.projections()
-        packed = self.stacked.product(x, layers)
+        packed = self.stacked.product(x, self.projections())
         if packed is None:
-            rows = one_by_one(x, layers)
+            rows = self.one_by_one(x)
             packed = rows[0] if len(rows) == 1 else None
         if packed is not None and turn is not None and "q_norm" not in self._modules:
             return rope_qkv(packed, *turn, self.heads, self.kv_heads)
@@ -162,18 +150,12 @@ class Attention(nn.Module):
         q, k, v = (t.view(*t.shape[:-1], -1, self.head_dim) for t in (q, k, v))
         return (children["q_norm"](q), children["k_norm"](k), v) if "q_norm" in children else (q, k, v)
 
-    def projections(self) -> list[Any]:
-        children: dict[str, Any] = self._modules
-        return [children[name] for name in self.PROJECTIONS]
-
     def fused_kernels(self) -> Kernels:
-        layers, stacked = self.projections(), self.__dict__.get("stacked")
-        packed = (len(layers) == 1 or as_one(layers, stacked)) and "q_norm" not in self._modules
-        return f"{product_words('q, k, v', layers, stacked)}; {{}}; SDPA", ("rope_qkv" if packed else "rope",)
+        packed = (len(self.PROJECTIONS) == 1 or self.as_one()) and "q_norm" not in self._modules
+        return f"{self.product_words('q, k, v')}; {{}}; SDPA", ("rope_qkv" if packed else "rope",)
 
     def output(self, y: Tensor) -> Tensor:
-        layer: Any = self._modules["o_proj"]
-        return linear(y, layer._parameters["weight"], layer._parameters["bias"]) if plain(layer) else layer(y)
+        return run_linear(self._modules["o_proj"], y)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:

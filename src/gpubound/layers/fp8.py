@@ -21,7 +21,7 @@ from ..kernels import quantize, quantize_swiglu, quantize_swiglu_backward
 from ..kernels.accumulate import deliver_product, weight_gradients
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
-from .linear_site import AS_IT_IS, Format, Joined, check_unchanged, format_of
+from .linear_site import AS_IT_IS, Format, Joined, check_unchanged, format_of, rows_of
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE
@@ -84,7 +84,7 @@ class Fp8(Format):
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Kept is x in 8 bits, transposed: half of what the 16-bit product keeps."""
-        x_q, x_t = self.rounded(quantize, self.input, FINE, _rows(x), both=WEIGHT_GRADIENT_IN_FP8)
+        x_q, x_t = self.rounded(quantize, self.input, FINE, rows_of(x), both=WEIGHT_GRADIENT_IN_FP8)
         y = self.product(x_q, self.weights(joined)[0], x.dtype)
         y = y if joined.bias is None else y.add_(joined.bias)
         return y.view(*x.shape[:-1], -1), ((x_t,) if WEIGHT_GRADIENT_IN_FP8 else ())
@@ -136,10 +136,6 @@ class Fp8(Format):
         return _Gated.apply(x, format, self, gates, down, *gates.weights, *down.weights) if type(format) is Fp8 else None
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 class _Gated(torch.autograd.Function):
     """down(silu(gate) · up). Between the products nothing but [gate | up] is stored in 16 bits, and nothing else is kept so."""
 
@@ -147,7 +143,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, x, first, second, gates, down, *parameters):
         ctx.formats, ctx.gates, ctx.down, ctx.parameters = (first, second), gates, down, parameters
         ctx.versions, ctx.shape = [p._version for p in parameters], x.shape
-        x_q, x_t = first.rounded(quantize, first.input, FINE, _rows(x))
+        x_q, x_t = first.rounded(quantize, first.input, FINE, rows_of(x))
         gate_up = first.product(x_q, first.weights(gates)[0], x.dtype)
         h_q, h_t = second.rounded(quantize_swiglu, second.input, FINE, gate_up)
         ctx.save_for_backward(x_t, gate_up, h_t)
@@ -160,7 +156,7 @@ class _Gated(torch.autograd.Function):
         x_t, gate_up, h_t = ctx.saved_tensors
         (first, second), gates, down = ctx.formats, ctx.gates, ctx.down
         check_unchanged(ctx)
-        g_q, g_t = second.rounded(quantize, second.gradient, GRADIENT, _rows(g))
+        g_q, g_t = second.rounded(quantize, second.gradient, GRADIENT, rows_of(g))
         dh = second.input_gradient(g_q, down, g.dtype)
         d_down = second.weight_gradients(down.weights, g_t, h_t)
         d_q, d_t = first.rounded(quantize_swiglu_backward, first.gradient, GRADIENT, dh, gate_up)

@@ -222,7 +222,7 @@ class _Product(torch.autograd.Function):
         last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
         if norm is not None:
             x = recompute.Normed(x, norm, *ctx.gain).again()
-        x, rows = None if x is None else _rows(x), _rows(g)
+        x, rows = None if x is None else rows_of(x), rows_of(g)
         dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx, wanted[:last])
         db = bias_gradients(joined.biases, wanted[last:bias], rows) if joined.biases else ()
         more = _adapter_gradients(ctx, rows, x, kept, dx) if adapters else ()
@@ -247,7 +247,7 @@ def _adapter_gradients(ctx: Any, g: Tensor, x: Any, kept: Sequence[Tensor], dx: 
     return found
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows_of(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 
 

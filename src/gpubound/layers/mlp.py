@@ -10,13 +10,13 @@ from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import weight_gradient
 from ..kernels.choose import transformed
 from . import recompute
-from .linear_site import AS_IT_IS, Joined, adapted, check_unchanged, format_of, linear, multiply
-from .stacked import Kernels, Stacked, cut_to_size, one_by_one, plain, product_words
+from .linear_site import AS_IT_IS, Joined, adapted, check_unchanged, format_of, multiply
+from .stacked import Kernels, Projecting, Stacked, plain, run_linear
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-class MLP(nn.Module):
+class MLP(Projecting):
     """Gate and up as one product, the activation and the multiplication as one kernel, then down."""
 
     PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj")  # together [gate | up]
@@ -37,44 +37,36 @@ class MLP(nn.Module):
         self.activation = activation
         self.stacked = Stacked()
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        cut_to_size(self.projections())
-
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x)
 
     def mix(self, x: Tensor) -> Tensor:
-        children: dict[str, Any] = self._modules
-        layers, down = self.projections(), children["down_proj"]
-        gates = self.stacked.joined(layers)
-        own: dict[str, Any] = down._parameters if plain(down) else {}
-        weight, bias = own.get("weight"), own.get("bias")
+        down: Any = self._modules["down_proj"]
+        gates = self.stacked.joined(self.projections())
         if gates is None:
-            y = self._gated(*one_by_one(x, layers))
+            y = self._gated(*self.one_by_one(x))
         else:
-            usual = bias is None and self.activation == "silu" and torch.is_grad_enabled()
-            trained = weight if usual and weight is not None and weight.requires_grad and not adapted(weight) else None
+            trained = self._trained(down) if self.activation == "silu" and torch.is_grad_enabled() else None
             if trained is not None and (result := self._as_one(x, gates, trained)) is not None:
                 return result
             packed = multiply(x, gates)
             if trained is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
                 return gated_down(packed, trained)
             y = self._gated(packed)
-        return down(y) if weight is None else linear(y, weight, bias)
+        return run_linear(down, y)
+
+    def _trained(self, down: Any) -> Tensor | None:
+        """down's weight, where it trains and its product is all that calling `down` does."""
+        weight = down._parameters["weight"] if plain(down) and down._parameters["bias"] is None else None
+        return weight if weight is not None and weight.requires_grad and not adapted(weight) else None
 
     def _as_one(self, x: Tensor, gates: Joined, down: Tensor) -> Tensor | None:
         if any(map(adapted, gates.weights)):
             return None
         return format_of(down).gated(x, gates, Joined(down.detach(), None, [down], ()))
 
-    def projections(self) -> list[Any]:
-        children: dict[str, Any] = self._modules
-        return [children[name] for name in self.PROJECTIONS]
-
     def fused_kernels(self) -> Kernels:
-        product = product_words("gate and up", self.projections(), self.__dict__.get("stacked"))
-        return f"{product}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
+        return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
 
     def _gated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """`gate` alone is the packed product [gate | up]."""

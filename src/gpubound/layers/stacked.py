@@ -95,19 +95,42 @@ class Stacked:
         return None
 
 
-def as_one(layers: Sequence[Any], stacked: Stacked | None) -> bool:
-    """Whether they are one product: as calls so far have shown, and before the first one by what they look like."""
-    return all(plain(layer) for layer in layers) and not (stacked and stacked.fallbacks)
+def run_linear(layer: Any, x: Tensor) -> Tensor:
+    """layer(x), by what its weight's record says where it is plain."""
+    return linear(x, layer._parameters["weight"], layer._parameters["bias"]) if plain(layer) else layer(x)
 
 
-def product_words(together: str, layers: Sequence[Any], stacked: Stacked | None) -> str:
-    """How they are multiplied. What is not plain (an adapter, a hook, a subclass) is called, and gives its output itself."""
-    return f"{together} as one product" if as_one(layers, stacked) else "projections as they are"
+class Projecting(nn.Module):
+    """A module with linear layers that read the same x. Its words for a table are what calls so far have shown."""
 
+    PROJECTIONS: tuple[str, ...]  # the layers' names, in the order of their rows
+    stacked: Stacked
 
-def one_by_one(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
-    """The layers' outputs, a product each: what is left where `Stacked` refuses."""
-    return [linear(x, layer.weight, layer.bias) if plain(layer) else layer(x) for layer in layers]
+    def __setstate__(self, state: dict) -> None:
+        """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
+        super().__setstate__(state)
+        for group in zip(*(layer.parameters() for layer in self.projections())):
+            if join_rows([p.detach() for p in group]) is None:
+                for p in group:
+                    if p.untyped_storage().nbytes() != p.nbytes:
+                        p.data = p.data.clone()
+
+    def projections(self) -> list[Any]:
+        children: dict[str, Any] = self._modules
+        return [children[name] for name in self.PROJECTIONS]
+
+    def one_by_one(self, x: Tensor) -> list[Tensor]:
+        """The layers' outputs, a product each: what is left where `Stacked` refuses."""
+        return [run_linear(layer, x) for layer in self.projections()]
+
+    def as_one(self) -> bool:
+        """Whether they are one product: before the first call by what they look like."""
+        stacked: Stacked | None = self.__dict__.get("stacked")
+        return all(plain(layer) for layer in self.projections()) and not (stacked and stacked.fallbacks)
+
+    def product_words(self, together: str) -> str:
+        """How they are multiplied. What is not plain (a hook, a subclass) is called, and gives its output itself."""
+        return f"{together} as one product" if self.as_one() else "projections as they are"
 
 
 def multiply_by_records(model: nn.Module) -> Callable[[], None]:
@@ -175,15 +198,6 @@ def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
                 "layer's buffer, where a weight of it is used here, too)"
             )
     return None
-
-
-def cut_to_size(layers: Sequence[nn.Module]) -> None:
-    """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
-    for group in zip(*(layer.parameters() for layer in layers)):
-        if join_rows([p.detach() for p in group]) is None:
-            for p in group:
-                if p.untyped_storage().nbytes() != p.nbytes:
-                    p.data = p.data.clone()
 
 
 def describe(layer: nn.Module) -> str:
