@@ -9,11 +9,8 @@ compute capability 9.0, and calls ops on the inputs of their self-tests and on a
 One line an op: its name, then the kernels that compiled, or what went wrong. plans_fit.py compiles for other GPUs too.
 """
 
-import os
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,16 +42,6 @@ MORE = {
 compiled: list[str] = []
 capability = HOPPER  # what it compiles for
 compiler = None  # (source, target, options) -> None in place of triton.compile
-
-
-def apart(code: str, warnings: str = "ignore") -> str:
-    """What `code` prints, run from the repository's root in a process of its own, where kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    call = [sys.executable, "-W", warnings, "-c", code]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(call, cwd=root, env=environment, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def describe(parameter, value: Any) -> tuple[str, Any, list]:

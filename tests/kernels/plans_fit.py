@@ -106,7 +106,7 @@ def _keep(capability: int, found: dict[str, int]) -> None:
 
 
 def main() -> int:
-    from tests.kernels.aot import apart
+    from tests.kernels.apart import apart
 
     bad = []
     for capability, limit in SHARED.items():

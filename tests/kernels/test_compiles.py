@@ -5,7 +5,8 @@ import torch
 
 from gpubound.kernels.ops import OPS
 
-from .aot import MORE, apart
+from .aot import MORE
+from .apart import apart
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 

@@ -10,7 +10,7 @@ from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from gpubound.kernels.ops import load
 
-from .aot import apart
+from .apart import apart
 from .cases import draw, same
 
 L, PAGE = 150, 64

@@ -11,7 +11,7 @@ from gpubound.kernels.experts import likeliest
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.kinds import MatrixPlan
 
-from .aot import apart
+from .apart import apart
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

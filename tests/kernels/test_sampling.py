@@ -11,7 +11,7 @@ from gpubound import kernels
 from gpubound.kernels.sampling import Rows, Settings
 from gpubound.kernels.triton import sampling as fast
 
-from .aot import apart
+from .apart import apart
 from .cases import definitions, draw, module, same
 
 reference = definitions("sampling")

@@ -8,7 +8,7 @@ from gpubound import kernels
 from gpubound.kernels.sampling import Rows
 from gpubound.kernels.triton import speculation as fast
 
-from .aot import apart
+from .apart import apart
 from .cases import definitions, draw
 from .test_sampling import both as _both
 from .test_sampling import message, rows_of

@@ -8,7 +8,7 @@ import torch
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError
 
-from .aot import apart
+from .apart import apart
 from .cases import definitions, same
 
 reference = definitions("norms")
@@ -109,10 +109,10 @@ TRACE = """
 """
 
 
-def run_apart(*parts, warnings="error::UserWarning", **names):
+def run_apart(*parts, warning="error", **names):
     """What a script prints in a process of its own, where kernels are not interpreted."""
     head = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    return apart(head + "".join(textwrap.dedent(part) for part in parts), warnings).strip()
+    return apart(head + "".join(textwrap.dedent(part) for part in parts), warning).strip()
 
 
 @pytest.fixture(scope="module")
@@ -137,4 +137,4 @@ def test_compile_traces_the_kernels(printed):
 @pytest.mark.parametrize("calls", [NORMS, LOSSES], ids=["norms", "losses"])
 def test_compile_runs_the_kernels(calls):
     """Inductor's own advice (TensorFloat32 is off) is a warning that says nothing of ours."""
-    assert run_apart(calls, COMPARE, warnings="default", DEVICE="cuda", BACKEND="inductor") == "agrees"
+    assert run_apart(calls, COMPARE, warning="default", DEVICE="cuda", BACKEND="inductor") == "agrees"
