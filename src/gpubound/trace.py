@@ -19,9 +19,9 @@ from .errors import FallbackError
 
 
 class Recorder(Protocol):
-    """Whoever listens: `span` returns a context manager that times its body, `count` adds to a named total."""
+    """Whoever listens: `span` returns a context manager that times its body, or None; `count` adds to a named total."""
 
-    def span(self, name: str) -> AbstractContextManager: ...
+    def span(self, name: str) -> AbstractContextManager | None: ...
     def count(self, name: str, amount: int) -> None: ...
 
 
@@ -30,8 +30,11 @@ _NOTHING = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager:
-    """Mark a stretch of host work, as in `with span("feed.wait"):`. The newest recorder times it."""
-    return _recorders[-1].span(name) if _recorders else _NOTHING
+    """Mark a stretch of host work, as in `with span("feed.wait"):`. The newest recorder that times it does."""
+    for recorder in reversed(_recorders):
+        if (timed := recorder.span(name)) is not None:
+            return timed
+    return _NOTHING
 
 
 def count(name: str, amount: int = 1) -> None:

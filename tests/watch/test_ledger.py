@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from gpubound import trace
 from gpubound.errors import BudgetError
-from gpubound.watch import watch
+from gpubound.watch import pretend, watch
+from gpubound.watch.dispatch import Dispatch
 from gpubound.watch.ledger import SENSORS
 
 from .planted import PLANTS, Kit
@@ -249,8 +250,6 @@ def test_a_ledger_does_not_keep_code_from_being_compiled():
 def test_nothing_is_left_behind(sim):
     from torch.cuda import _gpu_trace as gputrace
 
-    from gpubound.watch import pretend
-
     calls = (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor)
     with watch(gputrace=True):
         assert torch.tensor is not calls[3]
@@ -262,9 +261,6 @@ def test_nothing_is_left_behind(sim):
 
 
 def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
-    from gpubound.watch import pretend
-    from gpubound.watch.dispatch import Dispatch
-
     def fail(self):
         raise OSError("no")
 
@@ -290,14 +286,14 @@ def test_a_device_filter(sim):
 
 
 def test_an_op_inside_another_gives_the_name_back():
-    ledger = watch()
-    for name in ("outer", "inner"):
-        ledger.enter_op(name)
-    assert ledger.current_op() == "inner"
-    ledger.leave_op()
-    assert ledger.current_op() == "outer"
-    ledger.leave_op()
-    assert ledger.current_op() == ""
+    """A wait that torch reports in between has the name of the op that is running."""
+    ledger, x = watch(), torch.ones(2)
+    sensor = Dispatch(ledger)
+    with sensor.seeing(torch.ops.aten.mul.Tensor, (x, x), {}):
+        with sensor.seeing(torch.ops.aten.add.Tensor, (x, x), {}):
+            assert ledger.now.op == "add"
+        assert ledger.now.op == "mul"
+    assert ledger.now.op == ""
 
 
 def test_a_limit_may_be_passed_by_less_than_one():

@@ -9,19 +9,15 @@ The names below are imported when they are first used: pytest loads this package
 and Triton start.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .forbid import no_stall
     from .ledger import Ledger, watch
-    from .rows import Row
 
-__all__ = ["Ledger", "Row", "no_stall", "watch"]
-
-_HOMES = {"Ledger": "ledger", "Row": "rows", "watch": "ledger", "no_stall": "forbid"}
+_HOMES = {"Ledger": "ledger", "watch": "ledger", "no_stall": "forbid"}
+__all__ = ["Ledger", "no_stall", "watch"]
 
 
 def __getattr__(name: str):
@@ -30,14 +26,5 @@ def __getattr__(name: str):
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
-class _Callable(ModuleType):
-    """For users `gpubound.watch` is a function; for Python, once anything in it is imported, a package. Both can be called."""
-
-    def __call__(self, **options):
-        return import_module(".ledger", __name__).watch(**options)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Callable
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

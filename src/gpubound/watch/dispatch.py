@@ -19,7 +19,7 @@ from ..device import accelerator
 from . import ops, pretend, unseen
 from .events import SCALARS
 from .sensors import Sensor
-from .site import Place
+from .site import Place, here
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -121,15 +121,19 @@ def repeats_layout(func, args, kwargs) -> bool:
     return wanted in (None, torch.preserve_format) or source.is_contiguous(memory_format=wanted)
 
 
-class OpRows:
-    """Turns the ops that a sensor sees into rows of the ledger.
+class OpSensor(Sensor):
+    """Turns the ops that it sees into rows of the ledger."""
 
-    `beneath`: ops come from the pretend device, below composite kernels. `syncs`: nothing else counts syncs here.
-    """
+    beneath = False  # ops come from the pretend device, below composite kernels
+    syncs = True  # nothing else counts syncs here
 
-    def __init__(self, ledger: Ledger, beneath: bool, syncs: bool):
-        self.ledger, self.beneath, self.syncs = ledger, beneath, syncs
+    def __init__(self, ledger: Ledger):
+        super().__init__(ledger)
         self._uploads, self._clones = Uploads(), Clones()
+
+    @property
+    def counts(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(_COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set()))
 
     def see(self, func, args, kwargs) -> str:
         """Called before an op runs. Returns what to call it."""
@@ -137,7 +141,7 @@ class OpRows:
         ledger.origins.note(func._opname)
         device = ops.device_of(args, kwargs)
         self._clones.used(args, kwargs)
-        self._report_dead()
+        self.report_dead()
         found = [move for move in ops.moves(func, args, kwargs, self.beneath) if ledger.wants(move.device)]
         for move in found:
             self._moved(move)
@@ -147,26 +151,10 @@ class OpRows:
             self._on_host(func, args, found)
         elif ledger.wants(device):
             if repeats_layout(func, args, kwargs):
-                self._clones.cloned(args[0], ledger.here())
+                self._clones.cloned(args[0], here(ledger.origins))
             if func.namespace == "aten" and ledger.launches == "ops" and not found and ops.launches(func):
                 ledger.record("launch", func._opname)
         return found[0].what if found else func._opname
-
-    @contextmanager
-    def seeing(self, func, args, kwargs):
-        """Around an op as it runs. A custom op is a launch of its own unless Triton launches were heard inside."""
-        before = self.ledger.enter_op(self.see(func, args, kwargs))
-        try:
-            yield
-        finally:
-            after = self.ledger.leave_op()
-        if func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == after:
-            device = ops.device_of(args, kwargs)
-            if device is not None and not ops.on_host(device) and self.ledger.wants(device):
-                self.ledger.record("launch", f"{func.namespace}::{func._opname}")
-
-    def close(self) -> None:
-        self._report_dead()
 
     def _moved(self, move: ops.Move) -> None:
         if move.kind == "sync":
@@ -184,19 +172,16 @@ class OpRows:
         if not found and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
             self.ledger.record("cpu_op", func._opname)
 
-    def _report_dead(self) -> None:
+    def report_dead(self) -> None:
         for candidate in self._clones.dead():
             self.ledger.record("clone", "clone", bytes=candidate.bytes, place=candidate.place)
 
 
-class SimGpu(Sensor):
+class SimGpu(OpSensor):
     name = "simgpu"
     sees = "every op, copy and sync on the pretend device, in any thread"
     blind = ""
-
-    @property
-    def counts(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(_COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set()))
+    beneath = True
 
     def absent(self) -> str | None:
         if not self.ledger.wants_type(pretend.NAME):
@@ -204,25 +189,21 @@ class SimGpu(Sensor):
         return None if pretend.ready() else "simgpu() was not called"
 
     def start(self) -> None:
-        self._rows = OpRows(self.ledger, beneath=True, syncs=True)
-        pretend.observers.append(self._rows.see)
+        pretend.observers.append(self.see)
 
     def stop(self) -> None:
-        pretend.observers.remove(self._rows.see)
-        self._rows.close()
+        pretend.observers.remove(self.see)
+        self.report_dead()
 
 
-class Dispatch(Sensor):
+class Dispatch(OpSensor):
     name = "dispatch"
     sees = "ops, copies and clones, and syncs where gputrace does not run, in the ledger's thread and its backward"
     blind = "other threads, compiled code and graph replays; a sync inside an op that its table does not list"
 
     @property
     def counts(self) -> frozenset[str]:  # type: ignore[override]
-        found = {"cpu_ops"}
-        if self.ledger.device_is_here:
-            found |= _COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set())
-        return frozenset(found)
+        return (super().counts if self.ledger.device_is_here else frozenset()) | {"cpu_ops"}
 
     def absent(self) -> str | None:
         if self.ledger.device_is_here or pretend.ready():
@@ -230,20 +211,34 @@ class Dispatch(Sensor):
         return "no GPU and no pretend device" if accelerator() is None else f"device={str(self.ledger.device)!r} is not here"
 
     def start(self) -> None:
-        heard = torch.cuda.is_available() and self.ledger.runs("gputrace")
-        self._rows = OpRows(self.ledger, beneath=False, syncs=not heard)
-        self._mode = _Mode(self._rows)
+        self.syncs = not (torch.cuda.is_available() and self.ledger.runs("gputrace"))
+        self._mode = _Mode(self)
         self._mode.__enter__()
 
     def stop(self) -> None:
         self._mode.__exit__(None, None, None)
-        self._rows.close()
+        self.report_dead()
+
+    @contextmanager
+    def seeing(self, func, args, kwargs):
+        """Around an op as it runs. A custom op is a launch of its own unless Triton launches were heard inside."""
+        now = self.ledger.now
+        outer, before = now.op, now.triton
+        now.op = self.see(func, args, kwargs)
+        try:
+            yield
+        finally:
+            now.op = outer
+        if func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == now.triton:
+            device = ops.device_of(args, kwargs)
+            if device is not None and not ops.on_host(device) and self.ledger.wants(device):
+                self.ledger.record("launch", f"{func.namespace}::{func._opname}")
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, rows: OpRows):
+    def __init__(self, sensor: Dispatch):
         super().__init__()
-        self.rows = rows
+        self.sensor = sensor
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -256,16 +251,15 @@ class _Mode(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if pretend.ready() and _pretended(args, kwargs):
             return func(*args, **kwargs)  # the device itself reports it
-        with self.rows.seeing(func, args, kwargs):
+        with self.sensor.seeing(func, args, kwargs):
             return func(*args, **kwargs)
 
 
 def _pretended(args, kwargs) -> bool:
-    device = ops.device_of(args, kwargs)
-    if device is not None and device.type == pretend.NAME:
-        return True
-    target = kwargs.get("device")
-    return target is not None and torch.device(target).type == pretend.NAME
+    device, target = ops.device_of(args, kwargs), kwargs.get("device")
+    return (device is not None and device.type == pretend.NAME) or (
+        target is not None and torch.device(target).type == pretend.NAME
+    )
 
 
 class Calls(Sensor):

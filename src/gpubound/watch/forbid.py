@@ -32,7 +32,7 @@ from . import ops, unseen
 from .events import Cause, cause_of
 from .site import Origins, Place, Site, here
 
-KINDS = ("sync", "h2d", "d2h")
+STALLS = ("sync", "h2d", "d2h")
 
 _COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
 
@@ -43,23 +43,15 @@ class NoStall(ContextDecorator):
     def __init__(self, allow: frozenset[str], message: str | None):
         self.allow, self.message = allow, message
         self.allowed: Counter[str] = Counter()
-        self._entered = threading.local()
 
     def __enter__(self) -> NoStall:
         unseen.listen(_called)
-        mode = _Forbidding(self)
-        mode.__enter__()
-        self._modes().append(mode)
+        _Forbidding(self).__enter__()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._modes().pop().__exit__(kind, error, traceback)
+        _entered()[-1].__exit__(kind, error, traceback)
         unseen.leave(_called)
-
-    def _modes(self) -> list[_Forbidding]:
-        if not hasattr(self._entered, "modes"):
-            self._entered.modes = []
-        return self._entered.modes
 
     def meet(self, mode: _Forbidding, kind: str, what: str, device: str, cause: Cause) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""
@@ -128,10 +120,14 @@ class _Settled(threading.local):
 _settled = _Settled()
 
 
+def _entered() -> list[_Forbidding]:
+    """The guards that this thread is inside, the innermost last."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Forbidding)]
+
+
 def _called(what: str, device_type: str) -> None:
     """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Forbidding)]
-    if modes and not _settled.inside:
+    if (modes := _entered()) and not _settled.inside:
         modes[-1].guard.meet(modes[-1], "sync", what, device_type, cause_of("sync", what))
 
 
@@ -146,8 +142,8 @@ def comment(site: Site, kind: str) -> tuple[bool, str]:
             continue
         kinds = [name.strip() for name in found[1].split(",")]
         for name in kinds:
-            if name not in KINDS:
-                return False, f"The comment there allows {name!r}, which is none of {', '.join(KINDS)}{nearest(name, KINDS)}"
+            if name not in STALLS:
+                return False, f"The comment there allows {name!r}, which is none of {', '.join(STALLS)}{nearest(name, STALLS)}"
         if kind in kinds and found[2].strip():
             return True, ""
         if kind in kinds:
@@ -172,6 +168,6 @@ def no_stall(allow: Iterable[str] = (), message: str | None = None) -> NoStall:
     if isinstance(allow, str):
         allow = (allow,)
     kinds = frozenset(allow)
-    for name in sorted(kinds - set(KINDS), key=str):
-        raise ValueError(f"no_stall: allow: got {name!r}, wanted kinds among {', '.join(KINDS)}{nearest(name, KINDS)}")
+    for name in sorted(kinds - set(STALLS), key=str):
+        raise ValueError(f"no_stall: allow: got {name!r}, wanted kinds among {', '.join(STALLS)}{nearest(name, STALLS)}")
     return NoStall(kinds, message)

@@ -15,8 +15,10 @@ import atexit
 import ctypes
 import re
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,6 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 _BEFORE = 2  # words in front of a C++ table: its offset and its type
 
 _lock = threading.Lock()
-_listening = 0
 
 
 def functions(header: str) -> list[str]:
@@ -41,6 +42,8 @@ def functions(header: str) -> list[str]:
 
 class Hook:
     """The flag, the pointer, and the table that we let it point to. Never freed: another thread may be reading it."""
+
+    listeners = 0
 
     def __init__(self) -> None:
         home = Path(torch.__file__).parent
@@ -78,6 +81,18 @@ class Hook:
         if not self.of_another:
             self.flag.value = False
 
+    def listen(self) -> None:
+        """Let torch call the callbacks of torch.cuda._gpu_trace that concern synchronizations, until `leave`."""
+        with _lock:
+            Hook.listeners += 1
+            self.on()
+
+    def leave(self) -> None:
+        with _lock:
+            Hook.listeners -= 1
+            if not Hook.listeners:
+                self.off()
+
 
 def _at(address: int) -> int:
     return ctypes.c_void_p.from_address(address).value or 0
@@ -85,40 +100,11 @@ def _at(address: int) -> int:
 
 @cache
 def _make() -> Hook | str:
+    """The one hook of this process, or why there is none with this torch."""
     try:
         return Hook()
     except (OSError, AttributeError, ValueError) as error:
         return f"torch {torch.__version__} has no GPU trace that can be hooked here: {error}"
-
-
-def why_not() -> str | None:
-    """Why the hook cannot be used with this torch, or None."""
-    made = _make()
-    return made if isinstance(made, str) else None
-
-
-def listening() -> bool:
-    return _listening > 0
-
-
-def listen() -> None:
-    """Let torch call the callbacks of torch.cuda._gpu_trace that concern synchronizations, until `leave`."""
-    global _listening
-    made = _make()
-    if isinstance(made, str):
-        raise ValueError(made)
-    with _lock:
-        _listening += 1
-        made.on()
-
-
-def leave() -> None:
-    global _listening
-    made = _make()
-    with _lock:
-        _listening -= 1
-        if not _listening and isinstance(made, Hook):
-            made.off()
 
 
 class GpuTrace(Sensor):
@@ -134,34 +120,27 @@ class GpuTrace(Sensor):
         asked = self.ledger.asked_gputrace
         if asked is False:
             return "left out with gputrace=False"
-        if asked is None and not listening():
+        if asked is None and not Hook.listeners:
             return "not asked for: watch(gputrace=True)"
-        return why_not()
+        made = _make()
+        return made if isinstance(made, str) else None
 
     def start(self) -> None:
-        for registry, callback in self._registries():
-            registry.add_callback(callback)
-        listen()
-
-    def stop(self) -> None:
-        leave()
-        for registry, callback in self._registries():
-            registry.callback_list.remove(callback)
-
-    def _registries(self):
         import torch.cuda._gpu_trace as trace
 
-        return (
-            (trace.StreamSynchronizationCallbacks, self._stream),
-            (trace.EventSynchronizationCallbacks, self._event),
-            (trace.DeviceSynchronizationCallbacks, self._device),
+        made = _make()
+        assert isinstance(made, Hook), made
+        self._hook, record, now = made, self.ledger.record, self.ledger.now
+        self._callbacks: tuple[tuple[Any, Callable[..., None]], ...] = (
+            (trace.StreamSynchronizationCallbacks, lambda stream: record("sync", now.op or "stream synchronize")),
+            (trace.EventSynchronizationCallbacks, lambda event: record("sync", "event synchronize")),
+            (trace.DeviceSynchronizationCallbacks, lambda: record("sync", "device synchronize")),
         )
+        for registry, callback in self._callbacks:
+            registry.add_callback(callback)
+        self._hook.listen()
 
-    def _stream(self, stream: int) -> None:
-        self.ledger.record("sync", self.ledger.current_op() or "stream synchronize")
-
-    def _event(self, event: int) -> None:
-        self.ledger.record("sync", "event synchronize")
-
-    def _device(self) -> None:
-        self.ledger.record("sync", "device synchronize")
+    def stop(self) -> None:
+        self._hook.leave()
+        for registry, callback in self._callbacks:
+            registry.callback_list.remove(callback)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import torch
 
@@ -19,8 +18,9 @@ from ..errors import BudgetError
 from ..words import nearest
 from . import pretend
 from .dispatch import Calls, Dispatch, SimGpu
+from .events import KINDS
 from .gputrace import GpuTrace
-from .rows import TOTALS, Row, offenders, render
+from .rows import TOTALS, LedgerRow, offenders, render
 from .sensors import Allocator, Collector, Compiles, Fallbacks, Kernels, Sensor, Triton
 from .site import Origins, Place, here
 
@@ -29,13 +29,11 @@ _STARTED = (Kernels, Allocator, Collector, Compiles, Fallbacks, Triton, Calls, S
 SENSORS: dict[str, type[Sensor]] = {sensor.name: sensor for sensor in _STARTED}
 
 
-@dataclass
-class _Here(threading.local):
-    """What this thread is in the middle of."""
+class _Now(threading.local):
+    """What this thread is in the middle of: the op, and how many Triton launches there were so far."""
 
-    op: str = ""
-    triton: int = 0
-    outer: list[str] = field(default_factory=list)
+    op = ""
+    triton = 0
 
 
 class Ledger:
@@ -46,9 +44,9 @@ class Ledger:
         self.steps = 0
         self.origins = Origins()
         self._without = without
-        self._rows: dict[tuple, Row] = {}
+        self._rows: dict[tuple, LedgerRow] = {}
         self._lock = threading.RLock()  # a collection may start while a row is written, and be recorded itself
-        self._here = _Here()
+        self.now = _Now()
         self._running: list[Sensor] = []
         self._absent: dict[str, str] = {}
 
@@ -77,9 +75,9 @@ class Ledger:
         self.steps += 1
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """All rows by kind, the most frequent first."""
-        kinds = list(dict.fromkeys(kind for kinds, _ in TOTALS.values() for kind in kinds.split()))
+        kinds = list(KINDS)
         with self._lock:
             return sorted(self._rows.values(), key=lambda row: (kinds.index(row.kind), -row.count, str(row.place.site)))
 
@@ -165,9 +163,6 @@ class Ledger:
     def wants_type(self, device_type: str) -> bool:
         return self.device is None or self.device.type == device_type
 
-    def here(self) -> Place:
-        return here(self.origins)
-
     def record(
         self,
         kind: str,
@@ -177,30 +172,14 @@ class Ledger:
         ms: float = 0.0,
         detail: str = "",
         place: Place | None = None,
-        lost: bool = False,
     ) -> None:
-        """Add to the row of this thing at this place: the caller's, unless `place` is given or the line is `lost`."""
-        place = place or (Place() if lost else self.here())
+        """Add to the row of this thing at this place: the caller's, unless another is given (`Place()` where it is lost)."""
+        place = place or here(self.origins)
         with self._lock:
-            row = self._rows.setdefault((kind, what, detail, place), Row(kind, what, place, detail))
+            row = self._rows.setdefault((kind, what, detail, place), LedgerRow(kind, what, place, detail))
             row.count += count
             row.bytes += bytes
             row.ms += ms
-
-    def enter_op(self, op: str) -> int:
-        self._here.outer.append(self._here.op)
-        self._here.op = op
-        return self._here.triton
-
-    def leave_op(self) -> int:
-        self._here.op = self._here.outer.pop()
-        return self._here.triton
-
-    def current_op(self) -> str:
-        return self._here.op
-
-    def triton_launched(self) -> None:
-        self._here.triton += 1
 
 
 def check_limits(who: str, limits: dict[str, float]) -> None:

@@ -167,17 +167,7 @@ def _register() -> list[object]:
 
 
 # The same ops in 16 bits, and the same kept in fp32, as CUDA's autocast has for transformers.
-_LOWER = (
-    "linear",
-    "matmul",
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "conv1d",
-    "conv2d",
-    "scaled_dot_product_attention",
-)
+_LOWER = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "scaled_dot_product_attention")
 _FP32 = (
     "layer_norm",
     "native_layer_norm",

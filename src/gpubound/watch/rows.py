@@ -36,7 +36,7 @@ TOTALS: dict[str, tuple[str, str]] = {
 
 
 @dataclass
-class Row:
+class LedgerRow:
     """All occurrences of one thing at one place. `kind` is a key of TOTALS' rows: sync, h2d, d2h, launch, ..."""
 
     kind: str
@@ -102,9 +102,9 @@ def offenders(ledger: Ledger, names: Iterable[str]) -> str:
     return "\n".join(_table(picked))
 
 
-def _by_line(rows: Iterable[Row]) -> list[Row]:
+def _by_line(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
     """One row a place, whatever was launched there."""
-    places: dict[tuple, list[Row]] = {}
+    places: dict[tuple, list[LedgerRow]] = {}
     for row in rows:
         places.setdefault((row.place.site or row.place.built, bool(row.place.node)), []).append(row)
     merged = []
@@ -114,7 +114,7 @@ def _by_line(rows: Iterable[Row]) -> list[Row]:
         place = Place(None, node="nodes", built=site) if backward else Place(site)
         if len(same) == 1:
             place = same[0].place
-        merged.append(Row("launch", what, place, count=sum(row.count for row in same)))
+        merged.append(LedgerRow("launch", what, place, count=sum(row.count for row in same)))
     return sorted(merged, key=lambda row: -row.count)
 
 
@@ -122,7 +122,7 @@ def _total(value: float, steps: int) -> str:
     return f"{value:g} ({value / steps:.3g} a step)" if steps > 1 else f"{value:g}"
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
+def _table(rows: Iterable[LedgerRow]) -> list[str]:
     cells = [HEADS]
     notes: list[str] = [""]
     for row in rows:
@@ -158,7 +158,7 @@ def _note(place: Place) -> str:
     return "; ".join(parts)
 
 
-def _amount(row: Row) -> str:
+def _amount(row: LedgerRow) -> str:
     if row.kind == "gc":
         return f"{row.ms:.1f} ms"
     return readable(row.bytes) if row.bytes else ""

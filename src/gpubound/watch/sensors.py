@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,22 +46,12 @@ class Sensor:
         raise NotImplementedError
 
 
-LAUNCH_CALLS = (
-    "cudaLaunch",
-    "cuLaunch",
-    "cudaGraphLaunch",
-    "cuGraphLaunch",
-    "hipLaunch",
-    "hipExtLaunch",
-    "hipExtModuleLaunch",
-    "hipModuleLaunch",
-    "hipGraphLaunch",
-)
+LAUNCH_CALL = re.compile("(cuda|cu|hip)(Graph|Ext|Module|ExtModule)?Launch")
 
 
 def launch_calls(events: Iterable) -> Counter[str]:
     """How often each launching driver call was made. A graph is one launch, however many kernels it holds."""
-    return Counter(event.name() for event in events if event.name().startswith(LAUNCH_CALLS))
+    return Counter(event.name() for event in events if LAUNCH_CALL.match(event.name()))
 
 
 class Kernels(Sensor):
@@ -88,7 +78,7 @@ class Kernels(Sensor):
         self._profile.__exit__(None, None, None)
         results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
         for name, times in launch_calls(results.events()).items():  # type: ignore[union-attr]
-            self.ledger.record("launch", name, count=times, lost=True)
+            self.ledger.record("launch", name, count=times, place=Place())
 
 
 class Triton(Sensor):
@@ -119,7 +109,7 @@ class Triton(Sensor):
         self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
 
     def _launched(self, name: str) -> None:
-        self.ledger.triton_launched()
+        self.ledger.now.triton += 1
         self.ledger.record("launch", name)
 
 
@@ -173,7 +163,7 @@ class Allocator(Sensor):
         changed["alloc"] -= located
         for kind, times in changed.items():
             if times > 0:
-                self.ledger.record(kind, WHAT[kind], count=times, lost=True)
+                self.ledger.record(kind, WHAT[kind], count=times, place=Place())
 
     def _locate(self, traces: list[list[dict]]) -> int:
         located = 0
@@ -247,7 +237,7 @@ class Compiles(Sensor):
         elif (utils := sys.modules.get("torch._dynamo.utils")) is not None:
             late = utils.counters["stats"].get("unique_graphs", 0)
             if late:
-                self.ledger.record("compile", "compile", count=late, lost=True)
+                self.ledger.record("compile", "compile", count=late, place=Place())
 
     def _compiling(self, args) -> None:
         number = str(getattr(args, "compile_id", "") or "")
@@ -277,7 +267,5 @@ class Fallbacks(Sensor):
         for (what, why), times in new.items():
             self.ledger.record("fallback", what, count=times, detail=why)
 
-    def span(self, name: str) -> AbstractContextManager:
-        """A ledger does not time; the recorder that was listening before it does."""
-        below = trace._recorders[: trace._recorders.index(self)]
-        return below[-1].span(name) if below else trace._NOTHING
+    def span(self, name: str) -> None:
+        """A ledger does not time."""

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -140,7 +141,7 @@ def _run(func, args, kwargs):
     target = inner.get("device")
     if target is not None:
         inner["device"] = torch.device("cpu") if torch.device(target).type == NAME else target
-    out = func(*tree_map_only(SimTensor, _elem, args), **tree_map_only(SimTensor, _elem, inner))
+    out = func(*tree_map_only(SimTensor, attrgetter("elem"), args), **tree_map_only(SimTensor, attrgetter("elem"), inner))
     if target is not None and torch.device(target).type != NAME:
         return out
     if func._opname == "copy_" and not isinstance(args[0], SimTensor):
@@ -151,10 +152,6 @@ def _run(func, args, kwargs):
 @functools.cache
 def _has_kernel(name: str) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "PrivateUse1")
-
-
-def _elem(t: SimTensor) -> torch.Tensor:
-    return t.elem
 
 
 # Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which switches

@@ -17,6 +17,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -147,9 +148,9 @@ def site_of(frame: FrameType, at: int | None = None, line: int | None = None) ->
     known = _sites.get((id(code), at))
     if known is None:
         line = line or frame.f_lineno or code.co_firstlineno
-        end = _last_line(code, at) or line
+        _, end, _, _ = next(islice(code.co_positions(), max(at, 0) // 2, None))
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-        known = _sites[id(code), at] = (code, Site(code.co_filename, line, code.co_name, text, max(line, end)))
+        known = _sites[id(code), at] = (code, Site(code.co_filename, line, code.co_name, text, max(line, end or line)))
     return known[1]
 
 
@@ -161,13 +162,6 @@ def site_of_error(error: BaseException) -> Site | None:
             found = site_of(step.tb_frame, step.tb_lasti, step.tb_lineno)
         step = step.tb_next
     return found
-
-
-def _last_line(code: CodeType, at: int) -> int | None:
-    for offset, (_, end, _, _) in enumerate(code.co_positions()):
-        if offset * 2 == at:
-            return end
-    return None
 
 
 def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None, str]:
@@ -207,7 +201,7 @@ class Origins:
 
     def note(self, op: str) -> None:
         """Called as `op` is dispatched: its node, if it got one, has just taken the newest sequence number."""
-        if not torch.is_grad_enabled() or threading.get_ident() != self.home or _current_node() is not None:
+        if not torch.is_grad_enabled() or threading.get_ident() != self.home or torch._C._current_autograd_node() is not None:
             return
         number = torch._C._autograd._get_sequence_nr() - 1
         if number in self._built:
@@ -232,13 +226,9 @@ def _letters(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalpha())
 
 
-def _current_node():
-    return torch._C._current_autograd_node()
-
-
 def here(origins: Origins | None = None) -> Place:
     """The place of whatever the caller is in the middle of."""
-    node = _current_node()
+    node = torch._C._current_autograd_node()
     user, library, reader = _walk(sys._getframe(1), node is not None)
     site, via = (site_of(frame) if frame is not None else None for frame in (user, library))
     through = next(name for file, name in _READERS.items() if reader.startswith(file)) if reader else ""
