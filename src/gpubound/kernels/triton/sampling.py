@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import interpreted
+from ..plans import power_of_two
 from ..sampling import Rows, Settings
 from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
+from .decode_product import _options
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
@@ -156,12 +157,9 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
 
 
 def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tuple[tuple, dict]:
-    """The last arguments of both kernels, and the options of their launch. A tile is 4 elements a thread."""
-    block = max(16, min(TILE, triton.next_power_of_2(max(columns, 0 if x is None else x.shape[1]))))
-    options = {"num_warps": max(1, block // 128)}
-    if dependent and not interpreted():
-        options["launch_pdl"] = True
-    return (len(stops), triton.next_power_of_2(max(1, len(stops))), block, "launch_pdl" in options), options
+    """(stops, STOPS, BLOCK) of both kernels, and the options of their launch. A tile is 4 elements a thread."""
+    block = max(16, min(TILE, power_of_two(max(columns, 0 if x is None else x.shape[1]))))
+    return (len(stops), power_of_two(max(1, len(stops))), block), _options(max(1, block // 128), dependent)
 
 
 @torch.no_grad()

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import interpreted
 from ..plans import power_of_two
 from ..sampling import Rows
 from ..speculation import NGRAM
+from .decode_product import _options
 from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time
@@ -82,12 +82,6 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
         tl.store(alive_ptr + b, (goes_on != 0).to(tl.int32))
 
 
-def _options(dependent: bool) -> dict:
-    if dependent and not interpreted():
-        return {"DEPENDENT": True, "launch_pdl": True}
-    return {"DEPENDENT": False}
-
-
 @torch.no_grad()
 def propose(
     rows: Rows, text: Tensor, chunk: Tensor, position: Tensor, alive: Tensor, embed: Tensor | None = None,
@@ -95,7 +89,7 @@ def propose(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _propose_kernel[(chunk.numel(),)](
         rows.position, rows.alive, text, chunk, position, alive, embed, x, text.shape[1], *_shape(embed), chunk.shape[1],
-        min(TILE, max(16, power_of_two(text.shape[1]))), **_options(dependent),
+        min(TILE, max(16, power_of_two(text.shape[1]))), **_options(4, dependent),
     )  # fmt: skip
     return tuple(t for t in (chunk, position, alive, x) if t is not None)
 
@@ -109,7 +103,7 @@ def accept(
     _accept_kernel[(len(chunk),)](
         chosen, going, chunk, rows.token, rows.position, rows.alive, rows.bad, text, emitted, seen, chosen_logprob, logprob,
         text.shape[1], 0 if seen is None else seen.shape[1], emitted.stride(0), 0 if logprob is None else logprob.stride(0),
-        tokens, power_of_two(tokens), num_warps=1, **_options(dependent),
+        tokens, power_of_two(tokens), **_options(1, dependent),
     )  # fmt: skip
     changed = (emitted, rows.token, rows.position, rows.alive, rows.bad, text, seen, logprob)
     return tuple(t for t in changed if t is not None)
