@@ -123,20 +123,11 @@ def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -
     aside(weight, put, ids, rows)
 
 
-class Opening:
-    """The beginning of a new sum: each accumulator's first delivery writes."""
-
-    __slots__ = ("recorded",)
-
-    def __init__(self, recorded: bool):
-        self.recorded = recorded  # in a CUDA graph, whose replays begin the sum again
-
-
 def open_sums(weights: Sequence[Tensor]) -> None:
     """Begin a new sum in every main_grad of `weights`, without a memset. `close_sums` must follow the last delivery."""
-    opening = Opening(_recording(weights[0]))
+    recording = _recording(weights[0])
     for weight in weights:
-        made_record(weight).opening = opening
+        made_record(weight).opening = recording
 
 
 def close_sums(weights: Sequence[Tensor]) -> None:
@@ -155,7 +146,7 @@ def opens(weights: Sequence[Tensor]) -> bool:
     recording = _recording(weights[0])
     for weight in opening:
         record = made_record(weight)
-        if record.opening.recorded is not recording:
+        if record.opening is not recording:
             raise GraphError(
                 "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay "
                 "would write over the sum or never begin a new one; open it, deliver and close it inside the graph, or zero it "

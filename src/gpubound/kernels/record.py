@@ -19,7 +19,9 @@ class Record:
     # of a parameter: how it is multiplied by, and where its gradient goes
     format: Any  # a Format of layers/linear_site.py; None: as it is
     adapters: tuple[Any, ...]  # what its products add to their results, Adapters of layers/linear_site.py
-    opening: Any  # accumulate.Opening: the next delivery to main_grad writes, as it begins a new sum; None: it adds
+    # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
+    # begin the sum again, False where none does. None: it adds.
+    opening: bool | None
     side: Any  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
     # of what a forward computed
     origin: Any  # how backward may have it again rather than keep it, a Normed of layers/recompute.py

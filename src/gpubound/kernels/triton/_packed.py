@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..packed import GROUP
-from .decode_product import _end, _wait
+from .decode_product import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
@@ -59,13 +59,6 @@ def _excess(SLOT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _vector(ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(ptr + col).to(tl.float32)
-    return tl.load(ptr + col, mask=col < K, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
               C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); the squares of x (C,))."""
@@ -82,10 +75,10 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
         number = _number(words, one, slot, KIND)
         so_far, products, excess, squares = (products, excess, squares), (), (), ()
         for b in tl.static_range(B):  # inside, or the numbers of all slots would have to be kept
-            x = _vector(x_ptr + b * K, col, K, EVEN)
+            x = _row(x_ptr + b * K, col, K, EVEN)
             if GAIN is not None:
                 squares += (so_far[2][b] + x * x,)
-                gain = _vector(norm_ptr, col, K, EVEN)
+                gain = _row(norm_ptr, col, K, EVEN)
                 if GAIN != 0.0:
                     gain += GAIN
                 x *= gain
