@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpubound.words import duration, nearest, quantity, readable
+from gpubound.words import duration, hint, nearest, quantity, readable
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,10 @@ def test_durations():
 def test_misspelt_names():
     assert nearest("sync", ("syncs", "launches")) == "; did you mean syncs?"
     assert nearest("xyz", ("syncs", "launches")) == "."
+
+
+def test_a_refused_name_ends_with_what_there_is():
+    known = ("steps", "lr")
+    assert hint("stpes", known, "the keys are") == "did you mean 'steps'?"
+    assert hint(7, known, "the keys are") == "the keys are steps, lr."
+    assert hint("x", (), "its options are") == "its options are none."

@@ -93,6 +93,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "."
 
 
+def hint(name: Any, known: Iterable[str], others: str) -> str:
+    """How to end a sentence that refuses `name`: with the known name that is close, else with all of them behind `others`.
+
+    >>> hint("stpes", ["steps", "lr"], "the keys are"), hint("x", ["steps", "lr"], "the keys are")
+    ("did you mean 'steps'?", 'the keys are steps, lr.')
+    """
+    names = list(known)
+    close = difflib.get_close_matches(str(name)[:40], names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"{others} {', '.join(names) or 'none'}."
+
+
 def shown(value: Any) -> str:
     """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
     brief = reprlib.Repr()

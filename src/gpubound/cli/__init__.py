@@ -5,7 +5,6 @@ Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the use
 """
 
 import ast
-import difflib
 import os
 import select
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args
 from ..errors import BudgetError, GpuboundError, MeasureError
 from ..trace import printable
 from ..version import __version__
+from ..words import hint
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -104,9 +104,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}."
-    return f"there is no command {name!r}; {hint} See gpubound --help."
+    return f"there is no command {name!r}; {hint(name, COMMANDS, 'the commands are')} See gpubound --help."
 
 
 def _help() -> str:

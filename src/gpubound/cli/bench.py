@@ -3,7 +3,6 @@
 The benchmarks live in the source checkout, in benchmarks/bench_<name>.py; each takes --help and --dry.
 """
 
-import difflib
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import MeasureError
+from ..words import hint
 
 USAGE = """usage: gpubound bench NAME [options]
 
@@ -35,9 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise MeasureError(MISSING)
     name, *rest = argv
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(names)}."
-        raise ValueError(f"there is no benchmark {name!r}; {hint}")
+        raise ValueError(f"there is no benchmark {name!r}; {hint(name, names, 'wanted one of')}")
     paths = os.pathsep.join(filter(None, (str(root), str(root / "src"), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", f"benchmarks.bench_{name}", *rest]
     code = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": paths}).returncode

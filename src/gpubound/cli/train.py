@@ -23,9 +23,9 @@ import yaml
 from ..models.trainable import trainable
 from ..monitor.live import check_log
 from ..train.prepare import prepare
-from ..train.recipe import Recipe, check_kind, unknown
+from ..train.recipe import Recipe, check_kind
 from ..train.recompute import parse as parse_recompute
-from ..words import shown
+from ..words import hint, shown
 from . import arguments
 from .session import alone, finish, quietly, say, train
 
@@ -154,7 +154,7 @@ def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
         elif key == "objective_options":
             values[key] = value  # the objective's to check
         elif key not in known:
-            raise ValueError(f"{where}: {shown(key)} {unknown(key, tuple(known))}")
+            raise ValueError(f"{where}: {shown(key)} is unknown; {hint(key, known, 'the keys are')}")
         else:
             values[key] = _as(known[key], value)
     return values

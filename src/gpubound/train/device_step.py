@@ -39,33 +39,26 @@ Reduce = Callable[[Tensor, Tensor], None]
 SLOTS = 8  # steps in flight to the host; an unread result is taken off its slot before the slot is used again
 
 
+@dataclass(eq=False)
 class DeviceStep:
-    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything.
+    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything."""
 
-    `single`: a step has one micro-batch.
-    """
+    model: nn.Module
+    loss: Loss | Objective
+    accumulators: Accumulators
+    optimizer: FlatAdamW
+    precision: Precision
+    single: bool  # a step has one micro-batch
+    reduce: Reduce | None
+    fp8: Fp8Weights | None
+    side: Side | None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | Objective,
-        accumulators: Accumulators,
-        optimizer: FlatAdamW,
-        precision: Precision,
-        *,
-        single: bool,
-        reduce: Reduce | None = None,
-        fp8: Fp8Weights | None = None,
-        side: Side | None = None,
-    ):
-        self.model, self.loss, self.accumulators, self.optimizer = model, loss, accumulators, optimizer
-        self.precision, self.reduce, self.fp8, self.side = precision, reduce, fp8, side
-        self.single = single
-        self.device = accumulators.layout.device
+    def __post_init__(self) -> None:
+        self.device = self.accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
         # Compiled code would hold on to whether a sum was opened when it was traced.
-        self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
+        self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""

@@ -1,6 +1,5 @@
 """The recipe of a run: every choice in one place, checked before anything is read or built."""
 
-import difflib
 import re
 import sys
 from dataclasses import Field, dataclass, field, fields, replace
@@ -14,7 +13,7 @@ from torch import nn
 
 from ..corpus.tokenizer import SPECIALS
 from ..models.trainable import is_named, presets
-from ..words import shown
+from ..words import hint, shown
 from .graphs import MODES as GRAPH_MODES
 from .objectives import Objective, objective_named
 from .optimizer import AdamW, AdamW8bit, Muon
@@ -208,19 +207,14 @@ class Recipe:
         if "objective" in own:  # the run's options are another objective's
             own.setdefault("objective_options", {})
         for key in own.keys() - set(PHASED):
-            known = {f.name for f in fields(Recipe)}
-            why = "is the whole run's, not a phase's." if key in known else unknown(key, ("name", *PHASED))
+            why = "is the whole run's, not a phase's."
+            if key not in {f.name for f in fields(Recipe)}:
+                why = f"is unknown; {hint(key, ('name', *PHASED), 'the keys are')}"
             raise ValueError(f"recipe: phase {name}: {shown(key)} {why}")
         try:
             return replace(self, phases=(), **own)
         except ValueError as error:
             raise ValueError(f"recipe: phase {name}: {str(error).removeprefix('recipe: ')}") from error
-
-
-def unknown(key: Any, known: tuple[str, ...]) -> str:
-    """What to say after a key that nobody knows."""
-    near = difflib.get_close_matches(str(key)[:40], known, n=1)
-    return f"is unknown; did you mean {near[0]!r}?" if near else f"is unknown; the keys are {', '.join(known)}."
 
 
 def check_kind(field: Field, value: Any) -> None:

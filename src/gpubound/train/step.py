@@ -104,8 +104,7 @@ class TrainStep:
             self._unwind()
             raise
         device_step = DeviceStep(
-            model, lossy, accumulators, self._optimizer, numbers,
-            single=accumulate == 1, reduce=reduce, fp8=self._fp8, side=side,
+            model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, reduce, self._fp8, side
         )  # fmt: skip
         self._graphs = WindowGraphs(device_step, graph)
         self._mail = Mail(self.device)

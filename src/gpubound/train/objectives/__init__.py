@@ -4,7 +4,6 @@ Each is a class in a file of its own here and a line in OBJECTIVES: `objective:`
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...corpus import Tokenizer
+from ...words import hint
 
 OBJECTIVES = {
     "causal_lm": (".causal_lm", "CausalLM"),
@@ -70,7 +70,6 @@ def objective_named(name: str, options: Mapping[str, Any]) -> Objective:
     known = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(known) or 'none'}."
-            raise ValueError(f"recipe: objective_options: {key!r} is no option of {name}; {hint}")
+            why = hint(key, known, "its options are")
+            raise ValueError(f"recipe: objective_options: {key!r} is no option of {name}; {why}")
     return kind(**options)
