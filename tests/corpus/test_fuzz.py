@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
 from gpubound.corpus.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard
-from gpubound.corpus.texts import documents
+from gpubound.corpus.texts import Texts
 from gpubound.errors import GpuboundError
 
 REFUSALS = (GpuboundError, ValueError)
@@ -111,7 +111,7 @@ lines = st.binary(max_size=40) | st.builds(
 def test_jsonl(tmp_path, rows, key):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(rows))
-    for document in tried(lambda: list(documents(path, text_key=key)), named=path) or []:
+    for document in tried(lambda: list(Texts(path, text_key=key)), named=path) or []:
         assert isinstance(document, str) or all(isinstance(message["content"], str) for message in document)
 
 
@@ -120,7 +120,7 @@ def test_jsonl(tmp_path, rows, key):
 def test_plain_text(tmp_path, content, separator):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    assert all(tried(lambda: list(documents(path, separator)), named=path) or ["x"])
+    assert all(tried(lambda: list(Texts(path, separator)), named=path) or ["x"])
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from gpubound.corpus import documents as readers
-from gpubound.corpus.texts import Texts, documents
+from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 def read(texts, **options):
-    return list(documents(texts, **options))
+    return list(Texts(texts, **options))
 
 
 def refused(texts, kind=DataError, **options):

@@ -136,9 +136,26 @@ class Corpus:
         """(training, validation): two corpora. The fraction `validation` of the documents, from all over, goes to the second.
 
         The same corpus and seed give the same documents on every machine. In a corpus of more than 256 / `validation`
-        documents, runs of neighbours are taken instead of single documents.
+        documents, runs of neighbours are taken instead of single documents. Both corpora keep the order.
         """
-        return split(self, validation, seed)
+        if not 0 < validation < 1:
+            raise ValueError(f"Corpus.split: validation: got {validation!r}, wanted a fraction between 0 and 1.")
+        count = round(self.documents * validation)
+        if not 0 < count < self.documents:
+            raise ValueError(
+                f"Corpus.split: {validation} of {self.documents} documents is {count}, wanted at least one on either side."
+            )
+        held_out = choose(self.documents, count, seed)
+        return self._only(~held_out), self._only(held_out)
+
+    def _only(self, chosen: np.ndarray) -> "Corpus":
+        parts, seen = [], 0
+        for part in self.parts:
+            count = len(part.documents) - 1
+            edges = np.flatnonzero(np.diff(chosen[seen : seen + count], prepend=False, append=False))
+            parts += [part.slice(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
+            seen += count
+        return self.of(parts)
 
     def of(self, parts: Sequence[Part]) -> "Corpus":
         """A corpus of these parts of this one."""
@@ -187,19 +204,6 @@ def _check_alike(shards: Sequence[Shard]) -> None:
                 )
 
 
-def split(corpus: Corpus, validation: float, seed: int) -> tuple[Corpus, Corpus]:
-    """(training, held out): `validation` is a fraction of the documents. Both keep the corpus' order."""
-    if not 0 < validation < 1:
-        raise ValueError(f"Corpus.split: validation: got {validation!r}, wanted a fraction between 0 and 1.")
-    count = round(corpus.documents * validation)
-    if not 0 < count < corpus.documents:
-        raise ValueError(
-            f"Corpus.split: {validation} of {corpus.documents} documents is {count}, wanted at least one on either side."
-        )
-    held_out = choose(corpus.documents, count, seed)
-    return _take(corpus, ~held_out), _take(corpus, held_out)
-
-
 def choose(documents: int, count: int, seed: int) -> np.ndarray:
     """Which `count` of the documents are held out: a mask. A document's place in the draw hangs on its number and the seed
     alone."""
@@ -212,16 +216,6 @@ def choose(documents: int, count: int, seed: int) -> np.ndarray:
         if left == 0:
             break
     return chosen
-
-
-def _take(corpus: Corpus, chosen: np.ndarray) -> Corpus:
-    parts, seen = [], 0
-    for part in corpus.parts:
-        count = len(part.documents) - 1
-        edges = np.flatnonzero(np.diff(chosen[seen : seen + count], prepend=False, append=False))
-        parts += [part.slice(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
-        seen += count
-    return corpus.of(parts)
 
 
 def split_tail(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:

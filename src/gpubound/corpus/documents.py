@@ -98,11 +98,11 @@ def weight(document: Document) -> int:
     return len(document) if isinstance(document, str) else sum(len(message["content"]) for message in document)
 
 
-def refuse_a_files_name(item: Any, where: str, suffixes: tuple[str, ...]) -> None:
+def refuse_a_files_name(first: Any) -> None:
     """A list of paths given as strings would be learnt as a few very short texts."""
-    if isinstance(item, str) and len(item) < 4096 and item.endswith(suffixes) and os.path.isfile(item):
+    if isinstance(first, str) and len(first) < 4096 and first.endswith(SUFFIXES) and os.path.isfile(first):
         raise ValueError(
-            f"{where}: got {item!r}, which is the name of a file, wanted a text; write Path({item!r}) to have it read."
+            f"texts[0]: got {first!r}, which is the name of a file, wanted a text; write Path({first!r}) to have it read."
         )
 
 

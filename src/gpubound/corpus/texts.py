@@ -19,7 +19,6 @@ from ..trace import printable, prints, say
 from ..words import readable
 from .documents import (
     ROWS,
-    SUFFIXES,
     Document,
     Read,
     as_document,
@@ -114,7 +113,7 @@ class Texts:
                         yield document
                 continue
             if number == 0:
-                refuse_a_files_name(item, "texts[0]", SUFFIXES)
+                refuse_a_files_name(item)
             yield as_document(item, f"texts[{number}]", self.text_key)
             self.read = before + (len(item) if isinstance(item, str) else 0)
 
@@ -132,11 +131,6 @@ class Several:
 
     def __iter__(self) -> Iterator[Document]:
         return chain.from_iterable(self.parts)
-
-
-def documents(texts: Any, separator: str | None = None, text_key: str | None = None) -> Iterator[Document]:
-    """The documents of `texts`; see Texts."""
-    return iter(Texts(texts, separator, text_key))
 
 
 def _place(item: Any) -> Any:

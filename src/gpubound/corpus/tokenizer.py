@@ -62,9 +62,6 @@ class Tokenizer:
         said = json.dumps([inner.to_str(), eos_token, chat_template])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
 
-    def __reduce__(self):
-        return _revive, (self.inner.to_str(), self.eos_token, self.chat_template, self.bos_token, self.special)
-
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text).ids
 
@@ -146,10 +143,6 @@ class Tokenizer:
         if isinstance(chat, list):  # several by their names
             chat = next((t.get("template") for t in chat if isinstance(t, dict) and t.get("name") == "default"), None)
         return Tokenizer(inner, eos, chat if isinstance(chat, str) else None, bos, special)
-
-
-def _revive(text: str, *rest: Any) -> Tokenizer:
-    return Tokenizer(_library().Tokenizer.from_str(text), *rest)
 
 
 def _library() -> Any:
