@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..layers import LMLoss
 from ..models.trial import TOKENS, made_up, mode, noise, reads_tokens
@@ -53,7 +54,7 @@ def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
     """The worst of all outputs, all gradients, and all gradients taken as one."""
     for (name, a), (_, b) in zip(after, before):
         if (a is None) != (b is None):
-            return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if a is None else 'there'}, unlike the original's")
+            return Verdict(why=f"{name} is {'missing' if a is None else 'there'}, unlike the original's")
     names, errors = distances(after, before)
     limits = [(LOOSE if name.startswith(GRADIENT) else LIMIT)[dtype] for name in names]
     return worst(names, list(zip(errors, limits)))
@@ -141,7 +142,7 @@ def _padded_logits(model: Any) -> Sketch:
 def _call(model: nn.Module, example: Any) -> tuple[list, list]:
     """Any model on the user's example: a dict of keywords, a tuple of arguments, or one argument."""
     device = next((p.device for p in model.parameters()), None)
-    example = _moved(example, device) if device is not None else example
+    example = example if device is None else tree_map_only(Tensor, lambda t: t.to(device), example)
     if isinstance(example, dict):
         result = model(**example)
     else:
@@ -159,14 +160,6 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for key, item in enumerate(value):
             yield from _tensors(item, f"{name}.{key}".strip("."))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {k: _moved(v, device) for k, v in value.items()}
-    return type(value)(_moved(v, device) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _sample(t: Tensor) -> Tensor:

@@ -76,43 +76,44 @@ def release_if_fused(module: Any) -> None:
 
 
 class _Norm:
-    """What the parts read of the modules they are swapped into."""
+    """A norm of torch's own. Under autocast it runs as torch has it: autocast gives norms rules of their own."""
 
-    eps: Any
+    eps: Any  # these are of the module that it is swapped into
     num_groups: int
     weight: Tensor | None
     bias: Tensor | None
-    ops: tuple[str, ...]
     original: Any
 
+    op: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.original.forward(self, x) if torch.is_autocast_enabled(x.device.type) else self.normed(x)
+
+    def normed(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def fused_kernels(self) -> Kernels:
-        return "{}", self.ops
+        return "{}", (self.op,)
 
 
 class TorchRMSNorm(_Norm):
-    ops = ("rms_norm",)
+    op = "rms_norm"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return self.original.forward(self, x)
+    def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
 
 
 class TorchLayerNorm(_Norm):
-    ops = ("layer_norm",)
+    op = "layer_norm"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return self.original.forward(self, x)
+    def normed(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class TorchGroupNorm(_Norm):
-    ops = ("group_norm",)
+    op = "group_norm"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return self.original.forward(self, x)
+    def normed(self, x: Tensor) -> Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 

@@ -7,6 +7,7 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +81,7 @@ def _first_run(model: nn.Module, example: Any) -> tuple[exercise.Exercise | None
 
 def _last_run(model: nn.Module, run: exercise.Exercise, before: exercise.Sketch, placer: "_Placer") -> tuple[str, bool]:
     """The whole model as it is now, against what it was. Taken back whole when it differs."""
-    verdict = _compared(run, before, model)
+    verdict = _judged("", lambda: _compared(run, before, model))
     if verdict.ok:
         return str(verdict), True
     why = f"the whole model with every swap in it: {verdict}"
@@ -90,19 +91,28 @@ def _last_run(model: nn.Module, run: exercise.Exercise, before: exercise.Sketch,
 
 def _compared(run: exercise.Exercise, before: exercise.Sketch, model: nn.Module) -> Verdict:
     dtype = _dtype(model)
+    after = run()
+    verdict = exercise.compare(after, before, dtype)
+    if verdict.ok or not exercise.rounding_may_be_it(verdict, dtype):
+        return verdict
     try:
-        after = run()
-        verdict = exercise.compare(after, before, dtype)
-        if verdict.ok or not exercise.rounding_may_be_it(verdict, dtype):
-            return verdict
-        try:
-            return exercise.judge_by_truth(model, run, after, before, dtype)
-        except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
-            return verdict
+        return exercise.judge_by_truth(model, run, after, before, dtype)
+    except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
+        return verdict
+
+
+def _trials_refusal(c: Candidate) -> str:
+    trial = c.swap.trial
+    return "" if trial is None else _judged("its trial", lambda: Verdict(why=trial() or "")).why
+
+
+def _judged(what: str, judge: Callable[[], Verdict]) -> Verdict:
+    try:
+        return judge()
     except FallbackError:
         raise
-    except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
-        return Verdict("", 0.0, 0.0, f"raised {_said(error)}")
+    except Exception as error:  # a kernel's compiler can raise anything, and so can the user's model; the reason is reported
+        return Verdict(why=f"{what} raised {_said(error)}".lstrip())
 
 
 class _Placer:
@@ -130,35 +140,22 @@ class _Placer:
 
     def wholes(self, model: nn.Module) -> None:
         for found in candidates.wholes(model):
-            why = found.swap.refusal or self._tried(found)
+            why = found.swap.refusal or _trials_refusal(found)
             if why:
                 self.refuse(found, why)
             else:
                 self.settle(found, self._exercised(found))
 
-    def _tried(self, c: Candidate) -> str | None:
-        try:
-            return None if c.swap.trial is None else c.swap.trial()
-        except FallbackError:
-            raise
-        except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
-            return f"its trial raised {_said(error)}"
-
     def _verified(self, c: Candidate) -> Verdict:
-        try:
-            return verify(c.module, c.swap.cases, lambda: self._adopt(c))
-        except FallbackError:
-            raise
-        except Exception as error:  # a kernel's compiler can raise anything; the reason is reported, never dropped
-            return Verdict("", 0.0, 0.0, f"its verification raised {_said(error)}")
+        return _judged("its verification", lambda: verify(c.module, c.swap.cases, lambda: self._adopt(c)))
 
     def _exercised(self, c: Candidate) -> Verdict:
         """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
         run, before, trouble = _first_run(c.module, None)
         if run is None or before is None:
-            return Verdict("", 0.0, 0.0, trouble)
+            return Verdict(why=trouble)
         self._adopt(c)
-        return _compared(run, before, c.module)
+        return _judged("", lambda: _compared(run, before, c.module))
 
     def _adopt(self, c: Candidate) -> None:
         adopt(c.module, c.swap.part, c.swap.attributes)

@@ -37,9 +37,9 @@ Named = list[tuple[str, Tensor | None]]
 class Verdict:
     """The worst of all compared tensors, and what it may be."""
 
-    where: str
-    error: float
-    limit: float
+    where: str = ""
+    error: float = 0.0
+    limit: float = 0.0
     why: str = ""
 
     @property
@@ -93,11 +93,11 @@ def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
     errors, names, floor = [], [], noise_floor(truth)
     for (name, n), (_, o), (_, t) in zip(new, own, truth):
         if (n is None) != (o is None):
-            return Verdict(name, 0.0, 0.0, f"{name} is {'missing' if n is None else 'there'}, unlike the original's")
+            return Verdict(why=f"{name} is {'missing' if n is None else 'there'}, unlike the original's")
         if n is None or o is None or t is None:
             continue
         if n.dtype != o.dtype or n.shape != o.shape:
-            return Verdict(name, 0.0, 0.0, f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
+            return Verdict(why=f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
         scale = torch.maximum(t.norm(), floor) if name.startswith(GRADIENT) else t.norm()
         scale = scale.clamp_min(1e-12)  # all of it may be zero, as at weights of zeros
         errors.append(torch.stack([(a.to(t.dtype) - t).norm() / scale for a in (n, o)]))
