@@ -34,10 +34,11 @@ class Setting:
     seq: int
     micro: int
     gate: float
+    work: str = "forward+backward"
 
     @property
     def case(self) -> str:
-        return f"{self.shape} seq {self.seq} micro {self.micro} forward+backward"
+        return f"{self.shape} seq {self.seq} micro {self.micro} {self.work}"
 
 
 SETTINGS = {"1b": Setting("1b", 2048, 4, 1.05), "350m": Setting("350m", 1024, 16, 1.10), "tiny": Setting("tiny", 16, 2, 1.0)}

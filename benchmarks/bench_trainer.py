@@ -20,26 +20,19 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .bench_place import Worker, in_turn, tell
+from .bench_place import Setting, Worker, in_turn, tell
 from .harness import Bench, chosen, importable
 from .shapes import SHAPES, llama_config
 
 PEERS = ("trainer", "liger")
 
 
-@dataclass(frozen=True)
-class Setting:
-    shape: str
-    seq: int
-    micro: int
-    gate: float
-
-    @property
-    def case(self) -> str:
-        return f"{self.shape} seq {self.seq} micro {self.micro} Trainer bf16 autocast"
-
-
-SETTINGS = {"350m": Setting("350m", 1024, 16, 1.5), "135m": Setting("135m", 1024, 16, 1.3), "tiny": Setting("tiny", 16, 2, 1.0)}
+WORK = "Trainer bf16 autocast"
+SETTINGS = {
+    "350m": Setting("350m", 1024, 16, 1.5, WORK),
+    "135m": Setting("135m", 1024, 16, 1.3, WORK),
+    "tiny": Setting("tiny", 16, 2, 1.0, WORK),
+}
 WARM, STEPS = 5, 5  # steps before the first round, and in each
 
 
