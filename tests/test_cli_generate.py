@@ -241,7 +241,7 @@ def sentences(folder: Path):
         (["CKPT", "--prompt", "x", "--top-p", "0"], "top_p: got 0.0, wanted more than 0 and at most 1 (off)."),
         (["CKPT", "--prompt", "x", "--k", "some"], "k: got 'some', wanted auto or a number of steps a launch, 1 to 1024."),
         (["CKPT", "--prompt", "x", "--verify", "no"], "verify: got 'no', wanted one of full, quick, none."),
-        (["CKPT", "--prompt", "x", "--dtype", "int8"], "dtype: got 'int8', wanted auto, float32, bfloat16, float16."),
+        (["CKPT", "--prompt", "x", "--dtype", "int8"], "dtype: got 'int8', wanted one of auto, float32, bfloat16, float16."),
         (["CKPT", "--prompt", "x", "--stop-id", "999"],
          "the stop token 999 lies outside the vocabulary of 320, so it can never be seen."),
         (["CKPT", "--prompt", "the cat", "--max-length", "2"],

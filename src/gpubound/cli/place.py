@@ -5,7 +5,7 @@ The model is a Hugging Face folder or a function of yours that builds one; nothi
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,15 +17,14 @@ import tyro
 
 from ..errors import DataError, PlaceError
 from ..measure import machine
-from ..models.folder import Beyond, read_config
-from ..models.foreign import LAYERS, attempt, load_foreign, needs_transformers
+from ..models.folder import Beyond, dtype_asked, read_config
+from ..models.foreign import attempt, layer_counts, load_foreign, needs_transformers
 from ..models.llama.hf_config import config_of
 from ..place import place
 from ..trace import notice
 from ..words import readable
 from . import arguments
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
 
 
@@ -72,35 +71,28 @@ def main(argv: Sequence[str]) -> int:
 def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(model, example or None) of what the user named."""
     if (Path(target) / "config.json").is_file():
-        return _from_folder(Path(target), dtype, trust_remote_code), None
-    module, _, function = target.partition(":")
-    if not function:
-        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
-    built = _ran(lambda: getattr(_imported(module), function)(), target)
+        return _from_folder(Path(target), dtype_asked(dtype), trust_remote_code), None
+    built = _built(target)
     return built if isinstance(built, tuple) else (built, None)
 
 
-def _from_folder(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, wanted one of auto, {', '.join(DTYPES)}.")
+def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     needs_transformers(folder)
     about = read_config(folder)
     with suppress(Beyond):  # a model of another family, whose fields transformers knows
         config_of(about, folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        where = torch.device("cpu")
-        return load_foreign(folder, where, DTYPES.get(dtype), trust_remote_code)
+        return load_foreign(folder, torch.device("cpu"), dtype, trust_remote_code)
     notice(f"{folder} holds no weights: placing random ones.")
     return attempt(folder, lambda: _random(folder, about, dtype, trust_remote_code))
 
 
-def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: bool) -> Any:
+def _random(folder: Path, about: dict[str, Any], dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_size(folder, about)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    kind = DTYPES.get(dtype, config.dtype)
-    options = {"dtype": kind, "trust_remote_code": trust_remote_code}
+    options = {"dtype": dtype or config.dtype, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         need = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config, **options).parameters())
     have = machine().host_memory_bytes
@@ -114,24 +106,20 @@ def _random(folder: Path, about: dict[str, Any], dtype: str, trust_remote_code: 
 
 def _check_size(folder: Path, about: dict[str, Any]) -> None:
     """No tensors bound the sizes here: a model of a billion layers would be built for ever."""
-    for part in (about, about.get("text_config")):
-        for name in LAYERS:
-            layers = part.get(name) if isinstance(part, dict) else None
-            if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
-                raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
+    for name, layers in layer_counts(about):
+        if not 1 <= layers <= MOST_LAYERS:
+            raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
 
 
-def _imported(name: str) -> Any:
-    """Import as `python -m` would: the working directory comes first."""
+def _built(target: str) -> Any:
+    """What MODULE:FUNCTION returns, imported as `python -m` would: the working directory comes first."""
+    module, _, function = target.partition(":")
+    if not function:
+        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
     sys.path.insert(0, "")
     try:
-        return import_module(name)
-    finally:
-        sys.path.remove("")
-
-
-def _ran(function: Callable[[], Any], target: str) -> Any:
-    try:
-        return function()
+        return getattr(import_module(module), function)()
     except Exception as error:  # the user's own code may raise anything: it is their input that failed, and the cause is kept
         raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove("")

@@ -22,7 +22,7 @@ from ..decode import FastDecoder, decoder
 from ..device import label
 from ..errors import DataError
 from ..models import load_hf
-from ..models.folder import Beyond, ends_of, read_config, read_generation
+from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.llama.hf_config import config_of
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .generate import Generate
 
 WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that transformers alone can read
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
@@ -64,19 +63,18 @@ def open_saved(
     trust_remote_code: bool = False,
 ) -> Saved:
     """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}.")
+    kind = dtype_asked(dtype)
     own = Tokenizer.load(tokenizer) if tokenizer else None
     known = not Path(path).exists() and is_hub_name(path)
     source = find(_download(str(path), trust_remote_code) if known else Path(path))
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
-        model, folder = _from_checkpoint(source, own, device, DTYPES.get(dtype)), source.path
+        model, folder = _from_checkpoint(source, own, device, kind), source.path
         told: dict[str, Any] = {}
     else:
         about = read_config(source)
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
-        model, folder = _from_folder(source, about, device, DTYPES.get(dtype), trust_remote_code), source
+        model, folder = _from_folder(source, about, device, kind, trust_remote_code), source
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
     return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model))
 

@@ -41,6 +41,14 @@ def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
     return DTYPES[name]
 
 
+def dtype_asked(name: str) -> torch.dtype | None:
+    """What --dtype means. None: the one that was saved."""
+    names = ("float32", "bfloat16", "float16")
+    if name != "auto" and name not in names:
+        raise ValueError(f"dtype: got {name!r}, wanted one of auto, {', '.join(names)}.")
+    return DTYPES.get(name)
+
+
 class ConfigFields:
     """Fields of a config.json, each named when it is not what it should be."""
 

@@ -76,12 +76,15 @@ def _check_layers(folder: Path) -> None:
     if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
         return
     numbers = [int(n) for name in stored_tensors(folder) for n in re.findall(r"\.(\d+)\.", name)]
-    about = read_json(folder / "config.json")
-    for part in (about, about.get("text_config")):
-        for name in LAYERS:
-            layers = part.get(name) if isinstance(part, dict) else None
-            if isinstance(layers, int) and not 1 <= layers <= max(numbers, default=0) + 1:
-                raise DataError(
-                    f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
-                    "layers; check that config.json belongs to these weights."
-                )
+    for name, layers in layer_counts(read_json(folder / "config.json")):
+        if not 1 <= layers <= max(numbers, default=0) + 1:
+            raise DataError(
+                f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
+                "layers; check that config.json belongs to these weights."
+            )
+
+
+def layer_counts(about: dict[str, Any]) -> list[tuple[str, int]]:
+    """(field, number of layers) of every field of a config.json that has one."""
+    parts = [part for part in (about, about.get("text_config")) if isinstance(part, dict)]
+    return [(name, part[name]) for part in parts for name in LAYERS if isinstance(part.get(name), int)]
