@@ -51,6 +51,49 @@ def test_resumes_in_the_middle_of_an_epoch(mode, at):
     assert all(torch.equal(a, b) for a, b in zip(resumed, expected[at:]))
 
 
+def test_a_position_at_the_end_of_an_epoch_is_the_beginning_of_the_next():
+    """Whether it was saved there, or is named: a loop that continues there is no empty epoch."""
+    served = feed(batches(), device="cpu", seed=1, shuffle=True)
+    for _ in range(len(served)):
+        served.take()
+    assert (served.state_dict()["epoch"], served.state_dict()["batch"]) == (1, 0)
+    following = seen(served)
+    again = feed(batches(), device="cpu", seed=1, shuffle=True)
+    again.seek(0, len(again))
+    assert [int(again.take()["x"][0, 0]) for _ in range(len(again))] == following
+
+
+def test_a_new_loop_ends_the_one_before():
+    """Its source is closed at once, even while someone holds it: a ring's thread would go on reading."""
+    ended = []
+
+    def source():
+        try:
+            yield from batches()
+        finally:
+            ended.append(True)
+
+    served = feed(source, device="cpu")
+    first = iter(served)
+    next(first)
+    next(iter(served))
+    assert ended[:1] == [True]
+    with pytest.raises(DataError, match="this loop was ended by a newer one"):
+        next(first)
+
+
+def test_a_batch_that_cannot_be_had_now_is_not_lost(monkeypatch):
+    """The ring gives none inside a graph capture, and says so before it takes one."""
+    served = feed(batches(), device="cpu", mode="ring")
+    loop = iter(served)
+    next(loop)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(served, "admit", lambda: (_ for _ in ()).throw(ValueError("not now")))
+        with pytest.raises(ValueError, match="not now"):
+            next(loop)
+    assert seen(loop) == list(range(1, 7))
+
+
 def test_a_loop_continues_after_loading_and_starts_anew_after_a_break():
     served = feed(batches(), device="cpu")
     for _ in served:

@@ -20,6 +20,16 @@ def test_many_points_are_averaged_not_sampled():
     assert svg.count("<circle") == 600 and svg.count(": 1</title></circle>") == 600, (
         "each point is the mean of the ten it stands for"
     )
+    steps = re.findall(r"step ([\d,]+): ", svg)
+    assert steps[0] == "9" and steps[-1] == "5,999", "and lies where the last of them does"
+
+
+def test_a_few_values_far_off_do_not_set_the_scale():
+    """The first steps of a run, say: the top 1 % of many values lies at the upper edge; of few, every one counts."""
+    values = [1000.0, *(1.0 + i / 99 for i in range(99))]
+    assert max(float(label) for label in ticks(line_chart("loss", [Series("a", list(range(100)), values)]))[0]) <= 3
+    few = [1000.0, *values[-19:]]
+    assert max(float(label) for label in ticks(line_chart("loss", [Series("a", list(range(20)), few)]))[0]) >= 1000
 
 
 def test_a_single_point_is_a_dot():

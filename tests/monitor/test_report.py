@@ -58,6 +58,19 @@ def test_the_report_compares_two_runs(tmp_path):
     assert not re.search(r'(src|href)="http', page), "the page must not reach for the network"
 
 
+def test_of_two_runs_each_has_a_colour_and_each_figure_a_dash(tmp_path):
+    runs = [Tape.create(tmp_path / name, name=name) for name in ("one", "two")]
+    for run in runs:
+        run.append({"step": 1, "loss": 2.0, "held_out": 2.5})
+    key = re.findall(
+        r'<span class="([^"]+)"><i class="key"></i>([^<]+)', write_report(runs, tmp_path / "both.html").read_text()
+    )
+    lines = [("s0", "one"), ("s1", "two"), ("s0 d1", "one, held-out loss"), ("s1 d1", "two, held-out loss")]
+    assert key == lines
+    alone = re.findall(r'<span class="([^"]+)"><i class="key"></i>([^<]+)', write_report(runs[:1]).read_text())
+    assert alone == [("s0", "one"), ("s1", "one, held-out loss")]
+
+
 def test_the_page_says_when_how_and_how_long_it_ran(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/gpubound", "train", "--data", "my texts"])
     monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", iter([100.0, 100.0, 184.5]).__next__)
@@ -109,6 +122,7 @@ def losses(*values, key="loss", **also):
             ["4 of 3 steps were skipped, the first at step 2: the loss or the gradient was not finite"],
         ),
         (losses(2.55, 2.41, 2.45, key="held_out"), []),
+        ([*losses(1.0, 1.0, key="held_out", phase="a"), {"step": 3, "held_out": 2.0, "phase": "b"}], []),  # of other data
         (losses(2.55, 2.41, 2.55, key="held_out"), ["the held-out loss was lowest at step 2 (2.410) and 2.550 at the end"]),
     ],
 )
@@ -122,6 +136,14 @@ def test_the_page_of_a_run_that_diverged(tmp_path):
     assert page.count("<figure>") == 4, "loss, gradient norm, learning rate, skipped"
     quiet = write_report([gpu_run(tmp_path / "well", steps=30)]).read_text()
     assert '<p class="warn">' not in quiet
+
+
+def test_a_gauge_is_summed_up_by_a_value_that_was_measured(tmp_path):
+    """The lower of two in the middle: of one slow step and one fast one there is no step between them."""
+    tape = Tape.create(tmp_path)
+    for step, pace in enumerate((100.0, 900.0, 300.0, "nan", 200.0), 1):
+        tape.append({"step": step, "tokens_per_s": pace})
+    assert Figures(tape).gauges() == {"tokens per second, median": "200"}
 
 
 def test_no_run():

@@ -76,7 +76,23 @@ def test_a_resumed_run_counts_its_time_and_its_starts_together(tmp_path, monkeyp
     clock[0] += 5.0
     again.append({"step": 2})
     assert Figures(Tape.open(tmp_path)).seconds == 15.0, "10 s before the stop that count, 5 s after it"
-    assert len(again.about["starts"]) == 2 and "resumed" in Figures(again).facts()
+    assert len(again.about["starts"]) == 2
+    again.about["starts"] = [{"date": f"2026-11-{day}T08:00:00+00:00", "command": "train"} for day in (20, 21, 22)]
+    assert Figures(again).facts()["resumed"] == "2026-11-21 08:00:00 UTC, 2026-11-22 08:00:00 UTC", "all starts but the first"
+
+
+def test_time_goes_on_from_the_last_line(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", lambda: clock[0])
+    tape = Tape.create(tmp_path)
+    for step in (1, 2, 3):
+        clock[0] += 10.0
+        tape.append({"step": step})
+    clock[0] = 500.0
+    again = Tape.create(tmp_path)
+    clock[0] += 1.0
+    again.append({"step": 4})
+    assert [record["elapsed_s"] for record in again.steps()] == [10.0, 20.0, 30.0, 31.0]
 
 
 def test_a_full_disk(tmp_path):
