@@ -1,17 +1,5 @@
 """Every exception that gpubound raises on purpose.
 
-    GpuboundError
-    ├── DeviceError      a GPU is visible but does not work, or one is required and none is there
-    ├── FallbackError    strict: a slower path would have been taken
-    ├── KernelError      a kernel disagrees with its reference
-    ├── PlaceError       a swapped module does not compute what the original did
-    ├── GraphError       a graph cannot be captured, or may no longer be replayed
-    ├── GenerateError    a decoder's tokens are not the model's, or the model's logits are not finite
-    ├── StallError       no_stall: the host waited for the device here
-    ├── BudgetError      a ledger counted more than was allowed (an AssertionError too, so pytest shows it as a failure)
-    ├── DataError        a shard, batch or checkpoint on disk is not what it says it is
-    └── MeasureError     a figure was asked for that could not be measured
-
 Wrong arguments are plain ValueErrors whose sentence says what, got, wanted, and what to do.
 """
 
@@ -48,7 +36,7 @@ class StallError(GpuboundError):
     """The host waited for the device where that is forbidden."""
 
 
-class BudgetError(GpuboundError, AssertionError):
+class BudgetError(GpuboundError, AssertionError):  # so that pytest shows it as a failure
     """A ledger counted more than was allowed."""
 
 

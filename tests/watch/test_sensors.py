@@ -243,7 +243,7 @@ def test_allocations_with_their_lines(monkeypatch):
         ("pin", "pinned allocation", 3, 0, None),
     ]
     assert ledger.totals["allocations"] == 3
-    assert sensors.site_in([library]) is None
+    assert site.site_in([library]) is None
 
 
 @pytest.mark.parametrize("build", [None, "cuda", "xpu"], ids=str)

@@ -53,22 +53,19 @@ class Certificate:
         )
         names = ", ".join(self.mutated[:4]) + (f" and {len(self.mutated) - 4} more" if len(self.mutated) > 4 else "")
         unvaried = f", not {', '.join(self.unvaried)} (pass other_inputs=)" if self.unvaried else ""
+        snapshots = f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
+        if not self.snapshot_bytes:
+            snapshots = "no snapshot was needed"
         lines = [
             f"{_count(self.rounds, 'round')} of replay against eager agree {agreement}",
             f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
             + (names and f": {names}"),
             f"{self.inputs - len(self.unvaried)} of {_count(self.inputs, 'input')} varied{unvaried}",
-            f"{self.seconds:.2f} s, {self._snapshots}; the graph holds {readable(self.memory_bytes)}",
+            f"{self.seconds:.2f} s, {snapshots}; the graph holds {readable(self.memory_bytes)}",
         ]
         if not self.same_random_state:
             lines.append("a replay leaves the random generators elsewhere than an eager call does")
         return "\n".join(lines)
-
-    @property
-    def _snapshots(self) -> str:
-        if not self.snapshot_bytes:
-            return "no snapshot was needed"
-        return f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
 
 
 def _count(number: int, what: str) -> str:

@@ -174,7 +174,7 @@ class Watch:
             for key, (tensor, memory) in doubtful.items():
                 if memory.changed():
                     if key not in self.inputs and key not in self.made_before:
-                        self.snapshot.adopt(key, memory)
+                        self.snapshot.memories.setdefault(key, memory)
                     self.before_write(tensor, place)
                 else:
                     self.snapshot.room.give_back(memory.kept)

@@ -166,9 +166,6 @@ class Snapshot:
         if key and key not in self.memories and tensor.untyped_storage().nbytes():
             self.memories[key] = Memory(tensor, name, self.room)
 
-    def adopt(self, key: int, memory: Memory) -> None:
-        self.memories.setdefault(key, memory)
-
     def restore(self) -> None:
         for memory in self.memories.values():
             memory.put_back()

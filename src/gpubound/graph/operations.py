@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..errors import GraphError
 from ..watch import ops
 from ..watch.events import DOWNLOAD, HOST_DATA, NUMBER, PRINT, READ, THROUGH, UPLOAD, WAIT, Cause, shape
 from ..watch.site import Place, Site, site_of_error
+from ..watch.unseen import replaced
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
 _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
@@ -235,19 +236,13 @@ def broken_capture(name: str, error: BaseException) -> GraphError | None:
 @contextlib.contextmanager
 def patched(watch: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
     """Inside the block every launch of this thread and of autograd's becomes `watch(tensors, launch)`, which must launch."""
-    mine, changed = threading.get_ident(), []
-    for owner, name in _launchers():
-        original = getattr(owner, name)
-        setattr(owner, name, _through(watch, original, mine))
-        changed.append((owner, name, original))
-    try:
+    with contextlib.ExitStack() as doors:
+        for owner, name in _launchers():
+            doors.enter_context(replaced(owner, name, partial(_through, watch, threading.get_ident())))
         yield
-    finally:
-        for owner, name, original in changed:
-            setattr(owner, name, original)
 
 
-def _through(watch: Callable, original: Callable, mine: int) -> Callable:
+def _through(watch: Callable, mine: int, original: Callable) -> Callable:
     def launch(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != mine and torch._C._current_autograd_node() is None:
             return original(*args, **kwargs)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
+from ..watch.ops import on_host
 from .held import Held, StaticInputs, same
 from .memory import allocating_in
 from .reach import Reach, Way, storage_key
@@ -36,10 +37,9 @@ def prepare(name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any
 
 def choose_device(inputs: StaticInputs, reach: Reach) -> torch.device:
     """Where fn works: the GPU that anything it reaches lies on, else the CPU. Inputs must lie there too."""
-    named = list(zip(inputs.names, inputs.buffers))
-    devices = list(dict.fromkeys([tensor.device for _, tensor in named] + reach.devices()))
-    device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
-    for name, tensor in named:
+    devices = [tensor.device for tensor in inputs.buffers] + [tensor.device for _, tensor in reach.tensors]
+    device = next((device for device in devices if not on_host(device)), torch.device("cpu"))
+    for name, tensor in zip(inputs.names, inputs.buffers):
         if tensor.device != device:
             raise GraphError(
                 f"{name}: got a tensor on {tensor.device}, wanted {device}, where fn works; move it before the capture."

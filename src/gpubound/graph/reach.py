@@ -90,9 +90,6 @@ class Reach:
         key = storage_key(tensor)
         return self._lying.get(key) if key else None
 
-    def devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(tensor.device for _, tensor in self.tensors))
-
     def _walk(self, way: Way, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
             self._tensor(way, node)

@@ -116,17 +116,14 @@ class Ledger:
         unknown = [name for name in limits if name not in totals]
         over = {name: limit for name, limit in limits.items() if name in totals and totals[name] > limit}
         if unknown:
-            raise BudgetError(self._uncounted(unknown))
+            why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
+            raise BudgetError(
+                f"not counted: {', '.join(unknown)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
+                f"pretend device (gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
+            )
         if over:
             said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
             raise BudgetError(f"over budget: {said}.\n{offenders(self, over)}")
-
-    def _uncounted(self, names: list[str]) -> str:
-        why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
-        return (
-            f"not counted: {', '.join(names)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
-            f"pretend device (gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
-        )
 
     def as_dict(self) -> dict:
         """Everything as plain values, for JSON."""

@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import gc
-import linecache
-import os
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import trace
-from .site import USER, Place, Site, owner
+from ..device import interpreted
+from .site import Place, site_in
+from .unseen import replaced
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -93,43 +94,35 @@ class Triton(Sensor):
         return None if "triton" in sys.modules else "Triton is not imported"
 
     def start(self) -> None:
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            self._undo = _wrap_interpreter(self._launched)
-            return
-        from triton import knobs
+        self._undo = ExitStack()
+        if interpreted():  # the interpreter runs kernels as Python and knows no launch hook
+            from triton.runtime.interpreter import InterpretedFunction
 
-        hook = self._hook
-        knobs.runtime.launch_enter_hook.add(hook)
-        self._undo = lambda: knobs.runtime.launch_enter_hook.remove(hook)
+            self._undo.enter_context(replaced(InterpretedFunction, "run", self._heard))
+        else:
+            from triton import knobs
+
+            hook = self._hook
+            knobs.runtime.launch_enter_hook.add(hook)
+            self._undo.callback(lambda: knobs.runtime.launch_enter_hook.remove(hook))
 
     def stop(self) -> None:
-        self._undo()
+        self._undo.close()
 
     def _hook(self, metadata) -> None:
         self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
 
+    def _heard(self, original: Callable) -> Callable:
+        def run(function, *args, grid, warmup, **kwargs):
+            if not warmup:
+                self._launched(function.fn.__name__)
+            return original(function, *args, grid=grid, warmup=warmup, **kwargs)
+
+        return run
+
     def _launched(self, name: str) -> None:
         self.ledger.now.triton += 1
         self.ledger.record("launch", name)
-
-
-def _wrap_interpreter(launched):
-    """The interpreter runs kernels as Python and knows no launch hook."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    original = InterpretedFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        if not warmup:
-            launched(self.fn.__name__)
-        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    InterpretedFunction.run = run
-
-    def undo():
-        InterpretedFunction.run = original
-
-    return undo
 
 
 DEVICE_COUNTERS = {"num_device_alloc": "alloc", "num_device_free": "free", "num_alloc_retries": "retry"}
@@ -187,15 +180,6 @@ def statistics() -> dict[str, int]:
             totals[kind] += now.get(counter, 0)
     totals["pin"] = torch.cuda.host_memory_stats().get("num_host_alloc", 0)
     return totals
-
-
-def site_in(frames: list[dict]) -> Site | None:
-    """The user's line among a recorded stack's frames, innermost first."""
-    for frame in frames:
-        file, line = frame["filename"], frame["line"]
-        if file != "??" and owner(file) is USER:
-            return Site(file, line, frame["name"], linecache.getline(file, line).strip(), line)
-    return None
 
 
 class Collector(Sensor):

@@ -164,6 +164,15 @@ def site_of_error(error: BaseException) -> Site | None:
     return found
 
 
+def site_in(frames: list[dict]) -> Site | None:
+    """The user's line among a recorded stack's frames, innermost first."""
+    for frame in frames:
+        file, line = frame["filename"], frame["line"]
+        if file != "??" and owner(file) is USER:
+            return Site(file, line, frame["name"], linecache.getline(file, line).strip(), line)
+    return None
+
+
 def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None, str]:
     """(the user's frame, the library frame that it went through, the file's key in THROUGH that it went through).
 

@@ -7,18 +7,35 @@ pretend device announces its own.
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from ..device import accelerator
 from .events import SCALARS
+from .ops import on_host
 
 Listener = Callable[[str, str], None]  # (what was called, device type)
 
 _listeners: list[Listener] = []
-_undo: list[Callable[[], None]] = []
+_wrapped = ExitStack()
 _lock = threading.Lock()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Inside the block `make(original)` stands in the place of `owner`'s function `name`."""
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 def announce(what: str, device_type: str) -> None:
@@ -38,21 +55,20 @@ def leave(listener: Listener) -> None:
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
-            while _undo:
-                _undo.pop()()
+            _wrapped.close()
 
 
 def _install() -> None:
-    cuda = (
-        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
-        (torch.cuda.Stream, "synchronize", "stream.synchronize"),
-        (torch.cuda.Event, "synchronize", "event.synchronize"),
+    calls = (
+        (torch.cuda, "synchronize", lambda *_: announce("torch.cuda.synchronize", "cuda")),
+        (torch.cuda.Stream, "synchronize", lambda *_: announce("stream.synchronize", "cuda")),
+        (torch.cuda.Event, "synchronize", lambda *_: announce("event.synchronize", "cuda")),
+        (torch.accelerator, "synchronize", _synchronized),
+        (torch._tensor_str, "_str", _printed),
+        (torch, "tensor", _built),
     )
-    for owner, name, what in cuda:
-        _wrap(owner, name, lambda *_, what=what: announce(what, "cuda"))
-    _wrap(torch.accelerator, "synchronize", _synchronized)
-    _wrap(torch._tensor_str, "_str", _printed)
-    _wrap(torch, "tensor", _built)
+    for owner, name, before in calls:
+        _wrapped.enter_context(replaced(owner, name, functools.partial(_waiting, before)))
 
 
 def _synchronized(*_) -> None:
@@ -61,25 +77,22 @@ def _synchronized(*_) -> None:
 
 
 def _printed(t: torch.Tensor, *_) -> None:
-    if t.device.type not in ("cpu", "meta") and t.numel():
+    if not on_host(t) and t.numel():
         announce("print", t.device.type)
 
 
 def _built(data=None, *_) -> None:
     while isinstance(data, (list, tuple)) and data:
-        if isinstance(data[0], torch.Tensor) and data[0].device.type not in ("cpu", "meta"):
+        if isinstance(data[0], torch.Tensor) and not on_host(data[0]):
             announce(SCALARS, data[0].device.type)
             return
         data = data[0]
 
 
-def _wrap(owner, name: str, before: Callable) -> None:
-    original, own = getattr(owner, name), name in vars(owner)
-
+def _waiting(before: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def waiting(*args, **kwargs):
         before(*args)
         return original(*args, **kwargs)
 
-    setattr(owner, name, waiting)
-    _undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+    return waiting
