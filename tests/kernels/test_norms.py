@@ -117,7 +117,7 @@ def test_reference_gradients_in_fp64():
 def test_forward_stores_stay_inside(device):
     x, w = draw(device, FP32, 3, 63), draw(device, FP32, 63)
     (whole_y, y), (whole_s, s), (whole_rstd, rstd) = (banded(shape, device) for shape in ((3, 63), (3, 63), (3,)))
-    fast._rms_norm_forward_kernel[(2,)](x, x, w, s, y, rstd, 3, 1e-6, 63, 64, 2, 1, "", True, True)
+    fast._norm_forward_kernel[(2,)](x, x, w, w, s, y, rstd, rstd, 3, 1e-6, 63, 64, 2, 1, "", True, False, True, False)
     for whole, inside in ((whole_y, y), (whole_s, s), (whole_rstd, rstd)):
         assert_inside(whole, inside)
 
@@ -125,7 +125,8 @@ def test_forward_stores_stay_inside(device):
 def test_backward_stores_stay_inside(device):
     dy, x, w, rstd = draw(device, FP32, 3, 63), draw(device, FP32, 3, 63), draw(device, FP32, 63), torch.ones(3, device=device)
     (whole_dx, dx), (whole_dw, dw) = banded((3, 63), device), banded((2, 63), device)
-    fast._rms_norm_backward_kernel[(2,)](dy, dy, x, w, rstd, dx, dw, 3, 63, 64, 2, 1, "", True, True, True, True)
+    flags = True, False, True, True, True, False  # ADD, CENTRE, WEIGHT, DX, DW, DB
+    fast._norm_backward_kernel[(2,)](dy, dy, x, w, rstd, rstd, dx, dw, 3, 63, 64, 2, 1, "", *flags)
     assert_inside(whole_dx, dx)
     assert_inside(whole_dw, dw)
 

@@ -87,7 +87,7 @@ def test_reference_against_torch_and_its_gradients_in_fp64():
 def test_forward_stores_stay_inside(device):
     x, w = draw(device, FP32, 3, 63), draw(device, FP32, 63)
     (whole_y, y), (whole_mean, mean), (whole_rstd, rstd) = (banded(shape, device) for shape in ((3, 63), (3,), (3,)))
-    fast._layer_norm_forward_kernel[(2,)](x, w, w, y, mean, rstd, 3, 1e-5, 63, 64, 2, 1, "", True, True)
+    fast._norm_forward_kernel[(2,)](x, x, w, w, x, y, mean, rstd, 3, 1e-5, 63, 64, 2, 1, "", False, True, True, True)
     for whole, inside in ((whole_y, y), (whole_mean, mean), (whole_rstd, rstd)):
         assert_inside(whole, inside)
 
@@ -96,7 +96,8 @@ def test_backward_stores_stay_inside(device):
     dy, x, w = draw(device, FP32, 3, 63), draw(device, FP32, 3, 63), draw(device, FP32, 63)
     mean, rstd = torch.zeros(3, device=device), torch.ones(3, device=device)
     (whole_dx, dx), (whole_sums, sums) = banded((3, 63), device), banded((2, 2, 63), device)
-    fast._layer_norm_backward_kernel[(2,)](dy, x, w, mean, rstd, dx, sums, 3, 63, 64, 2, 1, "", True, True, True, True)
+    flags = False, True, True, True, True, True  # ADD, CENTRE, WEIGHT, DX, DW, DB
+    fast._norm_backward_kernel[(2,)](dy, dy, x, w, mean, rstd, dx, sums, 3, 63, 64, 2, 1, "", *flags)
     assert_inside(whole_dx, dx)
     assert_inside(whole_sums, sums)
 

@@ -25,14 +25,16 @@ from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_forward_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, rows, eps,
-                             COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                             HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-                             OFFSET: tl.constexpr = 0.0):  # fmt: skip
-    if WEIGHT:  # before the row's sum, whose barrier no load is moved across
+def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+                         COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr,
+                         ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+                         OFFSET: tl.constexpr = 0.0):  # fmt: skip
+    if WEIGHT:
         w = _columns(w_ptr, COLS, BLOCK)
         if OFFSET != 0.0:
             w += OFFSET
+    if BIAS:
+        b = _columns(b_ptr, COLS, BLOCK)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
         x = _tile_of(x_ptr, at, mask, HINT)
@@ -41,143 +43,57 @@ def _rms_norm_forward_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, rows, 
             s = x.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + at, s, mask=mask)
             x = s.to(tl.float32)  # the norm of what was stored, so that forward and backward see one s
+        if CENTRE:
+            mean = tl.sum(x, 1) / COLS
+            x = x - mean[:, None]  # two passes over registers: E[x²] − mean² cancels when the mean is large
+            if BLOCK != COLS:
+                x = tl.where(mask, x, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, 1) / COLS + eps)
         y = x * rstd[:, None]
         if WEIGHT:
             y *= w[None]
+        if BIAS:
+            y += b[None]
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if CENTRE:
+            tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows,
-                              COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                              HINT: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-                              DX: tl.constexpr, DW: tl.constexpr, OFFSET: tl.constexpr = 0.0):  # fmt: skip
+def _norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, rows,
+                          COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr,
+                          ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr,
+                          DB: tl.constexpr, OFFSET: tl.constexpr = 0.0):  # fmt: skip
     col = tl.arange(0, BLOCK)
     if WEIGHT:
         w = _columns(w_ptr, COLS, BLOCK)
         if OFFSET != 0.0:
             w += OFFSET
     dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
         dy = _tile_of(dy_ptr, at, mask, HINT)
         x = _tile_of(x_ptr, at, mask, HINT)
         if ADD:  # before the row's sum, whose barrier no load is moved across
             ds = tl.load(ds_ptr + at, mask=mask, other=0.0, eviction_policy=HINT)
+        if CENTRE:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_hat = x * rstd
+        x_hat = (x - mean if CENTRE else x) * rstd
         if DX:
-            g = dy
+            g = dy  # 0 where masked, so the sums below need no mask although x_hat may not be 0 there
             if WEIGHT:
                 g = dy * w[None]
-            dx = rstd * (g - x_hat * (tl.sum(g * x_hat, 1) / COLS)[:, None])
+            if CENTRE:
+                plain, with_x = tl.reduce((g, g * x_hat), 1, add_both)
+                g = g - (plain / COLS)[:, None]
+            else:
+                with_x = tl.sum(g * x_hat, 1)
+            dx = rstd * (g - x_hat * (with_x / COLS)[:, None])
             if ADD:
                 dx += ds.to(tl.float32)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if DW:
-            dw += tl.sum(dy * x_hat, 0)
-    if DW:
-        tl.store(dw_ptr + tl.program_id(0) * COLS + col, dw, mask=col < COLS)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """y, or (y, s) when there is a residual. An output nobody used has the gradient None."""
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset):
-        if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
-            ctx.set_materialize_grads(False)
-        x, r = x.contiguous(), None if residual is None else residual.contiguous()
-        y, rstd = torch.empty_like(x), torch.empty(prod(x.shape[:-1]), device=x.device, dtype=torch.float32)
-        s, w = x if r is None else torch.empty_like(x), x if weight is None else weight.contiguous()
-        walk(
-            _rms_norm_forward_kernel, "rms_norm" if r is None else "add_rms_norm", "forward", x, 0,
-            (x, x if r is None else r, w, s, y, rstd), eps=eps, ADD=r is not None, WEIGHT=weight is not None, OFFSET=offset,
-        )  # fmt: skip
-        ctx.save_for_backward(s, weight, rstd)
-        ctx.offset = offset
-        ctx.weight = weight  # under torch.utils.checkpoint the saved one comes back as a copy without its main_grad
-        return y if residual is None else (y, s)
-
-    @staticmethod
-    def backward(ctx, dy, ds=None):
-        first_order_only("rms_norm")
-        if dy is None:
-            return ds, ds, None, None, None
-        x, weight, rstd = ctx.saved_tensors
-        need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
-        need_dx, dy, ds = need_x or need_residual, dy.contiguous(), None if ds is None else ds.contiguous()
-        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
-        (parts,) = walk(
-            _rms_norm_backward_kernel, "rms_norm" if ds is None else "add_rms_norm", "backward", x, 1,
-            (dy, dy if ds is None else ds, x, w, rstd, x if dx is None else dx), [(int(need_dw), x.shape[-1])],
-            ADD=ds is not None, WEIGHT=weight is not None, DX=need_dx, DW=need_dw, OFFSET=ctx.offset,
-        )  # fmt: skip
-        dw = deliver_parts(parts, [ctx.weight])[0] if need_dw else None
-        return dx, dx if need_residual else None, dw, None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    return _RMSNorm.apply(x, None, weight, eps, offset)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    return _RMSNorm.apply(x, residual, weight, eps, offset)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _layer_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
-                               COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                               HINT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    if WEIGHT:  # before the row's sums, whose barriers no load is moved across
-        w = _columns(w_ptr, COLS, BLOCK)
-    if BIAS:
-        b = _columns(b_ptr, COLS, BLOCK)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        x = _tile_of(x_ptr, at, mask, HINT)
-        mean = tl.sum(x, 1) / COLS
-        centred = x - mean[:, None]  # two passes over registers: E[x²] − mean² cancels when the mean is large
-        if BLOCK != COLS:
-            centred = tl.where(mask, centred, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / COLS + eps)
-        y = centred * rstd[:, None]
-        if WEIGHT:
-            y *= w[None]
-        if BIAS:
-            y += b[None]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-        tl.store(rstd_ptr + row, rstd, mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _layer_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, rows,
-                                COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                                HINT: tl.constexpr, WEIGHT: tl.constexpr,
-                                DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr):  # fmt: skip
-    col = tl.arange(0, BLOCK)
-    if WEIGHT:
-        w = _columns(w_ptr, COLS, BLOCK)
-    dw = tl.zeros([BLOCK], tl.float32)
-    db = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        dy = _tile_of(dy_ptr, at, mask, HINT)
-        x = _tile_of(x_ptr, at, mask, HINT)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        x_hat = (x - mean) * rstd
-        if DX:
-            g = dy  # 0 where masked, so the sums below need no mask although x_hat is not 0 there
-            if WEIGHT:
-                g = dy * w[None]
-            plain, with_x = tl.reduce((g, g * x_hat), 1, add_both)
-            dx = rstd * (g - (plain / COLS)[:, None] - x_hat * (with_x / COLS)[:, None])
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if DW:
             dw += tl.sum(dy * x_hat, 0)
@@ -190,43 +106,68 @@ def _layer_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr
         tl.store(parts_ptr + DW * COLS, db, mask=col < COLS)
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        x = x.contiguous()
-        y, (mean, rstd) = (
-            torch.empty_like(x),
-            torch.empty(2, prod(x.shape[:-1]), device=x.device, dtype=torch.float32).unbind(0),
-        )
-        w, b = (x if t is None else t.contiguous() for t in (weight, bias))
-        walk(
-            _layer_norm_forward_kernel, "layer_norm", "forward", x, 0, (x, w, b, y, mean, rstd),
-            eps=eps, WEIGHT=weight is not None, BIAS=bias is not None,
-        )  # fmt: skip
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.weight, ctx.bias = weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
-        return y
+class _Norm(torch.autograd.Function):
+    """LayerNorm where `centre`, else RMSNorm: y, or (y, s) when there is a residual. An unused output's gradient is None."""
 
     @staticmethod
-    def backward(ctx, dy):
-        first_order_only("layer_norm")
-        x, weight, mean, rstd = ctx.saved_tensors
-        need_dx, need_dw, need_db, _ = ctx.needs_input_grad
-        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
-        sums = need_dw + need_db
-        (parts,) = walk(
-            _layer_norm_backward_kernel, "layer_norm", "backward", x, sums,
-            (dy.contiguous(), x, w, mean, rstd, x if dx is None else dx), [(sums, x.shape[-1])],
-            WEIGHT=weight is not None, DX=need_dx, DW=need_dw, DB=need_db,
+    def forward(ctx, x, residual, weight, bias, eps, offset, centre):
+        if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
+            ctx.set_materialize_grads(False)
+        x, r = x.contiguous(), None if residual is None else residual.contiguous()
+        s, y = x if r is None else torch.empty_like(x), torch.empty_like(x)
+        w, b = (x if t is None else t.contiguous() for t in (weight, bias))
+        rstd = torch.empty(prod(x.shape[:-1]), device=x.device, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if centre else None
+        walk(
+            _norm_forward_kernel, _op(centre, r), "forward", x, 0,
+            (x, x if r is None else r, w, b, s, y, rstd if mean is None else mean, rstd), eps=eps, ADD=r is not None,
+            CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None, OFFSET=offset,
         )  # fmt: skip
-        if not sums:
-            return dx, None, None, None
-        delivered = deliver_parts(parts, [t for t, needed in ((ctx.weight, need_dw), (ctx.bias, need_db)) if needed])
-        return dx, delivered[0] if need_dw else None, delivered[-1] if need_db else None, None
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.offset = offset
+        ctx.small = weight, bias  # under torch.utils.checkpoint the saved ones come back as copies without their main_grad
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    def backward(ctx, dy, ds=None):
+        x, weight, mean, rstd = ctx.saved_tensors
+        centre = mean is not None
+        first_order_only(_op(centre, None))
+        if dy is None:
+            return ds, ds, None, None, None, None, None
+        need_x, need_residual, need_dw, need_db, *_ = ctx.needs_input_grad
+        need_dx, sums = need_x or need_residual, need_dw + need_db
+        dy, ds = dy.contiguous(), None if ds is None else ds.contiguous()
+        w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
+        (parts,) = walk(
+            _norm_backward_kernel, _op(centre, ds), "backward", x, sums if centre else 1,
+            (dy, dy if ds is None else ds, x, w, rstd if mean is None else mean, rstd, x if dx is None else dx),
+            [(sums, x.shape[-1])], ADD=ds is not None, CENTRE=centre, WEIGHT=weight is not None, DX=need_dx, DW=need_dw,
+            DB=need_db, OFFSET=ctx.offset,
+        )  # fmt: skip
+        owners = [owner for owner, needed in zip(ctx.small, (need_dw, need_db)) if needed]
+        given = deliver_parts(parts, owners) if owners else ()
+        dw, db = given[0] if need_dw else None, given[-1] if need_db else None
+        return dx, dx if need_residual else None, dw, db, None, None, None
+
+
+def _op(centre: bool, beside: Tensor | None) -> str:
+    """Whose plan it is. `beside`: the residual, or the gradient that comes back for the sum with it."""
+    return "layer_norm" if centre else "rms_norm" if beside is None else "add_rms_norm"
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    return _Norm.apply(x, None, weight, None, eps, offset, False)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return _Norm.apply(x, residual, weight, None, eps, offset, False)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight, bias, eps, 0.0, True)
 
 
 @triton.jit
