@@ -9,6 +9,7 @@ been given back, and the block that is computed again has room.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,32 +91,26 @@ def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, devic
     Found by trying, log2 of the number of blocks times, since what a block keeps is known to nobody beforehand. Nothing is left
     switched on. The peak is what torch has allocated at the most, weights and all.
     """
-    most = count_blocks(model)
+    most, peaks = count_blocks(model), dict[int, int]()
 
-    def fits(count: int) -> int | None:
+    def fits(count: int) -> bool:
         undo = recompute_blocks(model, count)
         try:
-            found = peak_bytes(rehearse, device)
+            peaks[count] = peak_bytes(rehearse, device)
         except torch.OutOfMemoryError:
-            return None
+            return False
         finally:
             undo()
-        return found if found <= budget else None
+        return peaks[count] <= budget
 
-    if (found := fits(most)) is None:
+    if not fits(most):
         raise DeviceError(
             f"recompute: with all {most} blocks recomputed a step still needs more than {readable(budget)}; "
             f"take a smaller micro-batch, shorter rows or a larger budget."
         )
-    low, high = 0, most  # `high` fits, everything below `low` does not
-    while low < high:
-        middle = (low + high) // 2
-        if (now := fits(middle)) is None:
-            low = middle + 1
-        else:
-            high, found = middle, now
-    notice(f"recompute: {high} of {most} blocks; {readable(found)} at the peak of a step, of {readable(budget)}.")
-    return high
+    count = bisect_left(range(most), True, key=fits)
+    notice(f"recompute: {count} of {most} blocks; {readable(peaks[count])} at the peak of a step, of {readable(budget)}.")
+    return count
 
 
 def peak_bytes(rehearse: Callable[[], Any], device: torch.device) -> int:

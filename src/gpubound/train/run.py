@@ -220,14 +220,8 @@ class Run:
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         average = self.average.average if self.average else {}
         tensors = joined(model=self.model.state_dict(), step=self.step.state_dict(), random=random, average=average)
-        facts = {
-            "recipe": dataclasses.asdict(self.recipe),
-            "phase": self.phase,
-            "began": self.began,
-            "over": self.over,
-            "feed": self.feed.state_dict(),
-            "evaluations": self.evaluations,
-        }
+        facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
+        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
         loss = self.evaluations.get(self.done)
         known = loss is not None and math.isfinite(loss)
         score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one
