@@ -37,9 +37,9 @@ PATIENCE = 3  # held-out losses without a better one
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small model on the source of your Python's standard library (on a GPU, of torch too) and show what it learnt.
+    """Train a small model on the source of your Python's standard library and show what it learnt. A GPU also takes torch's.
 
-    Nothing is downloaded. The folder --out gets the corpus, checkpoints, a line a step and report.html.
+    Nothing is downloaded. The folder --out gets the corpus, the checkpoints, a line for each step, and report.html.
 
     Example: gpubound demo --out runs/demo
     """
@@ -47,7 +47,7 @@ class Demo:
     out: str = "demo-run"
     """Folder of the run. A finished demo there is replaced; a folder that holds anything else is refused."""
     steps: int | None = None
-    """Optimizer steps. By default 1,200, but no more than four passes over the data."""
+    """How many optimizer steps. By default 1,200, or fewer if those would pass more than four times over the data."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     resume: bool = False

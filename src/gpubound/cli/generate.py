@@ -85,16 +85,16 @@ class Generate:
     batch: int = 32
     """How many sequences to write at once. The rest follow batch by batch."""
     max_length: int | None = None
-    """The longest a sequence may get, prompt included. The default is what the prompts need, up to the model's own limit."""
+    """The most tokens of a sequence, prompt included. The default is what the prompts need, up to the model's own limit."""
     k: str = "auto"
-    """Steps a launch: auto, or a number. A text is shown launch by launch; auto takes 1 on a CPU, up to 32 on a GPU."""
+    """Steps per launch: auto, or a number. A text is shown launch by launch. auto is 1 on a CPU and up to 32 on a GPU."""
     weights: str | None = None
-    """int8, int4 or fp8: round the weights, so that each token reads less memory. Made for GPUs."""
+    """int8, int4 or fp8: round the weights, so that each token reads less memory. Meant for GPUs."""
     cache: str | None = None
     """int8 or fp8: keep keys and values in 8 bits, which saves memory with long texts and many sequences."""
     speculate: int | None = None
-    """Guess this many tokens from the text so far and check them in one step. The result is the same; repetitive texts come
-    sooner."""
+    """Guess this many tokens from the text so far and check them in one step. The result is the same. Repetitive texts are
+    written faster."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     dtype: str = "auto"

@@ -32,9 +32,9 @@ MOST_LAYERS = 1024  # of a model without weights; the deepest published ones hav
 class Place:
     """Put a model on the device through verified kernels, and print what runs where.
 
-    TARGET is a folder with a config.json (without weights beside it they are random, which is said) or MODULE:FUNCTION, a
-    function without arguments that returns a model, or a model and an example batch. Exit code 1: --strict, and a module
-    was not swapped. 3: the model was moved, but nobody knows what to feed it, so it was not verified as a whole.
+    TARGET is a folder with a config.json, or MODULE:FUNCTION. If the folder has no weights, random ones are placed. The
+    function takes no arguments and returns a model, or a model and an example batch. Exit code 1: --strict was given, and a
+    module was not swapped. 3: the model was placed, but not verified as a whole, because its inputs are not known.
 
     Examples: gpubound place path/to/checkpoint --json
               gpubound place train:build_model --device require

@@ -33,7 +33,7 @@ from ..words import quantity
 
 @contextmanager
 def quietly(quiet: bool) -> Iterator[None]:
-    """Inside, where `quiet`, the library and this session say only what needs somebody: warnings, fallbacks, failures."""
+    """Inside, if `quiet`, the library and this session say only what needs attention: warnings, fallbacks, failures."""
     before = trace.logger.level
     if quiet:
         trace.logger.setLevel(logging.WARNING)
@@ -86,11 +86,14 @@ def train(
     tape.rewind(run.done)
     run.checkpoints.first = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
-    tape.tell(name=title, config=config, machine=machine(run.device), placement=str(run.placement), mfu=scale.formula)
+    machine = {"device": label(run.device), "gpubound": __version__, "torch": torch.__version__}
+    machine |= {"python": sys.version.split()[0]}
+    tape.tell(name=title, config=config, machine=machine, placement=str(run.placement), mfu=scale.formula)
     tape.tell(verdict=None, finished=False, sample=None)
     say(run.placement.summary)
+    size, left = sum(p.numel() for p in run.model.parameters()), max(run.steps - first, 0)
     after = f" after step {first:,}" if first else ""
-    say(f"{title}: {size_of(run)}, {max(run.steps - first, 0):,} steps of {quantity(run.tokens_per_step)} tokens{after}")
+    say(f"{title}: {quantity(size)} parameters, {left:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
@@ -155,14 +158,6 @@ class Scale:
                 notice("the share of the matrix rate is left out from here on: this run passes the rate that was measured.")
                 self.flops_per_s = None
         return record
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    return {"device": label(device), "gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-
-
-def size_of(run: Run) -> str:
-    return f"{quantity(sum(p.numel() for p in run.model.parameters()))} parameters"
 
 
 @dataclass(frozen=True)

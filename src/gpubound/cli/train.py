@@ -48,13 +48,13 @@ class Train(Recipe):
     resume: bool = False
     """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
     auto_batch: bool = False
-    """Use the largest micro-batch that fits on the GPU, found by trial. A step keeps its number of tokens."""
+    """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
     export: str | None = None
     """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out."""
     log: str | None = None
     """Also write the records to tensorboard, wandb or trackio."""
     quiet: bool = False
-    """Say on stderr only what needs somebody: warnings, fallbacks, and a training that failed or was stopped."""
+    """Write to stderr only what needs attention: warnings, fallbacks, and a training that failed or was stopped."""
     list: bool = False
     """List the models that --model knows by name, and exit."""
     json: bool = False
@@ -94,18 +94,11 @@ def main(argv: Sequence[str]) -> int:
         elif export:
             say(f"export: {run.export(export)}, the weights of step {run.best or run.done:,}")
     if options.json:
-        tape = outcome.tape
-        last = tape.steps()[-1] if tape.steps() else {}
-        about = {
-            "out": recipe.out,
-            "finished": run.finished,
-            "failed": outcome.failed,
-            "last": last,
-            "verdict": outcome.verdict,
-        }
+        steps = outcome.tape.steps()
+        about = {"out": recipe.out, "finished": run.finished, "failed": outcome.failed, "verdict": outcome.verdict}
+        about |= {"last": steps[-1] if steps else {}, "report": str(report)}
         about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
-        written = str(export) if export and not outcome.failed else None
-        print(json.dumps(about | {"report": str(report), "export": written}))
+        print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))
     return 1 if outcome.failed else 0
 
 

@@ -50,7 +50,7 @@ class Tune:
     device: str = "auto"
     """Search on this GPU: auto, require, cuda or cuda:<index>."""
     seconds: float = 300.0
-    """When this is over, no more plans are tried."""
+    """The time limit. After it no more plans are tried."""
     json: bool = False
     """Print one JSON document instead of a line for each search."""
 
