@@ -6,6 +6,8 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.bind import bind
+from gpubound.decode.request import Choice, Request
+from gpubound.decode.slots import Slots
 
 from . import cases
 
@@ -80,6 +82,7 @@ WRONG_SETTINGS = [
     ({"top_p": 1.1}, "top_p: got 1.1, wanted more than 0 and at most 1 (off)."),
     ({"min_p": 1.0}, "min_p: got 1.0, wanted 0 (off) or more and less than 1."),
     ({"repetition_penalty": 0.0}, "repetition_penalty: got 0.0, wanted 1e-30 to 1e+30; 1 is off."),
+    ({"repetition_penalty": 1e-31}, "repetition_penalty: got 1e-31, wanted 1e-30 to 1e+30; 1 is off."),
     ({"seed": 0.5}, "seed: got 0.5, wanted a whole number of 64 bits."),
     ({"seed": 2**63}, "seed: got 9223372036854775808, wanted a whole number of 64 bits."),
     ({"stop": 89}, "the stop token 89 lies outside the vocabulary of 89, so it can never be seen."),
@@ -238,8 +241,35 @@ def test_stops_in_every_form():
     last = whole[6]
     for form in (last, [last], (last, 88), {last}, np.int64(last), [np.int64(last)]):
         assert fast.generate(PROMPT, max_new_tokens=20, stop=form).tokens[0] == whole[: whole.index(last) + 1]
+    many = [token for token in range(89) if token not in whole[:6]][:32]  # as many as there is room for
+    assert fast.generate(PROMPT, max_new_tokens=20, stop=many).tokens[0][:6] == whole[:6]
     for form in (None, (), []):
         assert fast.generate(PROMPT, max_new_tokens=20, stop=form).tokens[0] == whole
+
+
+def test_logits_that_are_not_finite_from_the_first_step():
+    """A row that ends before it has had a token ends with an error, not with an empty text."""
+    model = cases.build("Llama", tie_word_embeddings=False)
+    fast = gb.decoder(model, 1, cases.ROOM, verify=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[4] = float("nan")
+    sentence = said(lambda: fast.generate([3, 4], max_new_tokens=9), gb.GenerateError)
+    assert sentence.startswith("sequence 0: the logits at position 1 are not finite; first seen in model.embed_tokens.")
+
+
+def test_a_penalty_counts_every_token_of_the_prompt():
+    """The last one too, which goes through the first step and not through the prefill. Marks of an earlier request are gone."""
+    slots = Slots(3, 89, 8, torch.device("cpu"))
+    for prompts in ([[3, 5, 3], [8]], [[7], [2, 6]]):
+        slots.fill(Request(prompts, 4, Choice(repetition_penalty=1.5)), 2, cases.ROOM)
+        assert [row.nonzero().flatten().tolist() for row in slots.marks()[:2]] == [sorted(set(p)) for p in prompts]
+
+
+def test_a_row_ends_with_the_cache():
+    """However many tokens are asked for."""
+    slots = Slots(2, 89, 8, torch.device("cpu"))
+    slots.fill(Request([[3] * 90, [3] * 2], 20, Choice()), 2, cases.ROOM)
+    assert slots.rows.limit.tolist() == [cases.ROOM, 22]
 
 
 def test_an_encoding_of_the_tokenizers_package():

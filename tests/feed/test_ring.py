@@ -99,6 +99,15 @@ def test_a_slot_is_written_again_only_after_its_copy(slots):
     assert lane.stagings == slots and lane.sends == 40
 
 
+def test_a_slot_keeps_its_memory_for_smaller_batches():
+    """Pinned memory is slow to get: only a larger batch than a slot has had takes more."""
+    lane = LateLane()
+    batches = ({"x": torch.full((512 * size,), float(i)), "y": torch.tensor(i)} for i, size in enumerate([3, 1, 2, 3, 4, 1]))
+    got = drain(Ring(batches, lane, 1, Padding(), always=True))
+    lane.finish()
+    assert len(got) == 6 and right(got) and lane.stagings == 2
+
+
 def test_this_lane_sees_a_slot_that_is_written_too_early():
     """The test above would notice: without the wait for the copy's event, batches come out with their successors' values."""
     lane = LateLane(honours_events=False)

@@ -61,6 +61,13 @@ def test_items_are_collated_and_the_last_batch_is_uneven(mode):
     assert len(list(feed(items, device="cpu", mode=mode, batch_size=4, drop_last=True))) == 2
 
 
+def test_resident_items_go_on_in_the_middle_of_an_epoch():
+    served = feed(TensorDataset(torch.arange(23).float()), "cpu", mode="resident", batch_size=4, shuffle=True, seed=5)
+    whole = [batch[0].tolist() for batch in served]
+    served.seek(0, 2)
+    assert [batch[0].tolist() for batch in served] == whole[2:]
+
+
 def test_resident_items_are_shuffled_as_streamed_ones_are():
     data = TensorDataset(torch.arange(23).float(), torch.arange(46).reshape(23, 2))
     for source in (data, Subset(data, list(range(4, 20))), [data[i] for i in range(9)]):
