@@ -11,8 +11,9 @@ from gpubound.words import readable
     "spec, current, want",
     [("cuda", 0, "cuda:0"), ("cuda", 2, "cuda:2"), ("cuda:1", 0, "cuda:1"), ("cpu", None, "cpu"), ("cpu:0", None, "cpu")],
 )
-def test_devices_as_tensors_report_them(spec, current, want):
-    assert concrete(torch.device(spec), current) == torch.device(want)
+def test_devices_as_tensors_report_them(spec, current, want, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert concrete(torch.device(spec)) == torch.device(want)
 
 
 def test_target_on_this_machine():

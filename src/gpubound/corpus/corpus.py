@@ -12,7 +12,7 @@ from ..errors import DataError
 from ..feed.source import mix, order
 from .batches import CorpusFeed, batches
 from .build import build
-from .shards import CURE, Shard, facts, listed_shards, read_shard, saved_files_are_intact
+from .shards import CURE, Shard, listed_shards, read_shard, saved_files_are_intact
 from .tokenizer import Tokenizer
 
 RUNS = 256  # a large corpus gives up runs of neighbouring documents, so that it falls into a few hundred pieces, not millions
@@ -194,13 +194,14 @@ class Corpus:
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:
-    first = facts(shards[0].header)
+    first = shards[0]
     for shard in shards[1:]:
-        for what, value in facts(shard.header).items():
-            if value != first[what]:
+        for what in ("dtype", "vocab_size", "tokenizer"):
+            value, wanted = getattr(shard.header, what), getattr(first.header, what)
+            if value != wanted:
                 raise DataError(
-                    f"{shard.path}: foreign: its {what} is {value!r}, that of {shards[0].path.name} is {first[what]!r}; open "
-                    f"only shards of one corpus together."
+                    f"{shard.path}: foreign: its {what} is {value!r}, that of {first.path.name} is {wanted!r}; open only "
+                    f"shards of one corpus together."
                 )
 
 

@@ -225,11 +225,6 @@ def _section(path: Path, header: Header, name: str, verify: bool) -> np.ndarray:
     return array
 
 
-def facts(header: Header) -> dict[str, Any]:
-    """What the shards of one corpus have in common."""
-    return {"dtype": header.dtype, "vocab_size": header.vocab_size, "tokenizer": header.tokenizer}
-
-
 def listed_shards(folder: Path) -> list[Path]:
     """The shards of the corpus in `folder`, in order, as its manifest names them."""
     manifest = folder / MANIFEST

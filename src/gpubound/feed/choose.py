@@ -166,21 +166,15 @@ def target(device: str | torch.device | None) -> torch.device:
     return concrete(torch.device(device))
 
 
-def concrete(device: torch.device, current: int | None = None) -> torch.device:
+def concrete(device: torch.device) -> torch.device:
     """The device as tensors report it: 'cuda' is 'cuda:0' (or the current one), 'cpu:0' is 'cpu'. Compared as given, they are
-    unequal.
-
-    >>> concrete(torch.device("cuda"), current=1)
-    device(type='cuda', index=1)
-    """
+    unequal."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is not None:
         return device
-    if current is None:
-        ask = getattr(getattr(torch, device.type, None), "current_device", None)
-        current = ask() if ask else 0
-    return torch.device(device.type, current)
+    current = getattr(getattr(torch, device.type, None), "current_device", lambda: 0)
+    return torch.device(device.type, current())
 
 
 def free_bytes(device: torch.device) -> int | None:
