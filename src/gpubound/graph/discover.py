@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..watch.events import Cause
 from ..watch.site import Origins, Place, here
-from .memory import Memory, Snapshot
+from .memory import Generators, Memory, Snapshot
 from .operations import (
     HOST_WRITE,
     Hazard,
@@ -61,15 +61,16 @@ class _Midst(threading.local):
 
 
 class Watch:
-    """Watches calls of one function. `snapshot` receives what is written, before its first write."""
+    """Watches calls of one function. What is written goes into `snapshot` before its first write, what is drawn from into
+    `generators`.
+    """
 
-    def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot) -> None:
-        self.device, self.snapshot = device, snapshot
+    def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot, generators: Generators) -> None:
+        self.device, self.snapshot, self.generators = device, snapshot, generators
         self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
         self.external: dict[int, Seen] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # those that want gradients, with the one they had at first
         self._spots: set[tuple] = set()
-        self.generators: list[tuple[torch.Generator, Tensor]] = []  # with the state they had then
         self.calls = 0
         self.written_inputs: dict[int, Place] = {}
         self.hazards: list[Hazard] = []
@@ -103,10 +104,6 @@ class Watch:
             if certain or spot not in self._spots:
                 self.leaves[id(tensor)] = (tensor, tensor.grad)
                 self._spots.add(spot)
-
-    def draws(self, generator: torch.Generator) -> None:
-        if all(generator is not known for known, _ in self.generators):
-            self.generators.append((generator, generator.get_state()))
 
     @contextlib.contextmanager
     def in_the_midst(self, what: str) -> Iterator[None]:
@@ -234,7 +231,7 @@ class _Operations(TorchDispatchMode):
                     self._check_host_write(func, plain, args)
         for value in kwargs.values():
             if isinstance(value, torch.Generator):
-                watch.draws(value)
+                watch.generators.add(value)
         if (cause := wrong_with_operation(func, args, kwargs, watch.device, watch.call)) is not None:
             watch.hazard(cause)
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):

@@ -250,9 +250,9 @@ class Generators:
         self._all = [(generator, generator.get_state()) for generator in own]
         self._own = len(own)
 
-    def add(self, generator: torch.Generator, state: Tensor) -> None:
+    def add(self, generator: torch.Generator) -> None:
         if all(generator is not known for known, _ in self._all):
-            self._all.append((generator, state))
+            self._all.append((generator, generator.get_state()))
 
     @property
     def extra(self) -> list[torch.Generator]:

@@ -165,7 +165,7 @@ def wrong_with_call(function: Callable, args: tuple, device: torch.device) -> Ca
 def wrong_with_operation(op: Any, args: tuple, kwargs: dict, device: torch.device, call: tuple) -> Cause | None:
     """What is wrong with an operation, if a graph cannot hold it. `call` is Python's (function, args) that it came from."""
     if _assigns_number(op, args, device, call):
-        masked = "index" in op._opname and any(map(_is_mask, args[1]))
+        masked = "index" in op._opname and any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         return None if masked else NUMBER  # torch turns x[mask] = number into masked_fill
     for move in ops.moves(op, args, kwargs, home=device):
         if not _holds(op, args, device, move):
@@ -190,10 +190,6 @@ def _assigns_number(op: Any, args: tuple, device: torch.device, call: tuple) -> 
     else:
         return False
     return value.numel() == 1 and (value.device != device or (item and not isinstance(given[-1], Tensor)))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:

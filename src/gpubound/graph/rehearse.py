@@ -53,10 +53,10 @@ class Rehearsal:
         self.name, self.fn, self.inputs, self.runner, self.device = name, fn, inputs, runner, device
         self.before = self.reach = before
         self.snapshot = Snapshot(device)
-        self.watch = Watch(device, inputs.buffers, self.snapshot)
         self.generators = Generators(device)
         for generator in before.generators:
-            self.generators.add(generator, generator.get_state())
+            self.generators.add(generator)
+        self.watch = Watch(device, inputs.buffers, self.snapshot, self.generators)
         for way, tensor in before.of_state:
             self._take_state(way.name, tensor)
         for _, tensor in before.tensors:
@@ -155,8 +155,6 @@ class Rehearsal:
         try:
             for _ in range(calls):  # several: state that only a first call makes is to be made, used, and seen settled
                 self.runner.run(lambda: self.watch.run(self.call))
-            for generator, state in self.watch.generators:
-                self.generators.add(generator, state)
             self._refuse()
             if found := self.runner.waits(self.call):  # on a GPU: also a wait inside an operation, unseen by the watch
                 raise refuse(self.name, [Hazard(place, WAIT) for place in found])

@@ -125,7 +125,13 @@ class Triton(Sensor):
         self.ledger.record("launch", name)
 
 
-DEVICE_COUNTERS = {"num_device_alloc": "alloc", "num_device_free": "free", "num_alloc_retries": "retry"}
+# The allocators' counters: which kind of event each counts, and what was called.
+COUNTERS = {
+    "alloc": ("num_device_alloc", "cudaMalloc"),
+    "free": ("num_device_free", "cudaFree"),
+    "retry": ("num_alloc_retries", "retry after a failed cudaMalloc"),
+    "pin": ("num_host_alloc", "pinned allocation"),
+}
 ENTRIES = 100_000  # allocations remembered with their stacks; a malloc older than that loses its line
 
 
@@ -148,38 +154,28 @@ class Allocator(Sensor):
     def stop(self) -> None:
         after = statistics()
         changed = {kind: after[kind] - self._before[kind] for kind in after}
-        located = 0
         if changed["alloc"] > 0:  # reading the history builds it as Python objects: only when there is something to find
-            located = self._locate(torch.cuda.memory._snapshot()["device_traces"])
+            changed["alloc"] -= self._locate(torch.cuda.memory._snapshot()["device_traces"])
         if self._recording:
             torch.cuda.memory._record_memory_history(None)
-        changed["alloc"] -= located
-        for kind, times in changed.items():
-            if times > 0:
-                self.ledger.record(kind, WHAT[kind], count=times, place=Place())
+        for kind, (_, what) in COUNTERS.items():
+            if changed[kind] > 0:
+                self.ledger.record(kind, what, count=changed[kind], place=Place())
 
     def _locate(self, traces: list[list[dict]]) -> int:
         located = 0
         for event in (event for device in traces for event in device):
             if event["action"] in ("segment_alloc", "segment_map") and event.get("time_us", self._began) >= self._began:
                 place = Place(site_in(event.get("frames", [])))
-                self.ledger.record("alloc", WHAT["alloc"], bytes=event["size"], place=place)
+                self.ledger.record("alloc", "cudaMalloc", bytes=event["size"], place=place)
                 located += 1
         return located
 
 
-WHAT = {"alloc": "cudaMalloc", "free": "cudaFree", "retry": "retry after a failed cudaMalloc", "pin": "pinned allocation"}
-
-
 def statistics() -> dict[str, int]:
     """How often the allocators went to the driver so far, over all GPUs."""
-    totals = dict.fromkeys((*DEVICE_COUNTERS.values(), "pin"), 0)
-    for index in range(torch.cuda.device_count()):
-        now = torch.cuda.memory_stats(index)
-        for counter, kind in DEVICE_COUNTERS.items():
-            totals[kind] += now.get(counter, 0)
-    totals["pin"] = torch.cuda.host_memory_stats().get("num_host_alloc", 0)
-    return totals
+    now = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())] + [torch.cuda.host_memory_stats()]
+    return {kind: sum(counters.get(name, 0) for counters in now) for kind, (name, _) in COUNTERS.items()}
 
 
 class Collector(Sensor):
