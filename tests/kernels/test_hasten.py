@@ -30,7 +30,7 @@ def tested(monkeypatch):
 
 def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     there = torch.device("cuda", 0)
-    choose.hasten(["quantize", "add_rows", "quantize"], there, torch.bfloat16)
+    choose.hasten([("quantize", ()), ("add_rows", ()), ("quantize", ())], there, torch.bfloat16)
     assert choose.verdict("quantize", there, torch.bfloat16) is None
     assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
     assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
@@ -40,23 +40,25 @@ def test_a_verdict_waits_for_the_test_that_was_begun(tested):
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):
     there = torch.device("cuda", 0)
-    choose.hasten(["quantize"], there, torch.bfloat16)
+    choose.hasten([("quantize", ())], there, torch.bfloat16)
     assert choose.verdict("quantize", there, torch.float32) is None  # another dtype is another kernel
     choose.verdict("quantize", there, torch.bfloat16)
     assert len(tested) == 2
 
 
 def test_nothing_begins_where_no_kernel_could_run(tested):
-    choose.hasten(["quantize"], torch.device("cpu"), torch.bfloat16)
-    choose.hasten(["quantize"], torch.device("cuda", 0), torch.float64)
+    choose.hasten([("quantize", ())], torch.device("cpu"), torch.bfloat16)
+    choose.hasten([("quantize", ())], torch.device("cuda", 0), torch.float64)
     assert not tested and not choose._early
 
 
-def test_an_op_that_is_tested_in_its_callers_shape_is_not_begun(tested):
+def test_a_test_in_one_shape_speaks_for_no_other(tested):
     there = torch.device("cuda", 0)
-    choose.hasten(["rms_norm", "rope_qkv", "quantize"], there, torch.bfloat16)
-    assert choose.verdict("quantize", there, torch.bfloat16) is None
-    assert [op for op, _ in tested] == ["quantize"]
+    choose.hasten([("rms_norm", (64,))], there, torch.bfloat16)
+    assert choose.verdict("rms_norm", there, torch.bfloat16, torch.Size([64])) is None
+    assert len(tested) == 1
+    assert choose.verdict("rms_norm", there, torch.bfloat16, torch.Size([128])) is None
+    assert len(tested) == 2
 
 
 def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
@@ -83,16 +85,3 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
         second = threads.submit(ops.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()
-
-
-def test_the_usual_form_of_an_op_is_hastened(monkeypatch, device):
-    """norm_product has forms that few callers want, and no shape that all of them have, as attention has."""
-    asked = []
-    monkeypatch.setattr(choose, "has_triton", lambda: True)
-    monkeypatch.setattr(choose.selftest, "check", lambda op, *_: asked.append(op))
-    monkeypatch.setattr(choose, "_early", {})
-    monkeypatch.setattr(choose, "_verdicts", {})
-    choose.hasten(("norm_product", "decode_attention", "add_norm"), torch.device("cuda"), torch.float32)
-    for future in list(choose._early.values()):
-        future.result()
-    assert sorted(asked) == ["add_norm", "norm_product"]

@@ -247,8 +247,8 @@ def decoder(
     layout = CacheLayout(cache, pages)
     layout.check(max_batch, max_length)
     form = weight_format(weights)
-    ops = (layout.op, *form.ops, *(form.expert_ops if has_experts(model) else ())) if fused else ()
-    hasten(ops, first.device, first.dtype)
+    ops = (*form.ops, *(form.expert_ops if has_experts(model) else ())) if fused else ()
+    hasten([(op, ()) for op in ops], first.device, first.dtype)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         body = _body(model, max_batch, max_length, fused, width, weights, layout)
         drafting = _body(speculate.model, max_batch, max_length, fused) if isinstance(speculate, Draft) else None

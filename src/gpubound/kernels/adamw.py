@@ -53,11 +53,24 @@ def plan_update(
     for name, t, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, "updates")):
         require("plan_update", name, t, torch.float64, (length,), gradient.device, "its docstring says what each number is")
     require("plan_update", "gradient", gradient, None, (gradient.numel(),), gradient.device, FLAT)
-    return implementation("plan_update", gradient)(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval)
+    shape = plan_shape(gradient.numel(), betas, weight_decay, clip, growth_interval)
+    kernel = implementation("plan_update", gradient, None, shape)
+    return kernel(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval)
+
+
+def plan_shape(count: int, *constants: tuple[float, float] | float | None) -> tuple:
+    """What its kernels are compiled for: betas, weight decay, clip and growth interval, and the programs of so many numbers."""
+    return min(count, 1 << 22), *constants
 
 
 @definition(
-    lambda g: (*_draw_squares(g, 70, 1), doubles(5, 7), doubles(3, 1, 2, 1), doubles(1, 2, 3, 4), (0.9, 0.99), 0.1, 1.0, 2)
+    lambda g, count=80, *constants: (
+        *_draw_squares(g, count, 1),
+        doubles(5, 7),
+        doubles(3, 1, 2, 1),
+        doubles(1, 2, 3, 4),
+        *(constants or ((0.9, 0.99), 0.1, 1.0, 2)),
+    )
 )
 @torch.no_grad()
 def plan_update_reference(
@@ -117,10 +130,19 @@ def adamw(
             require("adamw", name, t, gradient.dtype, weight.shape, weight.device, "it has a number for each weight")
     _check("adamw", weight, gradient, plan, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
-    implementation("adamw", weight)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
+    shape = betas, eps, master is not None, seed is not None
+    implementation("adamw", weight, None, shape)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
 
-@definition(lambda g: (*_example(g), (0.9, 0.99), 1e-8, 40, None))
+@definition(
+    lambda g, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False: (
+        *_example(g, with_master),
+        betas,
+        eps,
+        40,
+        7 if at_random else None,
+    )
+)
 @torch.no_grad()
 def adamw_reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
@@ -291,9 +313,10 @@ def _draw_squares(generator: torch.Generator, size: int, count: int) -> list[Ten
     return [draw(generator, size).detach().square() for _ in range(count)]
 
 
-def _example(generator: torch.Generator) -> tuple[Tensor, ...]:
-    weight, (gradient, m, v, master) = draw(generator, 70), _draw_squares(generator, 70, 4)
-    return weight, gradient, m, v, _example_plan(), master
+def _example(generator: torch.Generator, with_master: bool) -> tuple[Tensor | None, ...]:
+    """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
+    weight, (gradient, m, v, master) = draw(generator, 80), _draw_squares(generator, 80, 4)
+    return weight, gradient, m, v, _example_plan(), master if with_master else None
 
 
 def _example_plan() -> Tensor:

@@ -33,10 +33,10 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
     if not len(table) and ids.numel():
         raise ValueError(f"add_rows: table has no rows for {ids.numel()} ids; pass the table that they were looked up in.")
     unable = "its kernel sorts ids of 32 bits" if len(table) >= 2**31 - 1 else None
-    return implementation("add_rows", rows, unable)(table, ids, rows, without)
+    return implementation("add_rows", rows, unable, table.shape[1:])(table, ids, rows, without)
 
 
-@definition(lambda g: (draw(g, 9, 40).detach(), ints(3, 8, 3, 0, 3), draw(g, 5, 40), 0))
+@definition(lambda g, cols=40: (draw(g, 9, cols).detach(), ints(3, 8, 3, 0, 3).long(), draw(g, 5, cols), 0))
 @torch.no_grad()
 def add_rows_reference(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
     """table[ids[i]] += rows[i] for every i, in the table's own dtype and in place, but where ids[i] is `without`.

@@ -10,7 +10,6 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from inspect import signature
 
 import torch
 from torch.autograd import forward_ad
@@ -19,12 +18,12 @@ from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
 from . import selftest
-from .ops import OPS, load
+from .ops import load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple[int, ...] = ()) -> Callable:
+def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple = ()) -> Callable:
     """The function that computes `op` where `x` lies; `unable` says why no kernel can, `shape` is for its example."""
     if not torch.compiler.is_compiling() and transformed():
         unable = "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
@@ -52,7 +51,7 @@ def _on(device: torch.device, function: Callable) -> Callable:
 
 
 @constant
-def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None, shape: tuple[int, ...] = ()) -> str:
+def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | None, shape: tuple = ()) -> str:
     if can_launch(device):
         why = unable or verdict(op, device, dtype, shape)
         if why is None:
@@ -61,33 +60,31 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
     return "reference"
 
 
-Judged = tuple[str, torch.device, torch.dtype, tuple[int, ...]]
+Call = tuple[str, tuple]  # an op, and the shape in which its caller will want it
+Judged = tuple[str, torch.device, torch.dtype, tuple]
 
 _early: dict[Judged, Future] = {}
 
 
-def hasten(ops: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Let the self-tests of `ops` begin side by side and beside other work: compiling them takes seconds on a new machine.
+def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
+    """Let the self-tests of these calls begin side by side and beside other work: compiling them takes seconds.
 
-    An op that tests itself in its caller's shape waits for that: in another shape, its kernels would be nobody's. Of one with a
-    `form`, most callers want the usual one.
+    A shape must be the one that the op's door will pass on, or the kernels compiled are nobody's.
     """
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
     pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
-    for op in dict.fromkeys(ops):
-        key = (op, device, dtype, ())
-        if list(signature(OPS[op].example).parameters)[1:] not in ([], ["form"]):
-            continue
+    for op, shape in dict.fromkeys(calls):
+        key = (op, device, dtype, shape)
         if key not in _verdicts and key not in _early:
-            _early[key] = pool.submit(selftest.check, op, device, dtype)
+            _early[key] = pool.submit(selftest.check, op, device, dtype, shape)
     pool.shutdown(wait=False)  # whoever needs a verdict waits for that one
 
 
 _verdicts: dict[Judged, str | None] = {}
 
 
-def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> str | None:
+def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
     """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process and shape."""
     key = (op, device, dtype, shape)
     if key not in _verdicts:
@@ -108,11 +105,13 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str | None]:
-    """What `op` was found to be there, in any shape."""
+    """What `op` was found to be there, in any shape, by tests that were begun early too."""
+    for begun in [key for key in _early if key[:3] == (op, device, dtype)]:
+        verdict(*begun)
     return [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
 
 
-def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if dtype not in KERNEL_DTYPES:

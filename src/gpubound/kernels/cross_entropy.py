@@ -18,6 +18,11 @@ from .ops import definition
 from .selftest import draw
 
 
+def loss_shape(words: int, label_smoothing: float = 0.0, softcap: float | None = None) -> tuple:
+    """An example's words, whether it is smoothed, and capped. Few words have the kernels of a hundred times as many."""
+    return words if words <= 8192 else 8192 + words % 16 + 16, label_smoothing != 0, softcap is not None
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -41,7 +46,7 @@ def cross_entropy(
     _check_words("cross_entropy", "logits", logits.shape[-1])
     _check_labels("cross_entropy", "logits", logits, labels)
     _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
-    shape = _example_words(logits.shape[-1]), label_smoothing != 0, softcap is not None
+    shape = loss_shape(logits.shape[-1], label_smoothing, softcap)
     fast = implementation("cross_entropy", logits, None, shape)
     return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
 
@@ -102,7 +107,7 @@ def linear_cross_entropy(
     _check_linear(x, weight, bias, chunk, grad_scale)
     _check_labels("linear_cross_entropy", "x", x, labels)
     _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
-    shape = _example_words(weight.shape[0]), label_smoothing != 0, softcap is not None
+    shape = *loss_shape(weight.shape[0], label_smoothing, softcap), grad_scale is not None
     arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
     if not torch.is_autocast_enabled(x.device.type):
         return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
@@ -112,13 +117,14 @@ def linear_cross_entropy(
 
 
 @definition(
-    lambda g, words=300, *kind: (
+    lambda g, words=300, smoothed=True, capped=True, scaled=False: (
         draw(g, 5, 40),
         draw(g, words, 40),
         _draw_labels(g, 5, words),
         draw(g, words),
-        *_options(*kind),
+        *_options(smoothed, capped),
         3,
+        torch.tensor(0.5, device="cpu") if scaled else None,
     )
 )
 def linear_cross_entropy_reference(
@@ -235,8 +241,3 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
 def _options(smoothed: bool = True, capped: bool = True) -> tuple[int, float, float | None, float, str]:
     """Of an example: ignore_index, label_smoothing, softcap, z_loss, reduction."""
     return -100, 0.1 if smoothed else 0.0, 5.0 if capped else None, 1e-3, "mean"
-
-
-def _example_words(words: int) -> int:
-    """As many words as it takes for an example to have the kernels of `words`, which may be a hundred times as many."""
-    return words if words <= 8192 else 8192 + words % 16 + 16

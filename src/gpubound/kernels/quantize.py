@@ -26,10 +26,10 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
     dtype   torch.float8_e4m3fn (finer, to 448) or torch.float8_e5m2 (wider, to 57344). Larger values become the largest
     """
     _check("quantize", x, state, dtype)
-    return implementation("quantize", x)(x, state, dtype, both)
+    return implementation("quantize", x, None, (dtype, both))(x, state, dtype, both)
 
 
-@definition(lambda g: (draw(g, 32, 48), _state(), torch.float8_e4m3fn, True))
+@definition(lambda g, dtype=torch.float8_e4m3fn, both=True: (draw(g, 32, 48), _state(), dtype, both))
 @torch.no_grad()
 def quantize_reference(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
     """(q, its transpose) of a matrix; None for the transpose unless `both`."""

@@ -32,7 +32,7 @@ def doubles(*values: float) -> torch.Tensor:
     return torch.tensor(values, device="cpu", dtype=torch.float64)
 
 
-def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> str | None:
+def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
     """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them.
 
     Arguments of the caller's own shape make it test the kernels that the caller will run, and compile no others.
@@ -67,7 +67,7 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     result = function(*moved)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
-    upstream = [torch.linspace(-1, 1, t.numel()).reshape(t.shape).to(t) for t in wired]
+    upstream = [torch.linspace(1, -1, t.numel()).reshape(t.shape).to(t) for t in wired]
     wanted = {f"the gradient of argument {name}": t for name, t in _tensors(moved) if t.requires_grad}
     # On this thread: an op's first call may come in backward (what is computed again there), and then the device's own thread
     # is the one that waits for this verdict. Left to it, both would wait for ever.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
+from ..kernels.choose import Call
 from .norm import RMSNorm
 from .stacked import Kernels, Projecting, Stacked, run_linear
 
@@ -156,6 +157,11 @@ class Attention(Projecting):
 
     def output(self, y: Tensor) -> Tensor:
         return run_linear(self._modules["o_proj"], y)
+
+
+def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: bool) -> tuple[Call, ...]:
+    """What `project` will call, for a first step that compiles its kernels side by side."""
+    return (("rope" if normed else "rope_qkv", (heads, kv_heads, head_dim, pairs)),)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:

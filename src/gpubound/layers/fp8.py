@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels import quantize, quantize_swiglu, quantize_swiglu_backward
 from ..kernels.accumulate import deliver_product, weight_gradients
+from ..kernels.choose import Call
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
 from .linear_site import AS_IT_IS, Format, Joined, check_unchanged, format_of, rows_of
@@ -32,6 +33,13 @@ DECAY = 0.9  # of a scale at each step: a spike is forgotten within some twenty
 
 STATE = 4  # numbers of a tensor's state: its scale, the largest magnitude seen, the scale of a magnitude of 1, one unused
 ROLES = ((FINE, "input"), (FINE, "weight"), (GRADIENT, "output gradient"))
+
+CALLS: tuple[Call, ...] = (  # of a step, so that they can be compiled side by side before it
+    ("quantize", (FINE, True)),
+    ("quantize", (GRADIENT, WEIGHT_GRADIENT_IN_FP8)),
+    ("quantize_swiglu", ()),
+    ("quantize_swiglu_backward", ()),
+)
 
 
 def new_states(sites: int, device: torch.device) -> Tensor:

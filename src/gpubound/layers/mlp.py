@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import weight_gradient
-from ..kernels.choose import transformed
+from ..kernels.choose import Call, transformed
 from . import recompute
 from .linear_site import AS_IT_IS, Joined, adapted, check_unchanged, format_of, multiply
 from .stacked import Kernels, Projecting, Stacked, plain, run_linear
@@ -73,6 +73,13 @@ class MLP(Projecting):
         if self.activation == "silu":
             return swiglu(gate, up)
         return geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:
+    """What an MLP `inner` wide will call, for a first step that compiles its kernels side by side."""
+    if activation == "silu":
+        return ("swiglu", (inner, True)), ("swiglu_backward", (inner,))
+    return (("geglu", (inner, True)),)
 
 
 def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:

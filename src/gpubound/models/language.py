@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..kernels.choose import Call
+from ..kernels.cross_entropy import loss_shape
 from ..layers.stacked import Kernels, describe, plain
 from ..layers.vocabulary import LOSS as KERNELS
 from ..layers.vocabulary import lm_loss, why_whole
@@ -75,14 +77,19 @@ class HFCausalLM:
         return KERNELS
 
 
+def loss_calls(module: Any) -> tuple[Call, ...]:
+    head = getattr(module, "lm_head", None)
+    return () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False)),)
+
+
 def causal_lm(module: Any, stack: Any) -> Swap:
     """For a family whose logits are known to be lm_head's product with the hidden states."""
-    return Swap(HFCausalLM, KERNELS[1], {"delegated": Counter()})
+    return Swap(HFCausalLM, loss_calls(module), {"delegated": Counter()})
 
 
 def tried_causal_lm(module: Any, stack: Any) -> Swap:
     """For any other: the swap is refused where a trial shows that the model does more to its logits."""
-    return Swap(HFCausalLM, KERNELS[1], {"delegated": Counter()}, trial=partial(_why_not_head, module))
+    return Swap(HFCausalLM, loss_calls(module), {"delegated": Counter()}, trial=partial(_why_not_head, module))
 
 
 def _why_not_head(module: Any) -> str | None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
-from ..layers.attention import Attention, Rope, attend
-from ..layers.mlp import MLP
+from ..layers.attention import Attention, Rope, attend, turn_calls
+from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
 from .calls import delegate
@@ -43,7 +43,7 @@ def eps_of(norm: Any) -> float | None:
 def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = None) -> Swap:
     shape = (BATCH, TOKENS, module.weight.shape[0])
     eps = {} if hasattr(module, "eps") else {"eps": eps_of(module)}
-    return Swap(part, RMSNorm.OPS, eps, (random_case(module, shape),), otherwise=otherwise)
+    return Swap(part, (("rms_norm", shape[-1:]),), eps, (random_case(module, shape),), otherwise=otherwise)
 
 
 class HFMLP(MLP):
@@ -56,7 +56,7 @@ def mlp(module: Any, stack: Any, part: type[MLP] = HFMLP) -> Swap:
     activation = ACTIVATIONS.get(named)
     return Swap(
         part,
-        ("swiglu" if activation == "silu" else "geglu",),
+        gated_calls(activation, module.down_proj.in_features),
         {"stacked": Stacked(), "activation": activation},
         (random_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
         "" if activation else f"no kernel for the activation {named!r}",
@@ -140,7 +140,10 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, ro
     }
     rotary = rotary or getattr(stack, "rotary_emb", None)
     cases = tuple(attention_case(module, rotary, masked) for masked in (False, True))
-    return Swap(part, ("rope", "rope_qkv"), attributes, cases, refusal)
+    frequencies = getattr(rotary, "inv_freq", None)
+    heads = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+    calls = turn_calls(*heads, len(frequencies), hasattr(module, "q_norm")) if frequencies is not None else ()
+    return Swap(part, calls, attributes, cases, refusal)
 
 
 def attention_case(module: Any, rotary: Any, masked: bool) -> Case:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.choose import Call
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 Case = Callable[[torch.dtype], tuple[Tensor, dict[str, Any]]]
@@ -23,7 +25,7 @@ class Swap:
     """How a module can be swapped: for which part, with which attributes beside its own, verified on which cases."""
 
     part: type
-    ops: tuple[str, ...]  # what the part may call, so that it can be compiled ahead
+    calls: tuple[Call, ...]  # what the part will call, and in which shapes, so that they can be compiled side by side
     attributes: dict[str, Any] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     refusal: str = ""

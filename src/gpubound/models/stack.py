@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..kernels.choose import Call
 from ..layers.attention import Rope, RopeTable
 from ..layers.block import run_block, run_blocks
 from ..layers.norm import RMSNorm
@@ -134,7 +135,11 @@ def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
         "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
-    return Swap(part, OPS, attributes, refusal=refusal or unswapped(module, part))
+    return Swap(part, add_calls(module), attributes, refusal=refusal or unswapped(module, part))
+
+
+def add_calls(module: Any) -> tuple[Call, ...]:
+    return (("add_rms_norm", tuple(module.norm.weight.shape)),)
 
 
 def unswapped(module: Any, part: type[HFStack]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.choose import Call
 from ..layers.stacked import overlapping
 from ..models.placing import Swap
 from ..models.registry import role_of, swaps_of
@@ -70,13 +71,10 @@ def unsupported(model: nn.Module) -> str | None:
     return next(iter(types), None)
 
 
-def kernels_of(model: nn.Module) -> Iterator[str]:
-    """The ops that swapping `model` will call, its backward's among them. Found while they are drawn."""
+def calls_of(model: nn.Module) -> Iterator[Call]:
+    """What the parts that will be swapped into `model` are going to call. Found while they are drawn."""
     for candidate in chain(leaves(model), wholes(model)):
-        for op in candidate.swap.ops:
-            yield op
-            if op == "swiglu":
-                yield "swiglu_backward"
+        yield from candidate.swap.calls
 
 
 def _stacks(model: nn.Module) -> dict[str, nn.Module]:
@@ -93,7 +91,8 @@ def _torch_norm(module: Any) -> Swap:
     shape = (BATCH, width[0], 4, 4) if isinstance(module, nn.GroupNorm) else (BATCH, TOKENS, *width)
     part: Any = TORCH_NORMS[type(module)]
     refusal = f"it norms over {len(width)} dimensions, the kernel over one" if len(width) > 1 else ""
-    return Swap(part, (part.op,), cases=(random_case(module, shape),), refusal=refusal)
+    calls = ((part.op, () if part.op == "group_norm" else (shape[-1],)),)
+    return Swap(part, calls, cases=(random_case(module, shape),), refusal=refusal)
 
 
 def _home(module: nn.Module) -> bool:

@@ -47,7 +47,7 @@ def place(
         candidates.check_movable(model, there)
         model.to(there)
     if fuse:
-        hasten(candidates.kernels_of(model), there, _dtype(model))
+        hasten(candidates.calls_of(model), there, _dtype(model))
     run, before, trouble = _first_run(model, example)
     placer, verdict, verified = _Placer(strict), trouble, False
     try:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
-from ..kernels.adamw import BLOCK, adamw8, decode
+from ..kernels.adamw import BLOCK, adamw8, decode, plan_shape
+from ..kernels.choose import hasten
 from ..kernels.record import made_record
 from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, lay_out, matrices
 from .precision import Precision
@@ -137,16 +138,25 @@ class FlatAdamW:
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
     ):
         self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
+        self._seed = seed if precision.at_random else None
         self._begin_moments(weights.layout)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(weights.layout.device)
         self.rates = schedule.table(config.lr, weights.layout.device)
-        self._seed = seed if precision.at_random else None
+        decisions = plan_shape(weights.layout.size, config.betas, config.weight_decay, clip, self.growth_interval)
+        hasten([("plan_update", decisions)], weights.layout.device, torch.float32)
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+        for weight, master in zip(self.weights.flat, self.weights.masters):
+            kind = self.config.betas, self.config.eps, master is not None, self._seed_of(weight, master) is not None
+            hasten([("adamw", kind)], layout.device, weight.dtype)
+
+    def _seed_of(self, weight: Tensor, master: Tensor | None) -> int | None:
+        """Of weights that are rounded at random; None for all others."""
+        return self._seed if weight.dtype == torch.bfloat16 and master is None else None
 
     @property
     def moments(self) -> list[Tensor]:
@@ -178,8 +188,7 @@ class FlatAdamW:
         config = self.config
         for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
             if group.rule == ADAMW:
-                seed = self._seed if weight.dtype == torch.bfloat16 and master is None else None
-                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, seed
+                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, self._seed_of(weight, master)
                 self._advance(group, weight, gradient[group.start : group.stop], *rest)
 
     def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:

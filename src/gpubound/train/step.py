@@ -11,7 +11,7 @@ frozen parameters and buffers stay as they are. `close()` takes everything off a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from ..graph import Captured
 from ..kernels.aside import Side
-from ..kernels.choose import hasten
+from ..kernels.choose import Call, hasten
+from ..kernels.cross_entropy import loss_shape
+from ..layers import fp8
+from ..models import Decoder
 from ..trace import notice, span
 from ..words import readable
 from .accumulate import Accumulators
@@ -86,8 +89,7 @@ class TrainStep:
         self._members = Members(model, layout)
         self._closed = False
         self._undo: list[Callable[[], Any]] = []
-        hasten(("plan_update",), layout.device, torch.float32)
-        hasten(("adamw",), layout.device, numbers.dtype)
+        hasten(_calls(model, numbers), layout.device, numbers.dtype)
         try:
             self._undo.append(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
@@ -201,6 +203,16 @@ def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
             f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
             f"this state."
         )
+
+
+def _calls(model: nn.Module, numbers: Precision) -> Iterator[Call]:
+    """What a first step is known to call, so that its kernels are compiled side by side."""
+    yield from model.calls() if isinstance(model, Decoder) else ()
+    yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
+    yield from fp8.CALLS if numbers.fp8 else ()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear):
+        yield "linear_cross_entropy", (*loss_shape(head.out_features), True)
 
 
 def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:

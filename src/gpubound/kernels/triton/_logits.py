@@ -54,7 +54,11 @@ def _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED: tl.cons
     return dz
 
 
-@triton.jit
+# Where a chunk's labels and losses begin, and how many rows it has, is worth no compilation of its own.
+@triton.jit(
+    do_not_specialize=["inner", "ignore_index"],
+    do_not_specialize_on_alignment=["labels_ptr", "loss_ptr", "lse_ptr", "scale_ptr"],
+)
 def _cross_entropy_loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_ptr, words, inner, outer_stride, inner_stride,
                                ignore_index, smoothing, z_loss, cap, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
                                SCALED: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

@@ -45,7 +45,7 @@ def _finite(x):
     return tl.abs(x) < 1e300  # false for NaN too
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials", "rates"])
 def _adamw_plan_kernel(partial_ptr, totals_ptr, state_ptr, rates_ptr, plan_ptr, report_ptr, partials, rates,
                        BETA1: tl.constexpr, BETA2: tl.constexpr, WEIGHT_DECAY: tl.constexpr, CLIP: tl.constexpr,
                        GROWTH_INTERVAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -141,7 +141,7 @@ def _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER: tl.c
     tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["decay_until", "seed"])
 def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, n, decay_until, seed,
                   BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, MASTER: tl.constexpr,
                   AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

@@ -21,7 +21,7 @@ KEYS = 1024  # of a program
 UNKNOWN = tl.constexpr(-1)
 
 
-@triton.jit(do_not_specialize=["count", "without"])
+@triton.jit(do_not_specialize=["count", "without", "size"])
 def _keys_kernel(ids_ptr, keys_ptr, count, without, size, BLOCK: tl.constexpr):
     """The id itself where the table has it, UNKNOWN where it does not, the table's `size` where the row is left out."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def _keys_kernel(ids_ptr, keys_ptr, count, without, size, BLOCK: tl.constexpr):
     tl.store(keys_ptr + i, key.to(tl.int32), mask=i < count)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "size"])
 def _add_rows_kernel(table_ptr, keys_ptr, order_ptr, rows_ptr, count, size, cols,
                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     first = tl.program_id(0)

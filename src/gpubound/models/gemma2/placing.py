@@ -21,7 +21,7 @@ from ..language import tried_causal_lm
 from ..parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from ..placing import Maker, Swap
 from ..rotary import FIXED, HFAngles, halves
-from ..stack import OPS, HFStack, turned, unswapped
+from ..stack import HFStack, add_calls, turned, unswapped
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
@@ -127,7 +127,7 @@ def sandwich_stack(module: Any, _: Any) -> Swap:
         "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
-    return Swap(SandwichStack, OPS, attributes, refusal=refusal or unswapped(module, SandwichStack))
+    return Swap(SandwichStack, add_calls(module), attributes, refusal=refusal or unswapped(module, SandwichStack))
 
 
 SWAPS: dict[str, Maker] = {

@@ -7,15 +7,17 @@ weights.py moves a checkpoint in or out without renaming.
 Legend: B batch, T tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...layers.attention import Attention, Rope, RopeTable, RotaryAngles
+from ...kernels.choose import Call
+from ...layers.attention import Attention, Rope, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import Block, run_blocks
-from ...layers.mlp import MLP
+from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
 from ...layers.vocabulary import LMLoss, lm_loss, look_up
 
@@ -114,6 +116,12 @@ class Decoder(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.initialise()
+
+    def calls(self) -> Iterator[Call]:
+        """What its training calls, and in which shapes."""
+        c = self.config
+        yield from (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)), *gated_calls("silu", c.intermediate))
+        yield from turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
 
     @property
     def base_model(self) -> Trunk:
