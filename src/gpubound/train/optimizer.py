@@ -139,20 +139,23 @@ class FlatAdamW:
     ):
         self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
         self._seed = seed if precision.at_random else None
-        self._begin_moments(weights.layout)
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
+        self._begin_moments(weights.layout)
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(weights.layout.device)
         self.rates = schedule.table(config.lr, weights.layout.device)
-        decisions = plan_shape(weights.layout.size, config.betas, config.weight_decay, clip, self.growth_interval)
-        hasten([("plan_update", decisions)], weights.layout.device, torch.float32)
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+        hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
             kind = self.config.betas, self.config.eps, master is not None, self._seed_of(weight, master) is not None
             hasten([("adamw", kind)], layout.device, weight.dtype)
+
+    def _constants(self) -> tuple[tuple[float, float], float, float | None, int]:
+        """What `plan_update` is compiled for."""
+        return self.config.betas, self.config.weight_decay, self.clip, self.growth_interval
 
     def _seed_of(self, weight: Tensor, master: Tensor | None) -> int | None:
         """Of weights that are rounded at random; None for all others."""
@@ -177,10 +180,7 @@ class FlatAdamW:
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
         """Clip, decide and update; the report of kernels.plan_update. `totals`: the sum of losses, the number of items."""
-        config = self.config
-        plan, report = plan_update(
-            gradient, totals, self.state, self.rates, config.betas, config.weight_decay, self.clip, self.growth_interval
-        )
+        plan, report = plan_update(gradient, totals, self.state, self.rates, *self._constants())
         self.carry_out(gradient, plan, report)
         return report
 

@@ -33,7 +33,7 @@ from .graphs import MODES as GRAPH_MODES
 from .graphs import WindowGraphs, gather, take_apart
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
-from .precision import Fp8Weights, read, spelled
+from .precision import Fp8Weights, Precision, read, spelled
 from .precision import precision as precision_named
 from .recompute import recompute_as
 from .schedule import Schedule

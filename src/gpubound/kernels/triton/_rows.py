@@ -72,17 +72,21 @@ def walk(
 
 
 @triton.jit
-def _put(out_ptr, at, value, mask, ADD: tl.constexpr):
-    if ADD:
+def _put(out_ptr, at, value, mask, add):
+    if add != 0:
         value += tl.load(out_ptr + at, mask=mask, other=0.0)
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def _norm_sums_kernel(parts_ptr, numbers_ptr, first_ptr, second_ptr, number_ptr, programs,
-                      COLS: tl.constexpr, SUMS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                      ADD_FIRST: tl.constexpr, ADD_SECOND: tl.constexpr, ADD_NUMBER: tl.constexpr):  # fmt: skip
-    """first and second: the sums of each of their columns. number: of numbers_ptr, one a program, if NUMBER."""
+@triton.jit(do_not_specialize=["programs", "add_first", "add_second", "add_number"])
+def _norm_sums_kernel(parts_ptr, numbers_ptr, first_ptr, second_ptr, number_ptr, programs, add_first, add_second, add_number,
+                      COLS: tl.constexpr, SUMS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr,
+                      ROWS: tl.constexpr):  # fmt: skip
+    """first and second: the sums of each of their columns. number: of numbers_ptr, one a program, if NUMBER.
+
+    Each is added to what stands there if its `add` is not 0. A step's first micro-batch writes and the others add: as constants
+    they would be two compilations.
+    """
     which = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = col < COLS
@@ -94,16 +98,16 @@ def _norm_sums_kernel(parts_ptr, numbers_ptr, first_ptr, second_ptr, number_ptr,
             total += tl.load(parts_ptr + at, mask=(row < programs)[:, None] & mask[None], other=0.0)
         sums = tl.sum(total, 0)
         if which == 0:
-            _put(first_ptr, col, sums, mask, ADD_FIRST)
+            _put(first_ptr, col, sums, mask, add_first)
         else:
-            _put(second_ptr, col, sums, mask, ADD_SECOND)
+            _put(second_ptr, col, sums, mask, add_second)
     elif NUMBER and tl.program_id(0) == 0:
         several = tl.zeros([ROWS], tl.float32)
         for start in range(0, programs, ROWS):
             row = start + tl.arange(0, ROWS)
             several += tl.load(numbers_ptr + row, mask=row < programs, other=0.0)
         only = tl.arange(0, 1)
-        _put(number_ptr, only, tl.sum(several, 0) + tl.zeros([1], tl.float32), only < 1, ADD_NUMBER)
+        _put(number_ptr, only, tl.sum(several, 0) + tl.zeros([1], tl.float32), only < 1, add_number)
 
 
 def deliver_parts(
@@ -120,12 +124,13 @@ def deliver_parts(
     adds = [main is not None and not opens([owner]) for main, owner in zip(mains, owners)]
     block = min(power_of_two(cols), COLUMNS)
     first, second = (outs[s] if s < sums else parts for s in range(2))
-    add_first, add_second = (adds[s] if s < sums else False for s in range(2))
+    add_first, add_second = (int(adds[s]) if s < sums else 0 for s in range(2))
+    add_number = int(adds[-1]) if number is not None else 0
 
     def put() -> None:
         _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
             parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
-            cols, sums, number is not None, block, ROWS, add_first, add_second, number is not None and adds[-1], num_warps=8,
+            add_first, add_second, add_number, cols, sums, number is not None, block, ROWS, num_warps=8,
         )  # fmt: skip
 
     if all(main is not None for main in mains):
