@@ -37,7 +37,20 @@ SPARSE = {
     "Qwen3Moe": {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
                  "moe_intermediate_size": 24, "norm_topk_prob": True},
 }  # fmt: skip
-HUGGING_FACE = [*FAMILIES, "Llama placed"]
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
+OTHERS = {
+    "Gemma": {},
+    "Gemma2": LOCAL | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
+    "Gemma3": LOCAL | {"final_logit_softcapping": 1.5, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    }},
+    "Olmo2": {"num_key_value_heads": 4},
+    "Phi3": {"sliding_window": 13, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5
+    }},
+}  # fmt: skip
+HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]
 
 
@@ -48,12 +61,14 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         model: torch.nn.Module = Decoder(DecoderConfig(32, 40, 2, 4, 2, VOCABULARY, qkv_bias=True, qk_norm=True, **options))
     else:
         family = kind.partition(" ")[0]
-        config = getattr(transformers, f"{family}Config")(**SIZES | (FAMILIES | SPARSE)[family] | options)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+        config = getattr(transformers, name)(**SIZES | (FAMILIES | SPARSE | OTHERS)[family] | options)
+        how = {"attn_implementation": "eager"} if family == "Gemma2" else {}  # SDPA leaves its cap out
+        model = transformers.AutoModelForCausalLM.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if kind.startswith("Gemma") else 0.0)
             else:
                 parameter.normal_(std=0.2)
     model = model.to(device, dtype).eval()

@@ -75,9 +75,17 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
     """Let a model be bound wrongly from its first reading on."""
     own = BoundModel._read
 
+    def changed(attention):
+        """Of a norm, `layers` may change parts alone."""
+        values = {
+            name: getattr(attention, name)._replace(**value) if isinstance(value, dict) else value
+            for name, value in (layers or {}).items()
+        }
+        return replace(attention, **values)
+
     def read(live):
         own(live)
-        live.layers = [layer._replace(attention=replace(layer.attention, **(layers or {}))) for layer in live.layers]
+        live.layers = [layer._replace(attention=changed(layer.attention)) for layer in live.layers]
         live.shape = replace(live.shape, **(shape or {}))
 
     monkeypatch.setattr(BoundModel, "_read", read)
@@ -88,12 +96,22 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
     [
         ("Mistral", {"window": 0}, {}),
         ("Mistral", {"window": 23}, {}),
-        ("Mistral", {}, {"eps": 1e-3}),
+        ("Mistral", {"norm": {"eps": 1e-3}}, {}),
         ("Mistral", {}, {"scale": 0.36}),
         ("Qwen2", {"q_bias": None, "k_bias": None, "v_bias": None}, {}),
         ("Qwen3", {"q_norm": None, "k_norm": None}, {}),
-        ("Qwen3", {}, {"head_eps": 1e-2}),
-        ("SmolLM3", {"turned": True}, {}),
+        ("Qwen3", {"q_norm": {"eps": 1e-2}}, {}),
+        ("SmolLM3", {"table": 0}, {}),
+        ("Gemma2", {"cap": 0.0}, {}),
+        ("Gemma2", {"window": 0}, {}),
+        ("Gemma2", {"post_norm": {"offset": 0.9}}, {}),
+        ("Gemma2", {}, {"logit_cap": 0.0}),
+        ("Gemma2", {}, {"embedded": 1.0}),
+        ("Gemma3", {"table": 0}, {}),
+        ("Gemma3", {"q_norm": {"offset": 0.9}}, {}),
+        ("Olmo2", {"post_norm": None}, {}),
+        ("Olmo2", {"q_norm": {"eps": 1.0}}, {}),
+        ("Phi3", {"window": 0}, {}),
     ],
 )
 def test_a_binding_that_leaves_something_out(kind, layers, shape, monkeypatch):

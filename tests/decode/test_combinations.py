@@ -68,6 +68,33 @@ def test_every_combination(weights, mlp, cache, form, speculate, device):
         assert_greedy(twin, prompt, tokens, cache)
 
 
+# (family, weights, cache, form, drafted tokens): each family in the four formats, all caches, pages, and speculative steps
+CELLS = [
+    ("Gemma", "int8", None, {"pages": 4}, 3),
+    ("Gemma2", "int8", "int8", {}, None),
+    ("Gemma2", "int4", None, {"pages": 4}, 3),
+    ("Gemma2", None, "fp8", {"pages": 4}, 3),
+    ("Gemma3", "fp8", "fp8", {"pages": 4}, None),
+    ("Gemma3", None, "int8", {}, 3),
+    ("Olmo2", "int4", "int8", {"pages": 4}, 3),
+    ("Olmo2", "fp8", None, {}, None),
+    ("Phi3", "int8", "fp8", {}, 3),
+    ("Phi3", "int4", "int8", {"pages": 4}, None),
+]
+
+
+@pytest.mark.parametrize("family, weights, cache, form, speculate", CELLS)
+def test_other_families_in_some_combinations(family, weights, cache, form, speculate, device):
+    """What sets them apart is a field of a layer or of the shape: no format, cache or way of decoding knows a family."""
+    model = cases.build(family, device=device)
+    fast = gb.decoder(model, 2, 80, weights=weights, cache=cache, speculate=speculate, verify=False, **form)
+    assert fast.path == ""
+    twin = rounded(model, weights)
+    for prompt, tokens in zip(GIVEN, fast.generate(GIVEN, max_new_tokens=9).tokens):
+        assert len(tokens) == 9
+        assert_greedy(twin, prompt, tokens, cache)
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("mlp", ["experts", "dense and experts"])
 def test_packed_experts_pass_their_certificate(weights, mlp, device):

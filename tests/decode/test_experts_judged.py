@@ -14,6 +14,7 @@ from gpubound import trace
 from gpubound.decode import bind, certify, experts
 from gpubound.decode.weights import own as own_weights
 from gpubound.kernels.experts import likeliest
+from gpubound.models.mixtral import SparseReader
 
 from . import cases
 from .cases import PROMPT, SPARSE_KINDS, of_decoder
@@ -103,8 +104,8 @@ class TestCertificate:
         )
 
     def test_a_binding_that_leaves_something_out(self, monkeypatch):
-        own = bind._experts
-        monkeypatch.setattr(bind, "_experts", lambda mlp, norm: replace(own(mlp, norm), normalise=False))
+        own = SparseReader.mlp
+        monkeypatch.setattr(SparseReader, "mlp", lambda reader, block: replace(own(reader, block), normalise=False))
         with pytest.raises(gb.GenerateError, match=r"it has an option the kernels do not know; pass fused=False\.$"):
             gb.decoder(cases.build("Mixtral"), 1, 32)
 
@@ -175,7 +176,7 @@ class TestRefusals:
         model.model.layers[0].mlp.gate.bias = torch.nn.Parameter(torch.zeros(6))
         assert bind.bind(model) == "model.layers.0.mlp.gate: MixtralTopKRouter, not the family's own"
         model = cases.build("Mixtral", hidden_act="gelu")
-        assert bind.bind(model) == "its activation is 'gelu', the kernels' is silu"
+        assert bind.bind(model) == "its activation is 'gelu', that of the experts' kernels is silu"
         other = cases.build("Mixtral", num_experts_per_tok=3)
         model = cases.build("Mixtral")
         model.model.layers[1].mlp = other.model.layers[1].mlp

@@ -55,12 +55,31 @@ def test_graphs_of_any_length_give_what_single_launches_give(rows, how, decoders
     assert len({token for sequence in want for token in sequence.tokens}) > 20
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3", *cases.OTHERS])
 def test_a_graph_of_every_family(kind, monkeypatch):
     fast = served(kind, max_batch=3)
     want = fast.generate(cases.prompts(), max_new_tokens=60).tokens
     eagerly(fast, monkeypatch)
     assert fast.generate(cases.prompts(), max_new_tokens=60).tokens == want
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("kind", cases.OTHERS)
+def test_other_families_give_hugging_faces_tokens(kind, rows):
+    """Captured steps in fp32, a few rows and many, beside the model's own generate."""
+    fast = gb.decoder(cases.build(kind, device=DEVICE), rows, cases.ROOM)
+    assert fast.path == "" and "triton" in str(fast)
+    given = cases.prompts(*range(5, 5 + rows))
+    want = [cases.hugging_face(fast.model, prompt, 40) for prompt in given]
+    assert fast.generate(given, max_new_tokens=40).tokens == want
+
+
+@pytest.mark.parametrize("options", [{"weights": "int4"}, {"weights": "fp8", "cache": "int8"}, {"speculate": 3}], ids=str)
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "Olmo2", "Phi3"])
+def test_other_families_of_a_real_width_in_bf16(kind, options):
+    """Certified against fp32, in the sizes of a real model; its graphs give what single launches do."""
+    fast = served(kind, max_batch=3, **options)
+    assert fast.path == "" and fast.certificate.logits_error is not None
 
 
 def test_the_own_forward_of_a_model_in_a_graph(monkeypatch):

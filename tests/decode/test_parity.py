@@ -38,7 +38,8 @@ def test_any_other_model_by_its_own_forward():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96)
     assert fast.path == (
-        "GPT2LMHeadModel is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM, Mixtral, Qwen3-MoE)"
+        "GPT2LMHeadModel is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM3, Mixtral, Qwen3Moe, "
+        "Gemma, Gemma2, Gemma3, Olmo2, Phi3)"
     )
     want = [cases.hugging_face(model, prompt, 32) for prompt in cases.prompts()]
     assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want

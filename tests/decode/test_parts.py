@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode import bind
-from gpubound.decode.layer import Bench, DenseMLP, DenseWeights, plain_linear, plain_norm
+from gpubound.decode.fused import PARTS
+from gpubound.decode.layer import DenseMLP
 from gpubound.decode.weights import FORMATS
 from gpubound.decode.weights.own import OwnProduct, OwnWeights
+from gpubound.models.decoding import DenseWeights, Reader, plain_linear, plain_norm
+from gpubound.models.llama import family
 
 from . import cases
 
@@ -46,42 +48,48 @@ def test_a_weight_format(monkeypatch, device):
 
 
 @dataclass(frozen=True)
-class GeluWeights(DenseWeights):
-    on_host = False
-
-    def part(self, number: int, form, bench: Bench) -> "GeluMLP":
-        return GeluMLP(self, form, bench)
-
-    def define(self, h, number, choices):
-        gated = F.gelu(plain_linear(h, self.gate, None)) * plain_linear(h, self.up, None)
+class ReluWeights(DenseWeights):
+    def define(self, x, number, choices):
+        h = plain_norm(x, self.norm)
+        gated = F.relu(plain_linear(h, self.gate, None)) * plain_linear(h, self.up, None)
         return plain_linear(gated, self.down, None)
 
 
-class GeluMLP(DenseMLP):
-    """Gated by gelu, in plain torch."""
+class ReluMLP(DenseMLP):
+    """Gated by relu, in plain torch."""
 
     def prompt(self, h):
         gate, up = (F.linear(h, weight) for weight in self.gate_up.matrices())
-        return F.linear(F.gelu(gate) * up, self.down.matrices()[0])
+        return F.linear(F.relu(gate) * up, self.down.matrices()[0])
 
     def wide_step(self, x):
-        x += self.prompt(plain_norm(x, self.weights.norm, self.bench.shape.eps).to(self.bench.dtype))
+        x += self.prompt(plain_norm(x, self.weights.norm).to(self.bench.dtype))
 
     def step(self, x, mode):
         self.wide_step(x)
 
     def report(self):
-        return [("norm, MLP", "torch", "gelu")]
+        return [("norm, MLP", "torch", "relu")]
+
+
+class ReluReader(Reader):
+    """A family that the library does not have: Llama's, with another MLP."""
+
+    def activation(self):
+        return "silu"  # which no step asks for
+
+    def mlp(self, block):
+        return ReluWeights(**vars(super().mlp(block)))
 
 
 def test_an_mlp(monkeypatch, device):
     """Over rounded weights too, which know nothing of it."""
-    own = bind._dense
-    monkeypatch.setattr(bind, "_unknown_option", lambda model: None)
-    monkeypatch.setattr(bind, "_dense", lambda mlp, norm: GeluWeights(**vars(own(mlp, norm))))
-    model = cases.build("Llama", device=device, hidden_act="gelu")
+    model = cases.build("Llama", device=device, hidden_act="relu")
+    assert "its activation is 'relu', the kernels' are silu, gelu, gelu_tanh" in gb.decoder(model, 1, cases.ROOM).path
+    monkeypatch.setitem(family.DECODING, "ForCausalLM", ReluReader)
+    monkeypatch.setitem(PARTS, ReluWeights, ReluMLP)
     fast = gb.decoder(model, 9, cases.ROOM)
-    assert ("2 x norm, MLP", "torch", "gelu") in fast.body.report()
+    assert ("2 x norm, MLP", "torch", "relu") in fast.body.report()
     for rows in (1, 9):
         given = cases.prompts(*range(3, 3 + rows))
         found = fast.generate(given, max_new_tokens=12).tokens

@@ -165,10 +165,6 @@ def with_a_hook(model):
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *rest: None)
 
 
-def with_norms_of_their_own(model):
-    model.model.layers[0].input_layernorm.variance_epsilon = 1e-3
-
-
 def strided(model):
     weight = model.model.layers[0].mlp.gate_proj.weight
     weight.data = weight.data.t().contiguous().t()
@@ -181,7 +177,6 @@ def strided(model):
         (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
         (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
         (with_a_head_bias, "its head has a bias"),
-        (with_norms_of_their_own, "its norms have different eps"),
         (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
     ],
 )
@@ -204,7 +199,7 @@ def test_what_stands_in_a_projections_place_is_named(change):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"hidden_act": "gelu"}, "its activation is 'gelu', the kernels' is silu"),
+        ({"hidden_act": "relu"}, "its activation is 'relu', the kernels' are silu, gelu, gelu_tanh"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "its rotary angles ('dynamic') change with the length of what is read",
@@ -213,6 +208,37 @@ def test_what_stands_in_a_projections_place_is_named(change):
 )
 def test_options_that_the_kernels_do_not_know(options, why):
     assert bind(cases.build("Llama", **options)) == why
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
+def test_norms_with_an_eps_of_their_own_and_other_activations(act):
+    model = cases.build("Llama", hidden_act=act)
+    model.model.layers[0].input_layernorm.variance_epsilon = 1e-2
+    fast = gb.decoder(model, 1, 64)
+    assert fast.path == "" and fast.certificate.logits_error < 1e-5
+    assert fast.generate(cases.PROMPT, max_new_tokens=30).tokens[0] == cases.hugging_face(model, cases.PROMPT, 30)
+
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0, 1.5, 2.0, 4.0],
+        "long_factor": [8.0] * 4,
+    },
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_longrope_up_to_where_its_angles_change():
+    model = cases.build("Phi3", **LONGROPE)
+    assert bind(model, 65) == (
+        "its rotary angles ('longrope') change with the length of what is read beyond 64 tokens, and max_length is 65"
+    )
+    fast = gb.decoder(model, 1, 64)
+    assert fast.path == ""
+    assert fast.generate(cases.PROMPT, max_new_tokens=50).tokens[0] == cases.hugging_face(model, cases.PROMPT, 50)
 
 
 def test_prompts_in_every_form():

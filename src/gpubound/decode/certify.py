@@ -85,7 +85,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
 
 def _compare_logits(decoder: "FastDecoder", body: Any, ids: Tensor) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
-    with listening(decoder.model) as choices:
+    with listening(body.live.reader.routers()) as choices:
         output = decoder.model(ids[None])
     own = getattr(output, "logits", output)[0].float()
     exact = body.exact()

@@ -14,12 +14,14 @@ from torch import nn
 
 from ..device import label
 from ..errors import GenerateError
-from ..kernels.choose import hasten
+from ..kernels.choose import Call, hasten
+from ..kernels.decode_product import form
 from ..models import Decoder
+from ..models.decoding import NO_NORM
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..trace import notice
-from .bind import bind, has_experts
+from .bind import BoundModel, bind
 from .cache import PLAIN, CacheLayout
 from .certify import DecoderCertificate, certify
 from .contract import Body
@@ -246,9 +248,7 @@ def decoder(
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     layout = CacheLayout(cache, pages)
     layout.check(max_batch, max_length)
-    form = weight_format(weights)
-    ops = (*form.ops, *(form.expert_ops if has_experts(model) else ())) if fused else ()
-    hasten([(op, ()) for op in ops], first.device, first.dtype)
+    weight_format(weights)  # a wrong name is told before a model is bound
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         body = _body(model, max_batch, max_length, fused, width, weights, layout)
         drafting = _body(speculate.model, max_batch, max_length, fused) if isinstance(speculate, Draft) else None
@@ -266,7 +266,7 @@ def _body(
 ) -> Body:
     """What runs the model."""
     together = weights is None and max_batch * tokens > NARROW
-    live = bind(model, neighbours=together) if fused else "fused=False was asked for"
+    live = bind(model, max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", weights), ("cache", layout.kind), ("pages", layout.pages)):
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
@@ -275,4 +275,18 @@ def _body(
         from .any_model.body import StaticBody
 
         return StaticBody(own, max_batch, max_length, tokens, live)
+    hasten(_calls(live, weights), live.device, live.dtype)
     return FusedBody(live, max_batch, max_length, tokens, weights=weights, cache=layout)
+
+
+def _calls(live: BoundModel, weights: str | None) -> list[Call]:
+    """The products of its steps, in the forms that its layers ask for."""
+    first, head, ops = live.layers[0], live.norm, weight_format(weights)
+    (_, _, offset), normed = first.attention.norm or NO_NORM, first.attention.norm is not None
+    product, add, gate_up = ops.ops
+    found: list[Call] = [(product, form(offset, 0.0, normed=normed)), (add, ())]
+    found.append((product, form(head.offset, live.shape.logit_cap)))
+    if live.reader.routers():
+        found += [(op, ()) for op in ops.expert_ops]
+    activation = live.reader.activation()
+    return [*found, (gate_up, form(offset, activation, normed=normed))]

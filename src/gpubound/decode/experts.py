@@ -8,56 +8,19 @@ which expert it was.
 Legend: N tokens, S experts a token (its slots), E experts in all, I width of an expert.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import norm_rows, route, swiglu
+from ..kernels import route, swiglu
 from ..kernels.experts import likeliest
-from .layer import Bench, plain_linear
+from ..models.decoding import ExpertWeights
+from .layer import Bench, Outlet, normed, normed_rows
 
 PIECE = 4096  # tokens sorted at a time: their rows lie S times in memory
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    norm: Tensor
-    router: Tensor  # (E, hidden)
-    gate_up: Any  # (E, 2 I, hidden)
-    down: Any  # (E, hidden, I)
-    slots: int
-    normalise: bool  # shares of what was chosen, not of all
-
-    on_host = False
-
-    def part(self, number: int, form: Any, bench: Bench) -> "SparseMLP":
-        return SparseMLP(self, number, form, bench)
-
-    def tensors(self) -> list[Tensor]:
-        """What a step reads whole."""
-        return [self.norm, self.router]
-
-    def define(self, h: Tensor, number: int, choices: Any) -> Tensor:
-        """What is added to the stream for normed h (T, hidden), in plain fp32; token by token, whose experts alone are widened.
-
-        With `choices`, experts are those that were chosen there, which are judged.
-        """
-        scores = plain_linear(h, self.router, None)
-        shares, ids = scores.softmax(-1).topk(self.slots)
-        if choices:
-            ids = choices.judged(number, scores)
-            shares = scores.softmax(-1).gather(-1, ids)
-        if self.normalise:
-            shares = shares / shares.sum(-1, keepdim=True)
-        found = []
-        for x, chosen, share in zip(h, ids, shares):
-            gate, up = (self.gate_up.index_select(0, chosen).float() @ x).chunk(2, -1)
-            products = torch.bmm(self.down.index_select(0, chosen).float(), (F.silu(gate) * up)[..., None])
-            found.append(share @ products[..., 0])
-        return torch.stack(found)
 
 
 class SparseMLP:
@@ -65,7 +28,7 @@ class SparseMLP:
 
     def __init__(self, weights: ExpertWeights, number: int, form: Any, bench: Bench) -> None:
         self.weights, self.number, self.bench = weights, number, bench
-        self.experts = form.experts(weights.gate_up, weights.down)
+        self.experts, self.outlet = form.experts(weights.gate_up, weights.down), Outlet(weights.post_norm, bench)
         self._named = f"{form.prefix}routed_gate_up", f"{form.prefix}add_routed"
         self.count, hidden = weights.router.shape
         self.ungrouped = not_grouped(weights.gate_up, weights.down)
@@ -81,25 +44,29 @@ class SparseMLP:
         self.gate_up_bytes = slots * self.experts.gate_up_bytes
 
     def step(self, x: Tensor, mode: int) -> None:
-        w, rows, eps = self.weights, len(x), self.bench.shape.eps
+        w, rows, norm = self.weights, len(x), self.weights.norm
         ids, shares, routed = self._ids[:rows], self._shares[:rows], self._routed[:rows]
-        route(x, w.norm, eps, w.router, w.normalise, self._scores[:rows], self._scored[:rows], ids, shares, mode)
-        self.experts.routed_gate_up(x, w.norm, eps, ids, routed, mode)
-        self.experts.add_routed(routed, ids, shares, x, mode)
+        scratch = self._scores[:rows], self._scored[:rows]
+        route(x, norm.weight, norm.eps, w.router, w.normalise, *scratch, ids, shares, mode)
+        self.experts.routed_gate_up(x, norm.weight, norm.eps, ids, routed, mode)
+        self.experts.add_routed(routed, ids, shares, self.outlet.target(x), mode)
+        self.outlet.close(x, mode)
         if self.bench.overheard is not None:
             self.bench.overheard.add(self.number, ids[-1:])
 
     def wide_step(self, x: Tensor) -> None:
         if self.routes_wide:
             return self.step(x, 0)
-        h = norm_rows(x, self.weights.norm, self.bench.shape.eps, self._normed[: len(x)])
-        x += grouped(h, *self._choose(h), *self.experts.matrices())
+        h, to = normed_rows(x, self.weights.norm, self._normed[: len(x)]), self.outlet.target(x)
+        to += grouped(h, *self._choose(h), *self.experts.matrices())
+        self.outlet.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
         ids, shares = self._choose(h)
         mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
         pieces = zip(*(whole.flatten(0, 1).split(PIECE) for whole in (h, ids, shares)))
-        return torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
+        y = torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
+        return normed(y, self.weights.post_norm)
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""
@@ -132,6 +99,7 @@ class SparseMLP:
             ("norm, router, choice", f"{kernels}: route", f"{self.weights.slots} of {self.count} experts a row"),
             ("norm, gate, up of experts", f"{kernels}: {gate_up}", "read where they lie"),
             ("down of experts", f"{kernels}: {add}", ""),
+            *self.outlet.report(),
         ]
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:

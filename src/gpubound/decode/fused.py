@@ -1,4 +1,4 @@
-"""The body for Llama-shaped models: a list of layers between an embedding and a head, by the fused kernels.
+"""The body for families of models/registry.py: a list of layers between an embedding and a head, by the fused kernels.
 
 Up to NARROW rows, every product is a kernel that reads the weights once (kernels/decode_product.py), in a chain where each
 may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them. What a layer is
@@ -16,20 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import add_rms_norm, norm_rows, rms_norm
-from ..kernels.decode_product import EARLY, LATE
+from ..kernels import add_rms_norm
+from ..kernels.decode_product import EARLY, LATE, capped_
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, LayerWeights, Norm
 from . import host
-from .bind import BoundModel, LayerWeights
+from .bind import BoundModel
 from .cache import PLAIN, Cache, CacheLayout
 from .contract import Body, check_room
+from .experts import SparseMLP
 from .judge import Accuracy, Choices, accuracy, first_not_finite
-from .layer import Attention, Bench
+from .layer import Attention, Bench, DenseMLP, normed, normed_rows
 from .weights import weight_format
 
 NARROW = 8  # rows
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
+
+
+# What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
+PARTS: dict[type, Any] = {AttentionWeights: Attention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
 
 
 class Layer(NamedTuple):
@@ -61,17 +67,18 @@ class FusedBody(Body):
         s, B = live.shape, max_batch * tokens
         cache.check(max_batch, max_length)
         held = cache.nbytes(len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype)
-        tables = 4 * max_length * s.head_dim // 2 * 4  # cos and sin, and those of layers that do not turn
-        check_room(held + tables + 4 * B * self.vocab, self.device, max_batch, max_length)
+        tables = live.tables(max_length)
+        angles = (len(tables) + 1) * sum(t.nbytes for t in tables[0])  # and those of layers that do not turn
+        check_room(held + angles + 4 * B * self.vocab, self.device, max_batch, max_length)
         self.cache = Cache(
             cache, len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype, self.device
         )  # fmt: skip
-        self.bench = Bench(s, self.cache, live.rope(max_length), B, live.dtype, self.device)
+        self.bench = Bench(s, self.cache, tables, B, live.dtype, self.device)
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
-        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and all(w.mlp.on_host for w in live.layers)
+        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and host.runs(live)
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
@@ -84,7 +91,7 @@ class FusedBody(Body):
         self.form.begin(self.live.model, kept=self.host is not None)
         for number, weights in enumerate(self.live.layers):
             given = number, self.form, self.bench
-            self.layers[number : number + 1] = [Layer(weights.attention.part(*given), weights.mlp.part(*given))]
+            self.layers[number : number + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in weights))]
         self.head = self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
@@ -102,6 +109,8 @@ class FusedBody(Body):
             return self.host.step(token, position)
         rows = token.numel()
         x, mode = self.x[:rows], self.mode(rows)
+        if self.live.shape.embedded != 1:
+            x *= self.live.shape.embedded
         if self.narrow(rows):
             for layer in self.layers:
                 layer.attention.step(x, position, mode)
@@ -113,16 +122,18 @@ class FusedBody(Body):
         return self._wide_head(x)
 
     def _narrow_head(self, x: Tensor, mode: int) -> Tensor:
-        rows, eps = len(x), self.live.shape.eps
-        return self.head.norm_product(x, self.live.norm, eps, self.logits[:rows], mode, self.best[:rows], self.arg[:rows])
+        rows, cap = len(x), self.live.shape.logit_cap
+        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, self.best[:rows], self.arg[:rows], cap)
 
     def _wide_head(self, x: Tensor) -> Tensor:
         rows = len(x)
-        h, logits = norm_rows(x, self.live.norm, self.live.shape.eps, self.normed[:rows]), self.logits[:rows]
+        h, logits = normed_rows(x, self.live.norm, self.normed[:rows]), self.logits[:rows]
         (weight,) = self.head.matrices()
         if h.is_cuda and h.dtype != torch.float32:
-            return torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
-        return logits.copy_(F.linear(h, weight))
+            torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
+        else:
+            logits.copy_(F.linear(h, weight))
+        return capped_(logits, self.live.shape.logit_cap)
 
     def narrow(self, rows: int) -> bool:
         return rows <= NARROW
@@ -164,15 +175,17 @@ class FusedBody(Body):
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
-        eps, end = self.live.shape.eps, start + ids.shape[1]
-        x, pending = F.embedding(ids, self.live.embed), None
+        end = start + ids.shape[1]
+        x, pending = self.embedded(ids), None
         for attention, mlp in self.layers:
-            norm = attention.weights.norm
-            h, x = (rms_norm(x, norm, eps), x) if pending is None else add_rms_norm(x, pending, norm, eps)
-            h, x = add_rms_norm(x, attention.prompt(h, start, end), mlp.weights.norm, eps)
+            h, x = added(x, pending, attention.weights.norm)
+            h, x = added(x, attention.prompt(h, start, end), mlp.weights.norm)
             pending = mlp.prompt(h)
-        assert pending is not None
-        return add_rms_norm(x, pending, self.live.norm, eps)[0]
+        return added(x, pending, self.live.norm)[0]
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.live.embed)
+        return x if self.live.shape.embedded == 1 else x * self.live.shape.embedded
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
@@ -183,6 +196,7 @@ class FusedBody(Body):
             hidden = self.hidden(piece[None], start)[0]
             for at in range(0, len(piece), SCORED):
                 logits = F.linear(hidden[at : at + SCORED], self.head.matrices()[0]).float()
+                logits = capped_(logits, self.live.shape.logit_cap)
                 next_ids = ids[start + at + 1 : start + at + 1 + len(logits)]
                 found.append(logits.log_softmax(-1).gather(-1, next_ids[:, None])[:, 0])
         return torch.cat(found)
@@ -192,8 +206,9 @@ class FusedBody(Body):
 
     def rebind(self) -> None:
         self.live.refresh()
-        for table, now in zip(self.bench.turned, self.live.rope(self.max_length)):
-            table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
+        for tables, current in zip(self.bench.tables, self.live.tables(self.max_length)):
+            for table, now in zip(tables, current):
+                table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
         self._take()
 
     def bytes_a_step(self, live: list[int]) -> int:
@@ -203,7 +218,7 @@ class FusedBody(Body):
 
     def _read_whole(self) -> int:
         tensors = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
-        return sum({t.data_ptr(): t.nbytes for t in (*tensors, self.live.norm, *self.head.tensors())}.values())
+        return sum({t.data_ptr(): t.nbytes for t in (*tensors, self.live.norm.weight, *self.head.tensors())}.values())
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)
@@ -282,5 +297,13 @@ class RoundedModel:
         (weight,) = self.body.head.exact()
         return weight
 
-    def rope(self, length: int) -> tuple[Tensor, Tensor]:
-        return self.body.live.rope(length)
+    def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        return self.body.live.tables(length)
+
+
+def added(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """(what the next part of a prompt reads, the stream with `pending` added)."""
+    if norm is not None and pending is not None:
+        return add_rms_norm(x, pending, norm.weight, norm.eps, norm.offset)
+    x = x if pending is None else x + pending
+    return normed(x, norm), x

@@ -16,15 +16,22 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
-from .layer import AttentionWeights, DenseWeights, turn
+from ..kernels.decode_product import ACTIVATIONS, capped_
+from ..models.decoding import AttentionWeights, DenseWeights, Norm, heads_of, turn
 
 if TYPE_CHECKING:
+    from .bind import BoundModel
     from .fused import FusedBody
 
 
 def fits(device: torch.device) -> bool:
     """Whether this is where a step runs: a CPU, unless Triton's interpreter is to run the kernels there."""
     return device.type == "cpu" and not can_launch(device)
+
+
+def runs(live: "BoundModel") -> bool:
+    """Whether a step here knows all of the model's parts."""
+    return all(type(layer.mlp) is DenseWeights for layer in live.layers)
 
 
 class HostLayer(NamedTuple):
@@ -74,40 +81,40 @@ class HostStep:
         self.finite = max(self.finite, end)
         seen = {w: _seen(position, low, end, w) for w in {layer.attention.window for layer in self.layers}}
         place = position.long()
-        cos, sin = (table[place][:, None].to(body.live.dtype) for table in body.bench.turned)
-        x = F.embedding(token, body.live.embed)
+        angles = [[table[place][:, None].to(body.live.dtype) for table in tables] for tables in body.bench.tables]
+        x = body.embedded(token)
         heads = [count * s.head_dim for count in (s.heads, s.kv_heads, s.kv_heads)]
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
-            h = F.rms_norm(x, (s.hidden,), attention.norm, s.eps)
-            q, k, v = self._heads(attention, _products(h, qkv, heads), cos, sin)
-            mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window])
-            x = x + F.linear(mixed, o, attention.o_bias)
-            h = F.rms_norm(x, (s.hidden,), mlp.norm, s.eps)
-            gate, up = _products(h, gate_up, [len(mlp.gate), len(mlp.up)])
-            x = x + F.linear(F.silu(gate).mul_(up), down, mlp.down_bias)
-        h, logits, (head,) = F.rms_norm(x, (s.hidden,), body.live.norm, s.eps), body.logits[:rows], body.head.matrices()
+            q, k, v = self._heads(attention, _products(_normed(x, attention.norm), qkv, heads), angles)
+            mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window], attention.cap)
+            x = x + _normed(F.linear(mixed, o, attention.o_bias), attention.post_norm)
+            gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate), len(mlp.up)])
+            gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
+            x = x + _normed(F.linear(gate, down, mlp.down_bias), mlp.post_norm)
+        h, logits, (head,) = _normed(x, body.live.norm), body.logits[:rows], body.head.matrices()
         if h.dtype == logits.dtype:
             torch.mm(h, head.detach().t(), out=logits)
         else:
             logits.copy_(F.linear(h, head))
+        capped_(logits, s.logit_cap)
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.found[:rows]))
         body.arg[:rows] = self.found[:rows]
         return logits
 
-    def _heads(self, layer: AttentionWeights, qkv: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, layer: AttentionWeights, qkv: Sequence[Tensor], angles: list[list[Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, D), k and v (B, K, D), normed and turned."""
-        s = self.body.live.shape
-        q, k, v = (part.unflatten(-1, (-1, s.head_dim)) for part in qkv)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = F.rms_norm(q, (s.head_dim,), layer.q_norm, s.head_eps)
-            k = F.rms_norm(k, (s.head_dim,), layer.k_norm, s.head_eps)
-        if layer.turned:
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
-        return q, k, v
+        (q, k, v), width = qkv, self.body.live.shape.head_dim
+        q, k = heads_of(q, width, layer.q_norm, _normed), heads_of(k, width, layer.k_norm, _normed)
+        if layer.table is not None:
+            q, k = (turn(x, *angles[layer.table]) for x in (q, k))
+        return q, k, v.unflatten(-1, (-1, width))
 
     def _attend(
-        self, number: int, place: Tensor, q: Tensor, k: Tensor, v: Tensor, even: bool, end: int, start: int, mask: Tensor | None
-    ) -> Tensor:
+        self, number: int, place: Tensor, q: Tensor, k: Tensor, v: Tensor, even: bool, end: int, start: int,
+        mask: Tensor | None, cap: float,
+    ) -> Tensor:  # fmt: skip
         """(B, H D) of a step whose keys and values are written at `place`; `even`: the same place in all rows."""
         s, rows = self.body.live.shape, len(q)
         caches = self.body.cache.k[number, :rows], self.body.cache.v[number, :rows]
@@ -119,7 +126,19 @@ class HostStep:
         keys, values = (cache[:, :, start:end] for cache in caches)
         # The query heads of a group stand as so many queries of its one key head: nothing is repeated, as enable_gqa would.
         q = q.reshape(rows, s.kv_heads, -1, s.head_dim)
+        if cap:
+            scores = capped_((q @ keys.transpose(2, 3)).float() * s.scale, cap)
+            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+            return (scores.softmax(-1).to(q.dtype) @ values).reshape(rows, -1)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=s.scale).reshape(rows, -1)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    if norm.offset:
+        return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.offset, norm.eps).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
 
 
 def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What a Llama-shaped model computes, said once more in plain fp32: the judge of the certificate, of rounding, and of NaNs.
+"""What a model computes, said once more in plain fp32: the judge of the certificate, of rounding, and of NaNs.
 
 Experts are a choice by comparison: where two experts' scores lie within rounding, one that rounds otherwise takes the other
 expert and gets something else altogether, and neither is wrong. So a computation's logits are compared with what fp32 makes of
@@ -6,7 +6,7 @@ the choice that the computation made (`Choices`), and the choice by itself: how 
 experts lie.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .bind import sparse_mlps
-from .layer import Rounding, plain_linear, plain_norm
+from ..kernels.decode_product import capped_
+from ..models.decoding import Rounding, plain_linear, plain_norm
 
 if TYPE_CHECKING:
     from .fused import FusedBody
@@ -55,14 +55,14 @@ class Choices:
 
 
 @contextmanager
-def listening(model: Any) -> Iterator[Choices]:
+def listening(routers: Mapping[int, Any]) -> Iterator[Choices]:
     """What a model's own routers choose in the one forward that runs meanwhile."""
     found = Choices()
 
     def note(number: int) -> Any:
         return lambda router, inputs, outputs: found.add(number, outputs[2])
 
-    handles = [block.gate.register_forward_hook(note(number)) for number, block in sparse_mlps(model).items()]
+    handles = [router.register_forward_hook(note(number)) for number, router in routers.items()]
     try:
         yield found
     finally:
@@ -81,15 +81,15 @@ def logits(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
 def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rounding = None) -> Iterator[tuple[str, Tensor]]:
     """(name, what it computed) of every stage, in order; the last are the logits."""
     shape = model.shape
-    cos, sin = (table[:, None] for table in model.rope(ids.shape[0]))
-    x = model.embed[ids].float()
+    tables = model.tables(ids.shape[0])
+    x = model.embed[ids].float() * shape.embedded
     yield "model.embed_tokens", x
     for number, layer in enumerate(model.layers):
-        x = x + layer.attention.define(shape, x, cos, sin, rounded)
+        x = x + layer.attention.define(shape, x, tables, rounded)
         yield f"model.layers.{number}.self_attn", x
-        x = x + layer.mlp.define(plain_norm(x, layer.mlp.norm, shape.eps), number, choices)
+        x = x + layer.mlp.define(x, number, choices)
         yield f"model.layers.{number}.mlp", x
-    yield "lm_head", plain_linear(plain_norm(x, model.norm, shape.eps), model.head, None)
+    yield "lm_head", capped_(plain_linear(plain_norm(x, model.norm), model.head, None), shape.logit_cap)
 
 
 def first_not_finite(model: Any, ids: Tensor) -> str:

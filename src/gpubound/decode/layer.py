@@ -2,16 +2,15 @@
 
 Each part has three forms: `step` for few rows, whose products are kernels of our own that read the weights once and may each
 start while the one before still runs; `wide_step` for more, whose products are matrices worth a tensor core; and `prompt`. It
-gets its weights in any format (weights/) and keeps keys and values in any cache (cache.py). What it computes is said once more
-in plain fp32 by its weights' `define`.
+gets its weights in any format (weights/) and keeps keys and values in any cache (cache.py). What it computes is said by its
+weights' records (models/decoding.py), and once more in plain fp32.
 
 Experts are another file with the same methods (experts.py); so is whatever comes next.
 
 Legend: B rows, T tokens of a prompt, H query heads, K key and value heads, D width of a head.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,40 +18,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import can_launch
-from ..kernels import norm_rows, rms_norm, rope, swiglu
+from ..kernels import add_norm, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import Heads, Scratch
+from ..kernels.decode_product import capped_
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
+from ..layers.mlp import gated
+from ..models.decoding import NO_NORM, AttentionWeights, DenseWeights, Norm, Shape, heads_of
 from .cache import Cache
 
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
-
-Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) in their places, and of values
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What all layers of a model have in common."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    eps: float
-    head_eps: float  # of the normed q and k heads
-    scale: float
+SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
 class Bench:
     """What all layers of a body work on: tables, cache, and buffers, made once so that graphs find them where they were."""
 
     def __init__(
-        self, shape: Shape, cache: Cache, angles: tuple[Tensor, Tensor], rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: Shape,
+        cache: Cache,
+        tables: list[tuple[Tensor, Tensor]],
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.shape, self.cache, self.rows, self.dtype, self.device = shape, cache, rows, dtype, device
-        self.turned = angles
-        self.still = torch.ones_like(angles[0]), torch.zeros_like(angles[1])  # for layers that do not turn their heads
+        self.tables = tables
+        cos, sin = tables[0]
+        self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
         self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
         self._buffers: dict[tuple, Tensor] = {}
 
@@ -69,49 +63,23 @@ class Bench:
         return self._buffers[key]
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Biases and head norms may be None."""
+class Outlet:
+    """What a part adds to the stream goes there from its last product, or through a norm of its own."""
 
-    norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    window: int  # 0: all keys
-    turned: bool  # False: a layer without positions
+    def __init__(self, norm: Norm | None, bench: Bench) -> None:
+        self.norm, self.kernels = norm, bench.kernels
+        self._sum = None if norm is None else bench.buffer("sum", bench.rows, bench.shape.hidden)  # zeros, as a step leaves it
 
-    def part(self, number: int, form: Any, bench: Bench) -> "Attention":
-        return Attention(self, number, form, bench)
+    def target(self, x: Tensor) -> Tensor:
+        """What the product is added to."""
+        return x if self._sum is None else self._sum[: len(x)]
 
-    def tensors(self) -> list[Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+    def close(self, x: Tensor, mode: int = 0) -> None:
+        if self.norm is not None:
+            add_norm(self.target(x), self.norm.weight, self.norm.eps, x, self.norm.offset, mode)
 
-    def define(self, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor, rounded: Rounding) -> Tensor:
-        """What is added to x (T, hidden), in plain fp32."""
-        T = x.shape[0]
-        h = plain_norm(x, self.norm, shape.eps)
-        q = plain_linear(h, self.q, self.q_bias).view(T, shape.heads, -1)
-        k, v = (plain_linear(h, w, b).view(T, shape.kv_heads, -1) for w, b in ((self.k, self.k_bias), (self.v, self.v_bias)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = plain_norm(q, self.q_norm, shape.head_eps), plain_norm(k, self.k_norm, shape.head_eps)
-        if self.turned:
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
-        if rounded is not None:
-            k, v = rounded(k), rounded(v)
-        groups = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) * shape.scale
-        age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
-        hidden = (age < 0) | (age >= (self.window or T))
-        y = torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
-        return plain_linear(y.flatten(1), self.o, self.o_bias)
+    def report(self) -> list[tuple[str, str, str]]:
+        return [] if self.norm is None else [("norm, residual add", f"{self.kernels}: add_norm", "")]
 
 
 class Attention:
@@ -122,36 +90,41 @@ class Attention:
         w, s, rows = weights, bench.shape, bench.rows
         self.qkv = form.stacked([w.q, w.k, w.v], [w.q_bias, w.k_bias, w.v_bias])
         self.o = form.stacked([w.o], [w.o_bias])
+        self.outlet = Outlet(w.post_norm, bench)
         self._named = f"{form.prefix}norm_product", f"{form.prefix}add_product"
         self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._normed = bench.buffer("normed", rows, s.hidden, dtype=bench.dtype)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
         self._partial = bench.buffer("partial", rows, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
-        self._angles = bench.turned if w.turned else bench.still
+        self._angles = bench.still if w.table is None else bench.tables[w.table]
 
     def step(self, x: Tensor, position: Tensor, mode: int) -> None:
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
-        self.qkv.norm_product(x, self.weights.norm, self.bench.shape.eps, qkv, mode)
+        self.qkv.norm_product(x, self.weights.norm, qkv, mode)
         self._attend(rows, qkv, position, mode)
-        self.o.add_product(mixed, x, mode)
+        self.o.add_product(mixed, self.outlet.target(x), mode)
+        self.outlet.close(x, mode)
 
     def wide_step(self, x: Tensor, position: Tensor) -> None:
-        h = norm_rows(x, self.weights.norm, self.bench.shape.eps, self._normed[: len(x)])
+        h = normed_rows(x, self.weights.norm, self._normed[: len(x)])
         self._attend(len(x), fused_linear(h, self.qkv.matrices(), self.qkv.biases or None), position, 0)
-        accumulate(x, self._mixed[: len(x)], self.o.matrices()[0], self.weights.o_bias)
+        accumulate(self.outlet.target(x), self._mixed[: len(x)], self.o.matrices()[0], self.weights.o_bias)
+        self.outlet.close(x)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """What is added to the stream, for normed h (B, T, hidden) at places start to end."""
         q, k, v = self._project(h, start, end)
         k, v = self.bench.cache.extend(self.number, start, k, v)
         mask = _mask(start, end, self.weights.window, h.device)
-        mixed = attend(q.transpose(1, 2), k, v, mask, self.bench.shape.scale)
-        return F.linear(mixed.flatten(2), self.o.matrices()[0], self.weights.o_bias)
+        q, scale, cap = q.transpose(1, 2), self.bench.shape.scale, self.weights.cap
+        mixed = capped_attend(q, k, v, mask, scale, cap) if cap else attend(q, k, v, mask, scale)
+        return normed(F.linear(mixed.flatten(2), self.o.matrices()[0], self.weights.o_bias), self.weights.post_norm)
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.head_eps, s.scale, w.window)
+        (q_norm, eps, offset), (k_norm, *_) = w.q_norm or NO_NORM, w.k_norm or NO_NORM
+        heads = Heads(*self._angles, q_norm, k_norm, eps, s.scale, w.window, offset, w.cap)
         scratch = Scratch(self._partial[:rows], self._finished[: rows * s.kv_heads])
         self.bench.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
@@ -159,10 +132,10 @@ class Attention:
         """(B, T, heads, D) each, q and k normed and turned."""
         s, w = self.bench.shape, self.weights
         pairs = zip(self.qkv.matrices(), (w.q_bias, w.k_bias, w.v_bias))
-        q, k, v = (F.linear(h, weight, bias).unflatten(-1, (-1, s.head_dim)) for weight, bias in pairs)
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = rms_norm(q, w.q_norm, s.head_eps), rms_norm(k, w.k_norm, s.head_eps)
-        if w.turned:
+        q, k, v = (F.linear(h, weight, bias) for weight, bias in pairs)
+        q, k = heads_of(q, s.head_dim, w.q_norm, normed), heads_of(k, s.head_dim, w.k_norm, normed)
+        v = v.unflatten(-1, (-1, s.head_dim))
+        if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
         return q, k, v
@@ -175,41 +148,18 @@ class Attention:
     def tensors(self) -> list[Tensor]:
         """What a step reads whole."""
         w = self.weights
-        norms = [t for t in (w.norm, w.q_norm, w.k_norm) if t is not None]
+        norms = [norm.weight for norm in (w.norm, w.q_norm, w.k_norm, w.post_norm) if norm is not None]
         return [*norms, *self.qkv.tensors(), *self.o.tensors()]
 
     def report(self) -> list[tuple[str, str, str]]:
         kernels, attention = self.bench.kernels, self.bench.cache.layout.op.split(".")[-1]
         product, add = self._named
         return [
-            ("norm, q k v", f"{kernels}: {product}", ""),
+            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{kernels}: {product}", ""),
             ("rotation, cache, attention", f"{kernels}: {attention}", ""),
             ("output", f"{kernels}: {add}", ""),
+            *self.outlet.report(),
         ]
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    norm: Tensor
-    gate: Tensor
-    up: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-    on_host = True  # whether host.py has a step for it
-
-    def part(self, number: int, form: Any, bench: Bench) -> "DenseMLP":
-        return DenseMLP(self, form, bench)
-
-    def tensors(self) -> list[Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, Tensor)]
-
-    def define(self, h: Tensor, number: int, choices: Any) -> Tensor:
-        """What is added to the stream for normed h (T, hidden), in plain fp32."""
-        gated = F.silu(plain_linear(h, self.gate, self.gate_bias)) * plain_linear(h, self.up, self.up_bias)
-        return plain_linear(gated, self.down, self.down_bias)
 
 
 class DenseMLP:
@@ -217,36 +167,41 @@ class DenseMLP:
 
     captures_prompts = True
 
-    def __init__(self, weights: DenseWeights, form: Any, bench: Bench) -> None:
+    def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Bench) -> None:
         self.weights, self.bench = weights, bench
         self.gate_up = form.gate_up(weights.gate, weights.up, [weights.gate_bias, weights.up_bias])
         self.down = form.stacked([weights.down], [weights.down_bias])
+        self.outlet = Outlet(weights.post_norm, bench)
         self._named = f"{form.prefix}norm_gate_up", f"{form.prefix}add_product"
         self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
         self._gated = bench.buffer("gated", bench.rows, len(weights.gate), dtype=bench.dtype)
         self.gate_up_bytes = self.gate_up.nbytes  # of which a step reads all
 
     def step(self, x: Tensor, mode: int) -> None:
-        gated = self._gated[: len(x)]
-        self.gate_up.norm_gate_up(x, self.weights.norm, self.bench.shape.eps, gated, mode)
-        self.down.add_product(gated, x, mode)
+        y = self._gated[: len(x)]
+        self.gate_up.norm_gate_up(x, self.weights.norm, self.weights.activation, y, mode)
+        self.down.add_product(y, self.outlet.target(x), mode)
+        self.outlet.close(x, mode)
 
     def wide_step(self, x: Tensor) -> None:
-        h = norm_rows(x, self.weights.norm, self.bench.shape.eps, self._normed[: len(x)])
-        gated = swiglu(fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None))
-        accumulate(x, gated, self.down.matrices()[0], self.weights.down_bias)
+        h = normed_rows(x, self.weights.norm, self._normed[: len(x)])
+        both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
+        accumulate(self.outlet.target(x), gated(self.weights.activation, both), self.down.matrices()[0], self.weights.down_bias)
+        self.outlet.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
-        gate, up = self.gate_up.matrices()
-        gated = swiglu(F.linear(h, gate, self.weights.gate_bias), F.linear(h, up, self.weights.up_bias))
-        return F.linear(gated, self.down.matrices()[0], self.weights.down_bias)
+        """What is added to the stream, for normed h (B, T, hidden)."""
+        w, (gate, up) = self.weights, self.gate_up.matrices()
+        y = gated(w.activation, F.linear(h, gate, w.gate_bias), F.linear(h, up, w.up_bias))
+        return normed(F.linear(y, self.down.matrices()[0], w.down_bias), w.post_norm)
 
     def exact(self) -> DenseWeights:
         (gate, up), (down,) = self.gate_up.exact(), self.down.exact()
         return replace(self.weights, gate=gate, up=up, down=down)
 
     def tensors(self) -> list[Tensor]:
-        return [self.weights.norm, *self.gate_up.tensors(), *self.down.tensors()]
+        norms = [norm.weight for norm in (self.weights.norm, self.weights.post_norm) if norm is not None]
+        return [*norms, *self.gate_up.tensors(), *self.down.tensors()]
 
     def chosen_bytes(self, tokens: int) -> float:
         """What a step of so many tokens reads besides."""
@@ -255,7 +210,8 @@ class DenseMLP:
     def report(self) -> list[tuple[str, str, str]]:
         kernels = self.bench.kernels
         gate_up, add = self._named
-        return [("norm, gate, up", f"{kernels}: {gate_up}", ""), ("down", f"{kernels}: {add}", "")]
+        first = f"{'norm, ' * (self.weights.norm is not None)}gate, up"
+        return [(first, f"{kernels}: {gate_up}", ""), ("down", f"{kernels}: {add}", ""), *self.outlet.report()]
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:
         return []
@@ -271,22 +227,32 @@ def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Non
         x.add_(F.linear(h, weight, bias))
 
 
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset)
+
+
+def normed_rows(x: Tensor, norm: Norm | None, out: Tensor) -> Tensor:
+    """out = what a product of many rows of the stream reads."""
+    return out.copy_(x) if norm is None else norm_rows(x, norm.weight, norm.eps, out, norm.offset)
+
+
+def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """`attend` with capped scores, which SDPA does not have: some queries at a time, for their scores are whole in memory."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    sees = torch.ones(T, S, device=q.device, dtype=torch.bool).tril(S - T) if mask is None else mask
+    step, found = max(1, SCORES // (B * H * S)), []
+    for at in range(0, T, step):
+        some = q[:, :, at : at + step].reshape(B, K, -1, D)  # the heads of a group as so many queries of its one key head
+        scores = capped_((some @ k.transpose(2, 3)).view(B, K, H // K, -1, S).float() * scale, cap)
+        weights = scores.masked_fill(~sees[at : at + step], float("-inf")).softmax(-1).to(q.dtype)
+        found.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
+    return torch.cat(found, 2).transpose(1, 2)
+
+
 def _mask(start: int, end: int, window: int, device: torch.device) -> Tensor | None:
     """Who sees whom among the places start..end and all before: None for plain causal from the beginning."""
     if start == 0 and not (window and end > window):
         return None
     age = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)
     return (age >= 0) & (age < (window or end))
-
-
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.float(), None if bias is None else bias.float())
-
-
-def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -44,7 +44,7 @@ class MLP(Projecting):
         down: Any = self._modules["down_proj"]
         gates = self.stacked.joined(self.projections())
         if gates is None:
-            y = self._gated(*self.one_by_one(x))
+            y = gated(self.activation, *self.one_by_one(x))
         else:
             trained = self._trained(down) if self.activation == "silu" and torch.is_grad_enabled() else None
             if trained is not None and (result := self._as_one(x, gates, trained)) is not None:
@@ -52,7 +52,7 @@ class MLP(Projecting):
             packed = multiply(x, gates)
             if trained is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
                 return gated_down(packed, trained)
-            y = self._gated(packed)
+            y = gated(self.activation, packed)
         return run_linear(down, y)
 
     def _trained(self, down: Any) -> Tensor | None:
@@ -68,11 +68,12 @@ class MLP(Projecting):
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
 
-    def _gated(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`gate` alone is the packed product [gate | up]."""
-        if self.activation == "silu":
-            return swiglu(gate, up)
-        return geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """activation(gate) · up. `gate` alone is the packed product [gate | up]."""
+    if activation == "silu":
+        return swiglu(gate, up)
+    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:

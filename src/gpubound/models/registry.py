@@ -1,35 +1,36 @@
-"""Which families there are, a line each: the folder here that knows one, and what transformers calls its models.
+"""Which families there are, a line each: the file here that knows one, and what transformers calls its models.
 
 Hugging Face's modules are known by name and home: `LlamaMLP` of transformers.models.llama.modeling_llama, and its like. A
 subclass of a user's own lives elsewhere, may compute something else, and is left alone.
 
-A folder answers what the rest of the library asks of its family, each question in a file of its own that is imported when it
-is first asked: how its modules are swapped in `placing.py` (models/placing.py has the words).
+The file says what the rest of the library asks of its family, in tables by role: SWAPS, how its modules are swapped (placing.py
+has the words), and DECODING, how its models are decoded (decoding.py). It is imported when it is first asked. A family that has
+outgrown a file is a folder, which has these tables in `family.py`.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
+from .decoding import Reader
 from .placing import Maker
 
 FAMILIES = {
-    # folder: {model_type: how its classes' names begin}
+    # file: {model_type: how its classes' names begin}
     "llama": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
     "mixtral": {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"},
-    "gemma2": {"gemma2": "Gemma2"},
+    "gemma": {"gemma": "Gemma", "gemma2": "Gemma2"},
     "gemma3": {"gemma3": "Gemma3"},
     "olmo2": {"olmo2": "Olmo2"},
     "phi3": {"phi3": "Phi3"},
 }
 
 
-def role_of(module: nn.Module, family: str | None = None) -> str | None:
-    """'RMSNorm', 'Attention', 'MLP', 'DecoderLayer', 'Model', 'ForCausalLM' or the like for a module of a known family, or of
-    the one that is named; None for any other."""
-    known, role = _known(module)
-    return role if family in (None, known) else None
+def role_of(module: nn.Module) -> str | None:
+    """'RMSNorm', 'Attention', 'MLP', 'Model', 'ForCausalLM' or the like for a module of a known family; None for any other."""
+    return _known(module)[1]
 
 
 def swaps_of(module: nn.Module) -> Mapping[str, Maker]:
@@ -43,9 +44,28 @@ def fused_types() -> Iterator[str]:
     return (kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _swaps(family).keys() for kind in types)
 
 
+def reader_of(model: Any) -> Reader | None:
+    """How it is decoded; None for a model of no known family. One of our own says so itself."""
+    if (own := getattr(type(model), "reader", None)) is not None:
+        return own(model)
+    family, role = _known(model)
+    maker = _file(family).DECODING.get(role) if family else None
+    return None if maker is None else maker(model)
+
+
+def decoded() -> Iterator[str]:
+    """How the classes' names begin of models that the kernels decode."""
+    return (prefix for types in FAMILIES.values() for prefix in types.values())
+
+
 def _swaps(family: str) -> Mapping[str, Maker]:
+    return _file(family).SWAPS
+
+
+def _file(family: str) -> Any:
     """Imports transformers, as the model has that leads here."""
-    return import_module(f".{family}.placing", __package__).SWAPS
+    found = import_module(f".{family}", __package__)
+    return import_module(".family", found.__name__) if hasattr(found, "__path__") else found
 
 
 def _known(module: nn.Module) -> tuple[str | None, str | None]:

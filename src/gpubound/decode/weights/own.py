@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels import add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
+from ...models.decoding import NO_NORM, Norm
 
 
 class OwnWeights:
@@ -54,19 +55,21 @@ class OwnProduct:
     def norm_product(
         self,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: Norm | None,
         out: Tensor,
         mode: int,
         best: Tensor | None = None,
         arg: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
+        weight, eps, offset = norm or NO_NORM
         (q, k, v), (q_bias, k_bias, v_bias) = self._given
-        return norm_product(x, norm, eps, q, k, v, q_bias, k_bias, v_bias, out, best, arg, mode)
+        return norm_product(x, weight, eps, q, k, v, q_bias, k_bias, v_bias, out, best, arg, mode, offset, cap)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, mode: int) -> None:
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
+        weight, eps, offset = norm or NO_NORM
         (gate, up, _), (gate_bias, up_bias, _) = self._given
-        norm_gate_up(x, norm, eps, gate, up, gate_bias, up_bias, out, mode)
+        norm_gate_up(x, weight, eps, gate, up, gate_bias, up_bias, out, mode, offset, activation)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         add_product(h, self.weights[0], self._given[1][0], x, mode)

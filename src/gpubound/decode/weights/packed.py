@@ -25,6 +25,7 @@ from ...kernels import (
     quantized_routed_gate_up,
 )
 from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
+from ...models.decoding import NO_NORM, Norm
 from ...trace import notice
 
 
@@ -121,17 +122,19 @@ class PackedProduct:
     def norm_product(
         self,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: Norm | None,
         out: Tensor,
         mode: int,
         best: Tensor | None = None,
         arg: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
-        return quantized_norm_product(x, norm, eps, self.packed, self.bias, out, best, arg, mode)
+        weight, eps, offset = norm or NO_NORM
+        return quantized_norm_product(x, weight, eps, self.packed, self.bias, out, best, arg, mode, offset, cap)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, out: Tensor, mode: int) -> None:
-        quantized_norm_gate_up(x, norm, eps, self.packed, self.bias, out, mode)
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
+        weight, eps, offset = norm or NO_NORM
+        quantized_norm_gate_up(x, weight, eps, self.packed, self.bias, out, mode, offset, activation)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         quantized_add_product(h, self.packed, self.bias, x, mode)

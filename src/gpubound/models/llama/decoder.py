@@ -20,6 +20,7 @@ from ...layers.block import Block, run_blocks
 from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
 from ...layers.vocabulary import LMLoss, lm_loss, look_up
+from ..decoding import Angles, Reader, Shape
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,27 @@ class Trunk(nn.Module):
         return self.rope.angles(position_ids)
 
 
+class OwnReader(Reader):
+    """How our decoder is decoded."""
+
+    def refusal(self, max_length: int) -> str | None:
+        return None
+
+    def shape(self) -> Shape:
+        c = self.config
+        return Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.head_dim**-0.5)
+
+    def angles(self) -> list[Angles]:
+        return [RotaryAngles(self.config.head_dim, self.config.rope_theta)]
+
+    def activation(self) -> str:
+        return "silu"
+
+
 class Decoder(nn.Module):
     """A Llama-like language model: `Decoder(PRESETS["10m"])`. A call gives logits. `loss` never holds the whole logits."""
+
+    reader = OwnReader
 
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
         super().__init__()

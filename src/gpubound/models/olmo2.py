@@ -1,4 +1,4 @@
-"""How OLMo 2's modules are swapped.
+"""OLMo 2: norms behind the parts of a block, and over whole rows of q and k.
 
 Its norms stand between a part of a block and the residual add, so that no norm can take the add in but the final one. The loop
 still spares what transformers does around each layer.
@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...layers.attention import Rope
-from ...layers.stacked import Kernels
-from ..language import tried_causal_lm
-from ..parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
-from ..placing import Maker
-from ..stack import OPS, HFStack, stack
+from ..layers.attention import Rope
+from ..layers.stacked import Kernels
+from .decoding import Reader
+from .language import tried_causal_lm
+from .parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
+from .placing import Maker
+from .stack import OPS, HFStack, stack
 
 
 class WideNormAttention(HFAttention):
@@ -52,3 +53,10 @@ SWAPS: dict[str, Maker] = {
     "Model": partial(stack, part=PostNormStack),
     "ForCausalLM": tried_causal_lm,
 }
+
+
+class PostNormReader(Reader):
+    NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+DECODING = {"ForCausalLM": PostNormReader}

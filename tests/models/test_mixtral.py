@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from ...place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
+from ..place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from ...place.models import GEMMA, VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
+from ..place.models import GEMMA, VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
 THETAS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ...place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
+from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
 PAIRS = 4
 LONGROPE = {

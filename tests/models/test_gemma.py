@@ -6,7 +6,7 @@ import torch
 from gpubound.errors import PlaceError
 from gpubound.models.parts import HFShiftedNorm
 
-from ...place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
+from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
 
 def test_the_cap_on_scores_is_transformers_own():

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...place.models import assert_close, batch, place, rows, tiny, training_run, twin
+from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 
 
 def test_the_table_says_what_runs_and_why():

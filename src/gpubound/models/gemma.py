@@ -1,6 +1,7 @@
-"""How Gemma 2's modules are swapped.
+"""Gemma and Gemma 2: embeddings that are scaled, norms whose gain is 1 + weight, an MLP gated by gelu.
 
-Its scores are capped, score -> cap · tanh(score / cap), which SDPA cannot do. So between our products and rotation and our last
+Gemma 2 norms what each part of a block reads and gives, and every other of its layers has a window. Its scores are capped,
+score -> cap · tanh(score / cap), which SDPA cannot do. So in a placed model, between our products and rotation and our last
 product, transformers' own attention function runs, as the config names it. (Where the config asks for SDPA, transformers leaves
 the cap out, and so do we.) Its logits are capped too, so that its loss stays transformers' own.
 """
@@ -14,14 +15,15 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...layers.attention import Attention, Rope, RopeTable
-from ...layers.block import run_blocks
-from ...layers.stacked import Kernels
-from ..language import tried_causal_lm
-from ..parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
-from ..placing import Maker, Swap
-from ..rotary import FIXED, HFAngles, halves
-from ..stack import HFStack, add_calls, turned, unswapped
+from ..layers.attention import Attention, Rope, RopeTable
+from ..layers.block import run_blocks
+from ..layers.stacked import Kernels
+from .decoding import Reader
+from .language import tried_causal_lm
+from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
+from .placing import Maker, Swap
+from .rotary import FIXED, HFAngles, halves
+from .stack import HFStack, add_calls, stack, turned, unswapped
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
@@ -108,8 +110,22 @@ class SandwichStack(HFStack):
         return self.masked(MASKS[kind], x, positions, attention_mask)
 
 
+class ShiftedStack(HFStack):
+    """Gemma's: Llama's blocks with other norms."""
+
+    PARTS: ClassVar[dict[str, type]] = HFStack.PARTS | {
+        "input_layernorm": HFShiftedNorm,
+        "post_attention_layernorm": HFShiftedNorm,
+    }
+
+
+def gemma_stack(module: Any, _: Any) -> Swap:
+    sandwich = hasattr(module.layers[0], "pre_feedforward_layernorm")
+    return sandwich_stack(module, None) if sandwich else stack(module, None, ShiftedStack)
+
+
 def capped_attention(module: Any, stack: Any) -> Swap:
-    capped = module.config._attn_implementation == "eager"
+    capped = hasattr(module, "attn_logit_softcapping") and module.config._attn_implementation == "eager"
     return attention(module, stack, CappedAttention if capped else HFAttention)
 
 
@@ -134,6 +150,32 @@ SWAPS: dict[str, Maker] = {
     "RMSNorm": partial(norm, part=HFShiftedNorm),
     "MLP": mlp,
     "Attention": capped_attention,
-    "Model": sandwich_stack,
+    "Model": gemma_stack,
     "ForCausalLM": tried_causal_lm,
 }
+
+
+class GemmaReader(Reader):
+    OFFSET = 1.0
+
+
+class SandwichReader(GemmaReader):
+    NORMS = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+    def cap(self, attention: Any) -> float:
+        """transformers' SDPA leaves it out."""
+        capped = self.config._attn_implementation != "sdpa"
+        return (capped and attention.attn_logit_softcapping) or 0.0
+
+
+def read(model: Any) -> Reader:
+    sandwich = hasattr(model.model.layers[0], "pre_feedforward_layernorm")
+    return SandwichReader(model) if sandwich else GemmaReader(model)
+
+
+DECODING = {"ForCausalLM": read}

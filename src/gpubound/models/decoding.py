@@ -1,0 +1,322 @@
+"""What decoding asks of a family: the weights of its layers, and what is done with them.
+
+A family's file has a table DECODING, {role: Reader}: how the decoder reads a model of that class, or why it cannot. What its
+weights compute is said here once, in plain fp32 (`define`), for the judge; decode/ has the fast forms.
+
+Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts a token (its slots), E experts in all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.decode_product import ACTIVATIONS, capped_
+from .placing import ACTIVATIONS as NAMES
+from .rotary import FIXED, HFAngles
+
+Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # of positions, to cos and sin
+Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) in their places, and of values
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+    offset: float = 0.0  # the gain is offset + weight
+
+
+NO_NORM = (None, 0.0, 0.0)
+"""What an op takes in the place of a Norm's parts where there is none."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all layers of a model have in common."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    scale: float  # of the scores
+    embedded: float = 1.0  # what embeddings are multiplied by
+    logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: as they are
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Norms and biases may be None."""
+
+    norm: Norm | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Norm | None  # of a head, or of all heads in a row: its width tells
+    k_norm: Norm | None
+    o: Tensor
+    o_bias: Tensor | None
+    window: int  # the nearest keys that a token sees; 0: all
+    table: int | None = 0  # which of the model's angles; None: a layer without positions
+    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
+    post_norm: Norm | None = None  # of what is added to the stream
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors(self)
+
+    def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
+        """What is added to x (T, hidden), in plain fp32."""
+        h = plain_norm(x, self.norm)
+        q, k, v = (plain_linear(h, w, b) for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)))
+        q, k = heads_of(q, shape.head_dim, self.q_norm, plain_norm), heads_of(k, shape.head_dim, self.k_norm, plain_norm)
+        v = v.unflatten(-1, (-1, shape.head_dim))
+        if self.table is not None:
+            cos, sin = (table[:, None] for table in tables[self.table])
+            q, k = turn(q, cos, sin), turn(k, cos, sin)
+        if rounded is not None:
+            k, v = rounded(k), rounded(v)
+        groups, T = shape.heads // shape.kv_heads, len(x)
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = capped_(torch.einsum("thd,shd->hts", q, k) * shape.scale, self.cap)
+        age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
+        hidden = (age < 0) | (age >= (self.window or T))
+        y = torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        return plain_norm(plain_linear(y.flatten(1), self.o, self.o_bias), self.post_norm)
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    norm: Norm | None
+    gate: Tensor
+    up: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    activation: str = "silu"
+    post_norm: Norm | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors(self)
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        """What is added to x (T, hidden), in plain fp32."""
+        h = plain_norm(x, self.norm)
+        gated = ACTIVATIONS[self.activation](plain_linear(h, self.gate, self.gate_bias))
+        gated = gated * plain_linear(h, self.up, self.up_bias)
+        return plain_norm(plain_linear(gated, self.down, self.down_bias), self.post_norm)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Gated by silu, behind a norm without an offset: the kernels know no others."""
+
+    norm: Norm
+    router: Tensor  # (E, hidden)
+    gate_up: Any  # (E, 2 I, hidden)
+    down: Any  # (E, hidden, I)
+    slots: int
+    normalise: bool  # shares of what was chosen, not of all
+    post_norm: Norm | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads whole."""
+        return [norm.weight for norm in (self.norm, self.post_norm) if norm is not None] + [self.router]
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        """What is added to x (T, hidden), in plain fp32; token by token, whose experts alone are widened.
+
+        With `choices`, experts are those that were chosen there, which are judged.
+        """
+        h = plain_norm(x, self.norm)
+        scores = plain_linear(h, self.router, None)
+        shares, ids = scores.softmax(-1).topk(self.slots)
+        if choices:
+            ids = choices.judged(number, scores)
+            shares = scores.softmax(-1).gather(-1, ids)
+        if self.normalise:
+            shares = shares / shares.sum(-1, keepdim=True)
+        found = []
+        for row, chosen, share in zip(h, ids, shares):
+            gate, up = (self.gate_up.index_select(0, chosen).float() @ row).chunk(2, -1)
+            products = torch.bmm(self.down.index_select(0, chosen).float(), (F.silu(gate) * up)[..., None])
+            found.append(share @ products[..., 0])
+        return plain_norm(torch.stack(found), self.post_norm)
+
+
+class LayerWeights(NamedTuple):
+    attention: AttentionWeights
+    mlp: Any  # DenseWeights, ExpertWeights, or another record with their methods
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.attention.tensors(), *self.mlp.tensors()]
+
+
+def _tensors(record: Any) -> list[Tensor]:
+    values = (value.weight if isinstance(value, Norm) else value for value in vars(record).values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.float(), None if bias is None else bias.float())
+
+
+def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
+
+
+def heads_of(x: Tensor, width: int, norm: Norm | None, normed: Callable[[Tensor, Norm | None], Tensor]) -> Tensor:
+    """Rows (..., H D) as heads (..., H, D), normed before they are split where the norm is as wide as a row."""
+    whole = norm is not None and len(norm.weight) > width
+    heads = (normed(x, norm) if whole else x).unflatten(-1, (-1, width))
+    return heads if whole else normed(heads, norm)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads turned, in as many pairs as there are angles; what is behind those stands still."""
+    pairs = cos.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+class Reader:
+    """Reads a causal language model of Llama's kind, whose tensors are taken as they are. A family's own says what differs."""
+
+    # A block's norms: before attention, behind it, before the MLP, behind it.
+    NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
+    OFFSET = 0.0  # of all norms
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.trunk, self.config = model, model.model, model.config
+
+    def refusal(self, max_length: int) -> str | None:
+        """Why it is not decoded by the kernels for texts of that length: an option that they do not know."""
+        for kind in self.rope_types():
+            longest = self.longest() if kind == "longrope" else 0
+            if kind not in FIXED and not 0 < max_length <= longest:
+                beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
+                return f"its rotary angles ({kind!r}) change with the length of what is read{beyond}"
+        if self.activation() is None:
+            return f"its activation is {self.named_activation()!r}, the kernels' are {', '.join(ACTIVATIONS)}"
+        if getattr(self.trunk.layers[0].self_attn, "head_dim", 0) % 2:
+            return "its heads have an odd width, and rotation works on pairs"
+        if getattr(self.config, "use_bidirectional_attention", False):
+            return "its tokens see what comes behind them"
+        return None
+
+    def rope_types(self) -> list[str]:
+        return [getattr(self.trunk.rotary_emb, "rope_type", "default")]
+
+    def longest(self) -> int:
+        """Up to how many tokens angles of the kind longrope stay as they are."""
+        told = (self.config.rope_parameters or {}).get("original_max_position_embeddings")
+        return told or getattr(self.config, "original_max_position_embeddings", 0) or 0
+
+    def named_activation(self) -> str:
+        return str(getattr(self.config, "hidden_activation", None) or getattr(self.config, "hidden_act", ""))
+
+    def activation(self) -> str | None:
+        return NAMES.get(self.named_activation())
+
+    def shape(self) -> Shape:
+        c, attention = self.config, self.trunk.layers[0].self_attn
+        scale = getattr(self.trunk.embed_tokens, "embed_scale", None)  # rounded to the model's dtype where it is used
+        return Shape(
+            hidden=c.hidden_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=attention.head_dim,
+            vocab=self.model.lm_head.weight.shape[0],
+            scale=attention.scaling,
+            embedded=1.0 if scale is None else float(scale.to(self.trunk.embed_tokens.weight.dtype)),
+            logit_cap=getattr(c, "final_logit_softcapping", None) or 0.0,
+        )
+
+    def angles(self) -> list[Angles]:
+        """A layer's `table` says which of them it takes."""
+        return [HFAngles(self.trunk.rotary_emb)]
+
+    def layers(self) -> list[LayerWeights]:
+        return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.trunk.layers]
+
+    def norm(self, module: Any) -> Norm:
+        """Ours call it eps, Hugging Face's variance_epsilon."""
+        return Norm(weight_of(module), float(module.eps if hasattr(module, "eps") else module.variance_epsilon), self.OFFSET)
+
+    def norms(self, parent: Any, names: Sequence[str | None]) -> list[Norm | None]:
+        found = [name and getattr(parent, name, None) for name in names]
+        return [None if module is None else self.norm(module) for module in found]
+
+    def attention(self, block: Any) -> AttentionWeights:
+        attention, (before, behind) = block.self_attn, self.norms(block, self.NORMS[:2])
+        q_norm, k_norm = self.norms(attention, ("q_norm", "k_norm"))
+        (q, q_bias), (k, k_bias), (v, v_bias) = self.projections(attention)
+        return AttentionWeights(
+            norm=before,
+            q=q,
+            k=k,
+            v=v,
+            q_bias=q_bias,
+            k_bias=k_bias,
+            v_bias=v_bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=weight_of(attention.o_proj),
+            o_bias=attention.o_proj.bias,
+            window=self.window(attention),
+            table=self.table(attention),
+            cap=self.cap(attention),
+            post_norm=behind,
+        )
+
+    def projections(self, attention: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return [(weight_of(layer), layer.bias) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+
+    def window(self, attention: Any) -> int:
+        """Qwen says it layer by layer, Mistral in its config for all of them."""
+        whole = getattr(getattr(attention, "config", None), "sliding_window", None)
+        return getattr(attention, "sliding_window", whole) or 0
+
+    def table(self, attention: Any) -> int | None:
+        return 0 if getattr(attention, "use_rope", True) else None
+
+    def cap(self, attention: Any) -> float:
+        return 0.0
+
+    def mlp(self, block: Any) -> Any:
+        before, behind = self.norms(block, self.NORMS[2:])
+        (gate, gate_bias), (up, up_bias) = self.gate_up(block.mlp)
+        down, activation = block.mlp.down_proj, self.activation()
+        assert activation is not None
+        return DenseWeights(before, gate, up, gate_bias, up_bias, weight_of(down), down.bias, activation, behind)
+
+    def gate_up(self, mlp: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return [(weight_of(layer), layer.bias) for layer in (mlp.gate_proj, mlp.up_proj)]
+
+    def together(self, block: Any) -> list[list[Any]]:
+        """The linear layers of a block that read the same input: side by side in memory they are one product."""
+        attention, mlp = block.self_attn, block.mlp
+        groups = [[attention.q_proj, attention.k_proj, attention.v_proj]]
+        return [*groups, [mlp.gate_proj, mlp.up_proj]] if hasattr(mlp, "gate_proj") else groups
+
+    def routers(self) -> dict[int, nn.Module]:
+        """What chooses the experts, by the numbers of the layers that have some."""
+        return {}
+
+
+def weight_of(module: Any) -> Tensor:
+    return module._parameters["weight"]
+
+
+def parts_of(layer: Any, counts: list[int]) -> list[tuple[Tensor, Tensor | None]]:
+    """(weight, bias) of several layers whose weights are one parameter: views of it."""
+    weights = weight_of(layer).detach().split(counts)
+    biases = [None] * len(counts) if layer.bias is None else layer.bias.detach().split(counts)
+    return list(zip(weights, biases))

@@ -1,0 +1,74 @@
+"""Mixtral and Qwen3-MoE: Llama's attention beside sparse layers, whose router gives a token to a few experts.
+
+What is swapped are norms and attention. The experts, the loop over layers that holds them, and the loss, to which the router's
+may be added, stay transformers' own.
+"""
+
+from typing import Any
+
+from .decoding import ExpertWeights, Reader, weight_of
+from .parts import attention, norm
+from .placing import Maker
+from .registry import role_of
+
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
+
+
+# of a sparse block: their roles and parameters
+PARTS = {"gate": ("TopKRouter", {"weight"}), "experts": ("Experts", {"gate_up_proj", "down_proj"})}
+
+
+class SparseReader(Reader):
+    """A sparse block has a router (`gate`) and its experts' weights stacked in two parameters. Qwen3-MoE may have dense layers
+    between; Mixtral has none, and always divides the shares of the chosen experts by their sum."""
+
+    def refusal(self, max_length: int) -> str | None:
+        if why := super().refusal(max_length):
+            return why
+        if self.activation() != "silu":
+            return f"its activation is {self.named_activation()!r}, that of the experts' kernels is silu"
+        sparse = self._sparse()
+        for number, block in sparse.items():
+            name = f"model.layers.{number}.mlp"
+            for part, kind, names in (
+                ("gate", "TopKRouter", {"weight"}),
+                ("experts", "Experts", {"gate_up_proj", "down_proj"}),
+            ):
+                module = getattr(block, part)
+                if role_of(module) != kind or set(module._parameters) != names:
+                    return f"{name}.{part}: {type(module).__name__}, not the family's own"
+                if module._forward_hooks or module._forward_pre_hooks:
+                    return f"{name}.{part}: it carries hooks"
+            if getattr(block.experts, "_is_expert_parallel", False):
+                return f"{name}.experts: shared out among several devices"
+        if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse.values()}) > 1:
+            return "its sparse layers differ in experts or width"
+        return None
+
+    def mlp(self, block: Any) -> Any:
+        if not _is_sparse(block.mlp):
+            return super().mlp(block)
+        before, behind = self.norms(block, self.NORMS[2:])
+        assert before is not None
+        return ExpertWeights(
+            norm=before,
+            router=weight_of(block.mlp.gate),
+            gate_up=block.mlp.experts._parameters["gate_up_proj"],
+            down=block.mlp.experts._parameters["down_proj"],
+            slots=int(block.mlp.gate.top_k),
+            normalise=bool(getattr(block.mlp.gate, "norm_topk_prob", True)),
+            post_norm=behind,
+        )
+
+    def routers(self) -> dict[int, Any]:
+        return {number: block.gate for number, block in self._sparse().items()}
+
+    def _sparse(self) -> dict[int, Any]:
+        return {number: block.mlp for number, block in enumerate(self.trunk.layers) if _is_sparse(block.mlp)}
+
+
+def _is_sparse(mlp: Any) -> bool:
+    return role_of(mlp) == "SparseMoeBlock"
+
+
+DECODING = {"ForCausalLM": SparseReader}

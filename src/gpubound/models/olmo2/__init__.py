@@ -1,1 +1,0 @@
-"""OLMo 2: norms behind the parts of a block, and over whole rows of q and k."""

@@ -1,0 +1,64 @@
+"""Phi-3: q, k, v in one weight and gate, up in another; rotation of a part of each head.
+
+The stacked weights lie as our products want them: nothing has to be moved together, and a part of one is a view of it.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..layers.attention import RopeTable
+from .decoding import Reader, parts_of
+from .language import tried_causal_lm
+from .parts import HFMLP, HFAttention, attention, mlp, norm
+from .placing import Maker, Swap
+from .rotary import ChangingAngles
+from .stack import HFStack, stack, unswapped
+
+
+class PackedAttention(HFAttention):
+    PROJECTIONS = ("qkv_proj",)
+
+
+class PackedMLP(HFMLP):
+    PROJECTIONS = ("gate_up_proj",)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.mix(hidden_states)
+
+
+def phi3_stack(module: Any, _: Any) -> Swap:
+    swap = stack(module, None)
+    if module.rotary_emb.rope_type == "longrope":  # one set of frequencies for short batches, one for long ones
+        swap.attributes["table"] = RopeTable(ChangingAngles(module.rotary_emb))
+        swap.refusal = unswapped(module, HFStack)
+    if module.config.resid_pdrop > 0:
+        swap.refusal = f"its blocks have dropout (resid_pdrop {module.config.resid_pdrop}), which the loop has not"
+    return swap
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": partial(mlp, part=PackedMLP),
+    "Attention": partial(attention, part=PackedAttention),
+    "Model": phi3_stack,
+    "ForCausalLM": tried_causal_lm,
+}
+
+
+class PackedReader(Reader):
+    def projections(self, attention: Any) -> list[tuple[Tensor, Tensor | None]]:
+        rows = [
+            count * attention.head_dim for count in (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
+        ]
+        return parts_of(attention.qkv_proj, rows)
+
+    def gate_up(self, mlp: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
+
+    def together(self, block: Any) -> list[list[Any]]:
+        return []
+
+
+DECODING = {"ForCausalLM": PackedReader}
