@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    GemmaConfig,
     GPTNeoXConfig,
     GraniteConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from gpubound.errors import PlaceError
@@ -23,14 +23,14 @@ SIZES = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CONFIGS = {
-    "gemma": (GemmaConfig, {"head_dim": 8}),
+    "vaultgemma": (VaultGemmaConfig, {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None}),
     "granite": (GraniteConfig, {"logits_scaling": 4.0}),
     "starcoder2": (Starcoder2Config, {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }
-SWAPPED = {"gemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6}
+SWAPPED = {"vaultgemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6}
 NORMS_ALONE = ("granite",)  # its logits are scaled
-KNOWN = "llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3, olmo2, phi3"
+KNOWN = "llama, mistral, qwen2, qwen3, smollm3, gemma, gemma2, gemma3, olmo2, phi3"
 
 
 def made(kind, dtype=torch.float32, **options):
@@ -61,7 +61,7 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     assert_close(training_run(model, batch()), training_run(other, batch()), 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gemma", "starcoder2"])
+@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2"])
 def test_in_bf16(kind):
     model = made(kind, torch.bfloat16)
     other = twin(model).float()
@@ -72,7 +72,7 @@ def test_in_bf16(kind):
 
 def test_a_gain_of_one_and_a_little_keeps_the_little():
     """1 + 2^-10 is 1 in bf16, and Gemma adds in fp32."""
-    model = made("gemma", torch.bfloat16)
+    model = made("vaultgemma", torch.bfloat16)
     norm = model.model.norm
     place(model)
     assert norm.part is parts.HFShiftedNorm
