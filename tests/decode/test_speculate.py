@@ -95,6 +95,14 @@ def test_launches_follow_what_steps_bring():
     assert cases.shared("Llama").generate(cases.prompts(9), max_new_tokens=50).steps == 50
 
 
+def test_a_step_behind_the_last_token_is_launched_and_counts_for_no_roofline():
+    """Launches of 1, 8, 32, 32 and 8: after 64 steps one may be idle, and what it read was not needed."""
+    plain = cases.shared("Llama")
+    found = plain.generate(cases.prompts(6), max_new_tokens=80)
+    assert (found.steps, found.wanted, found.count) == (81, 80, 80)
+    assert found.bytes_read == 80 * plain.body.bytes_a_step([6 + 40])
+
+
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "all settings"])
 def test_stops_in_the_middle_of_what_was_accepted(how):
     """Rows stop at every place of a step of five in turn, each row at its own."""

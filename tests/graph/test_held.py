@@ -188,8 +188,8 @@ def test_a_count_that_the_function_keeps_for_itself(runner):
         return x * 2
 
     captured = capture(fn, torch.ones(3))
-    for _ in range(3):
-        captured(torch.ones(3))
+    for value in (1.0, 2.0, 3.0):
+        assert captured(torch.full((3,), value)).tolist() == [2 * value] * 3
 
 
 def test_evaluation_mode(captured, model):

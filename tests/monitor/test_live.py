@@ -203,6 +203,7 @@ def test_a_missing_library_is_named(monkeypatch, kind):
     assert str(error.value) == f"log: {kind} is not installed; pip install {kind}, or leave --log out."
 
 
-def test_no_logger_is_none():
-    with open_log(None, "anywhere", "first", {}) as log:
+def test_no_logger_is_none(tmp_path):
+    with open_log(None, tmp_path, "first", {}) as log:
         log(RECORD)
+    assert not list(tmp_path.iterdir())

@@ -223,7 +223,10 @@ def test_state_of_another_precision(here, there):
 
 def test_fp32_and_tf32_share_their_states():
     state = TrainStep(small(), summed, precision="tf32", graph="off").state_dict()
-    TrainStep(small(), summed, precision="fp32", graph="off").load_state_dict(state)
+    state["m.embed.weight"].fill_(0.5)
+    other = TrainStep(small(), summed, precision="fp32", graph="off")
+    other.load_state_dict(state)
+    assert other.state_dict()["m.embed.weight"].eq(0.5).all()
 
 
 def test_state_of_another_model():
