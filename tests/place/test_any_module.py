@@ -1,5 +1,7 @@
 """Models of nobody's family: moved, their plain norms swapped, and verified on the caller's example."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,21 @@ def test_weights_of_zeros_are_no_reason_to_refuse(zeroed):
 def test_dropout_is_off_while_a_module_is_verified_and_alike_in_the_whole():
     placement = place(tiny(attention_dropout=0.5), strict=True)
     assert placement.verified and placement.swapped == 11
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+def test_an_example_may_be_a_named_tuple():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x, scale):
+            return self.norm(x) * scale
+
+    placement = place(Scaled(), example=Pair(torch.randn(2, 3, 8), torch.ones(8)))
+    assert placement.verified and placement.swapped == 1, placement.summary
