@@ -51,6 +51,6 @@ def test_stores_stay_inside(device):
     parts, numbers = draw(device, FP32, 3, 2, 63), draw(device, FP32, 3)
     bands = [banded(shape, device) for shape in ((63,), (63,), (1,))]
     first, second, number = (inside for _, inside in bands)
-    _rows._norm_sums_kernel[(2, 3)](parts, numbers, first, second, number, 3, 63, 2, True, 32, 4, False, False, False)
+    _rows._norm_sums_kernel[(2, 3)](parts, numbers, first, second, number, 3, 0, 0, 0, 63, 2, True, 32, 4)
     for whole, inside in bands:
         assert_inside(whole, inside)
