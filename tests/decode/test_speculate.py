@@ -77,6 +77,14 @@ def test_any_number_of_tokens(tokens):
     compare(fast, cases.shared("Llama"), prompt, max_new_tokens=24, **SAMPLED)
 
 
+@DRAFTS
+def test_drafted_tokens_count_for_the_penalty_of_later_ones(draft):
+    """A penalty so strong that no token comes twice, which one of an earlier place of the same step would."""
+    fast, plain = shared("Qwen3", draft), cases.shared("Qwen3")
+    found = compare(fast, plain, cases.prompts(6), max_new_tokens=24, repetition_penalty=30.0)
+    assert len(set(found.tokens[0])) == 24
+
+
 def test_what_is_accepted_is_counted():
     """A twin is always right: each step brings three drafted tokens and one more, and the last what there is room for."""
     found = shared("Llama", "same", 3).generate(cases.prompts(), max_new_tokens=25)
