@@ -9,7 +9,7 @@ from gpubound.decode import fused
 from gpubound.kernels import choose
 
 from . import cases
-from .any_model.cases import ENDS
+from .any_cases import ENDS
 
 
 @pytest.mark.parametrize("kind", cases.HUGGING_FACE)

@@ -19,7 +19,7 @@ from ..errors import DataError, PlaceError
 from ..measure import machine
 from ..models.folder import Beyond, dtype_asked, read_config
 from ..models.foreign import attempt, layer_counts, load_foreign, needs_transformers
-from ..models.llama.hf_config import config_of
+from ..models.llama.weights import config_of
 from ..place import place
 from ..trace import notice
 from ..words import readable

@@ -24,7 +24,7 @@ from ..errors import DataError
 from ..models import load_hf
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.llama.hf_config import config_of
+from ..models.llama.weights import config_of
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe

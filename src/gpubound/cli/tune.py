@@ -26,7 +26,7 @@ from ..kernels.plans.kept import keep
 from ..measure import Prepared, Work
 from ..models.folder import dtype_of, read_config
 from ..models.llama.decoder import DecoderConfig
-from ..models.llama.hf_config import config_of
+from ..models.llama.weights import config_of
 from ..trace import say
 from . import arguments
 

@@ -272,7 +272,7 @@ def _body(
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
         own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
-        from .any_model.body import StaticBody
+        from .any_model import StaticBody
 
         return StaticBody(own, max_batch, max_length, tokens, live)
     hasten(_calls(live, weights), live.device, live.dtype)

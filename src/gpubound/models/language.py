@@ -12,9 +12,7 @@ from ..kernels.cross_entropy import loss_shape
 from ..layers.stacked import Kernels, describe, plain
 from ..layers.vocabulary import LOSS as KERNELS
 from ..layers.vocabulary import lm_loss, why_whole
-from .calls import by_name, delegate
-from .placing import Swap
-from .trial import made_up, mode
+from .placing import Swap, by_name, delegate, made_up, mode
 
 # What the loss reads; the rest goes to the decoder.
 READ = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")

@@ -17,10 +17,8 @@ from ..layers.attention import Attention, Rope, attend, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
-from .calls import delegate
-from .placing import ACTIVATIONS, Case, Swap
+from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Swap, delegate, dtype_and_device, random_case, rounded_noise
 from .rotary import halves
-from .trial import BATCH, TOKENS, dtype_and_device, random_case, rounded_noise
 
 
 class HFNorm(RMSNorm):

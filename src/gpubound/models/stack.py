@@ -15,9 +15,8 @@ from ..layers.block import run_block, run_blocks
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, hooked
 from ..layers.vocabulary import look_up
-from .calls import by_name, delegate
 from .parts import HFMLP, HFAttention, HFNorm
-from .placing import Swap
+from .placing import Swap, by_name, delegate
 from .rotary import FIXED, HFAngles
 
 # What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.

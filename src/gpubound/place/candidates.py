@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.choose import Call
 from ..layers.stacked import overlapping
-from ..models.placing import Swap
+from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
 from ..models.registry import role_of, swaps_of
-from ..models.trial import BATCH, TOKENS, random_case, reads_tokens
 from .fused import TORCH_NORMS, Fused
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks

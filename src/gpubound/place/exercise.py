@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import LMLoss
-from ..models.trial import TOKENS, made_up, mode, noise, reads_tokens
+from ..models.placing import TOKENS, made_up, mode, noise, reads_tokens
 from .fused import Fused, adopt, release
 from .verify import FACTOR, GRADIENT, UNIT, Verdict, bare, noise_floor, worst
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import recompute
-from ..models.placing import Case
-from ..models.trial import mode, noise
+from ..models.placing import Case, mode, noise
 
 FACTOR = 2.0
 

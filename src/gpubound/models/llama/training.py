@@ -9,7 +9,7 @@ from ...files import read_json
 from ..trainable import Sizes
 from .decoder import PRESETS as SIZES
 from .decoder import Decoder, DecoderConfig
-from .hf_config import COMPUTED
+from .weights import COMPUTED
 from .weights import load_hf as load
 from .weights import save_hf as save
 

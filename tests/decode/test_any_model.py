@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from gpubound.decode.any_model import body as any_body
-from gpubound.decode.any_model import fit
-from gpubound.decode.any_model.body import StaticBody
+from gpubound.decode import any_fit as fit
+from gpubound.decode import any_model as any_body
+from gpubound.decode.any_model import StaticBody
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
-from .cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
+from .any_cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gpubound.decode.any_model import body as any_body
-from gpubound.decode.any_model.body import StaticBody
+from gpubound.decode import any_model as any_body
+from gpubound.decode.any_model import StaticBody
 
-from .cases import body_of, go_on, model_of, prompts, start
+from .any_cases import body_of, go_on, model_of, prompts, start
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt2-eager", "gemma3", "gemma2-eager", "llama4"])

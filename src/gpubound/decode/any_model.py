@@ -23,11 +23,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ...errors import StallError
-from ...watch.forbid import no_stall
-from ..contract import Body, Watched, check_room
-from .cache import Places, Prompt, RowCache
-from .fit import CHUNKED, bytes_read, cache_bytes, examine, first_not_finite, in_training, places, routing, windows
+from ..errors import StallError
+from ..watch.forbid import no_stall
+from .any_fit import (
+    CHUNKED,
+    Places,
+    Prompt,
+    RowCache,
+    bytes_read,
+    cache_bytes,
+    examine,
+    first_not_finite,
+    in_training,
+    places,
+    routing,
+    windows,
+)
+from .contract import Body, Watched, check_room
 
 CHUNK = 1024
 """Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""

@@ -7,9 +7,9 @@ import torch
 import transformers
 from torch import nn
 
-from gpubound.decode.any_model.body import StaticBody
+from gpubound.decode.any_model import StaticBody
 
-from .cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
+from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 
 
 def refusal(model, max_batch=2, max_length=32) -> str:

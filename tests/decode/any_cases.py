@@ -5,7 +5,7 @@ import functools
 import torch
 import transformers
 
-from gpubound.decode.any_model.body import StaticBody
+from gpubound.decode.any_model import StaticBody
 
 SIZES = {
     "vocab_size": 89,
