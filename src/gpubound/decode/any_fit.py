@@ -4,8 +4,8 @@ its weights.
 What is refused here is what shows in the model's build. The rest shows when StaticBody tries the model.
 
 And the static cache itself, in the shape that Hugging Face's models call. transformers' StaticCache has one position for all
-its rows. Here rows stand at positions of their own: a forward is aimed first, at a stretch of a prompt or at one place in each row;
-`update`, which every attention layer calls, writes there and hands back what the attention shall read.
+its rows. Here rows stand at positions of their own: a forward is aimed first, at a stretch of a prompt or at one place in each
+row; `update`, which every attention layer calls, writes there and hands back what the attention shall read.
 """
 
 from collections.abc import Iterator
