@@ -67,13 +67,12 @@ class FusedBody(Body):
         s, B = live.shape, max_batch * tokens
         cache.check(max_batch, max_length)
         held = cache.nbytes(len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype)
-        tables = live.tables(max_length)
-        angles = (len(tables) + 1) * sum(t.nbytes for t in tables[0])  # and those of layers that do not turn
-        check_room(held + angles + 4 * B * self.vocab, self.device, max_batch, max_length)
+        tables = len(live.reader.angles()) + 1  # cos and sin each, and those of layers that do not turn
+        check_room(held + tables * max_length * s.head_dim * 4 + 4 * B * self.vocab, self.device, max_batch, max_length)
         self.cache = Cache(
             cache, len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype, self.device
         )  # fmt: skip
-        self.bench = Bench(s, self.cache, tables, B, live.dtype, self.device)
+        self.bench = Bench(s, self.cache, live.tables(max_length), B, live.dtype, self.device)
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
