@@ -143,7 +143,7 @@ class TestOnThePretendGpu:
         model = build("gpt2").to(sim)
         attention, ask = model.transformer.h[0].attn, model.transformer.h[0].attn.forward
         attention.forward = lambda hidden, *rest, **named: (hidden.sum().item(), ask(hidden, *rest, **named))[1]
-        with pytest.raises(ValueError, match=r"test_body\.py") as error:
+        with pytest.raises(ValueError, match=r"test_any_model\.py") as error:
             StaticBody(model, 4, 80)
         assert str(error.value).startswith(
             "StaticBody: model: got GPT2LMHeadModel, whose forward makes the host wait in every token, wanted one that a CUDA "
