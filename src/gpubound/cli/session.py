@@ -19,7 +19,7 @@ from .. import measure, trace
 from ..device import label
 from ..errors import DataError, MeasureError
 from ..files import locked
-from ..models.trainable import family_of
+from ..models.registry import family_of
 from ..monitor import LiveLine, Tape, write_report
 from ..monitor.figures import skipped as skipped_steps
 from ..monitor.figures import warnings

@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args
 import tyro
 import yaml
 
-from ..models.trainable import trainable
+from ..models.registry import trainable
 from ..monitor.live import check_log
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_kind

@@ -6,12 +6,18 @@ subclass of a user's own lives elsewhere, may compute something else, and is lef
 The file says what the rest of the library asks of its family, in tables by role: SWAPS, how its modules are swapped (placing.py
 has the words), and DECODING, how its models are decoded (decoding.py). It is imported when it is first asked. A family that has
 outgrown a file is a folder, which has these tables in `family.py`.
+
+A family that can be trained by name, from a preset or a Hugging Face folder to a folder, has a file `training.py` in its folder
+too, and its folder's name in TRAINABLE.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from .decoding import Reader
@@ -26,6 +32,7 @@ FAMILIES = {
     "olmo2": {"olmo2": "Olmo2"},
     "phi3": {"phi3": "Phi3"},
 }
+TRAINABLE = ("llama",)
 
 
 def role_of(module: nn.Module) -> str | None:
@@ -76,3 +83,54 @@ def _known(module: nn.Module) -> tuple[str | None, str | None]:
             if kind.__module__ == f"transformers.models.{model_type}.modeling_{model_type}":
                 return family, kind.__name__.removeprefix(prefix)
     return None, None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run must know of a model's shape: how many ids it takes, and what its arithmetic comes to."""
+
+    vocabulary: int
+    product_parameters: int  # multiplied with every token
+    layers: int
+    width: int  # of a layer's attention: all heads together
+
+
+class Trainable(Protocol):
+    """What a family's `training.py` holds."""
+
+    PRESETS: Mapping[str, Any]
+    """The models that have a name, for people to choose from."""
+    MODELS: Mapping[str, Any]
+    """All that `make` knows: the presets, and small ones like them."""
+
+    def make(self, name: str, vocabulary: int, positions: int, device: torch.device) -> nn.Module:
+        """A new model of MODELS, for so many ids and rows of up to so many positions."""
+
+    def reads(self, folder: Path) -> bool: ...
+    def load(self, folder: str, device: torch.device) -> nn.Module: ...
+    def save(self, model: Any, folder: str | Path, tokenizer: Any) -> Path: ...
+    def sizes(self, model: Any) -> Sizes: ...
+
+    def table(self) -> list[str]:
+        """PRESETS in lines for a person."""
+
+
+def trainable() -> list[Trainable]:
+    return [import_module(f".{folder}.training", __package__) for folder in TRAINABLE]  # type: ignore[misc]
+
+
+def presets() -> list[str]:
+    return [name for family in trainable() for name in family.PRESETS]
+
+
+def is_named(model: str) -> bool:
+    """Whether `model` is a name, and no folder's."""
+    return any(model in family.MODELS for family in trainable())
+
+
+def family_of(model: str) -> Trainable:
+    """The family that makes the model of this name, or reads the one in this folder. The first where none does: its `load`
+    says what it wants."""
+    families = trainable()
+    named = next((family for family in families if model in family.MODELS), None)
+    return named or next((family for family in families if family.reads(Path(model))), families[0])

@@ -12,7 +12,7 @@ from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Several, Texts
 from ..errors import DataError
-from ..models.trainable import is_named
+from ..models.registry import is_named
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 

@@ -18,7 +18,7 @@ from torch import nn
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models.trainable import family_of, is_named
+from ..models.registry import family_of, is_named
 from ..place import place
 from ..trace import notice
 from .checkpoint import Checkpoint, Checkpoints

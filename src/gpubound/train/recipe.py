@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..corpus.tokenizer import SPECIALS
-from ..models.trainable import is_named, presets
+from ..models.registry import is_named, presets
 from ..words import hint, shown
 from .graphs import MODES as GRAPH_MODES
 from .objectives import Objective, objective_named

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..corpus import Tokenizer
-from ..models.trainable import family_of
+from ..models.registry import family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ...files import read_json
-from ..trainable import Sizes
+from ..registry import Sizes
 from .decoder import PRESETS as SIZES
 from .decoder import Decoder, DecoderConfig
 from .weights import COMPUTED

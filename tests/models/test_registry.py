@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from gpubound.errors import DataError
-from gpubound.models import trainable
+from gpubound.models import registry
 from gpubound.models.llama import training as llama
-from gpubound.models.trainable import Sizes, family_of, is_named, presets
+from gpubound.models.registry import Sizes, family_of, is_named, presets
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
@@ -52,7 +52,7 @@ def bags(monkeypatch):
         table=lambda: ["bag  one table"],
     )
     monkeypatch.setitem(sys.modules, "gpubound.models.bag.training", family)
-    monkeypatch.setattr(trainable, "TRAINABLE", ("llama", "bag"))
+    monkeypatch.setattr(registry, "TRAINABLE", ("llama", "bag"))
     return family
 
 
