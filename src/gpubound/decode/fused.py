@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import EARLY, LATE, capped_
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, LayerWeights, Norm
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Norm
 from . import host
 from .bind import BoundModel
 from .cache import PLAIN, Cache, CacheLayout
 from .contract import Body, check_room
 from .experts import SparseMLP
-from .judge import Accuracy, Choices, accuracy, first_not_finite
+from .judge import Accuracy, Choices, RoundedModel, accuracy, first_not_finite
 from .layer import Attention, Bench, DenseMLP, normed, normed_rows
 from .weights import weight_format
 
@@ -279,25 +279,6 @@ class FusedBody(Body):
         if self.rounds:
             rows.append(("accuracy", "measured" if self.measured else "not measured", str(self.measured or "")))
         return rows
-
-
-class RoundedModel:
-    """The numbers that a body's rounded weights stand for, in fp32: it reads as a BoundModel, layer by layer."""
-
-    def __init__(self, body: FusedBody) -> None:
-        self.body, self.shape, self.embed, self.norm = body, body.live.shape, body.live.embed, body.live.norm
-
-    @property
-    def layers(self) -> Iterator[LayerWeights]:
-        return (LayerWeights(attention.exact(), mlp.exact()) for attention, mlp in self.body.layers)
-
-    @property
-    def head(self) -> Tensor:
-        (weight,) = self.body.head.exact()
-        return weight
-
-    def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        return self.body.live.tables(length)
 
 
 def added(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:

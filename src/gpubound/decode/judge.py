@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_product import capped_
-from ..models.decoding import Rounding, plain_linear, plain_norm
+from ..models.decoding import LayerWeights, Rounding, plain_linear, plain_norm
 
 if TYPE_CHECKING:
     from .fused import FusedBody
@@ -90,6 +90,25 @@ def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
         x = x + layer.mlp.define(x, number, choices)
         yield f"model.layers.{number}.mlp", x
     yield "lm_head", capped_(plain_linear(plain_norm(x, model.norm), model.head, None), shape.logit_cap)
+
+
+class RoundedModel:
+    """The numbers that a body's rounded weights stand for, in fp32: it reads as a BoundModel, layer by layer."""
+
+    def __init__(self, body: "FusedBody") -> None:
+        self.body, self.shape, self.embed, self.norm = body, body.live.shape, body.live.embed, body.live.norm
+
+    @property
+    def layers(self) -> Iterator[LayerWeights]:
+        return (LayerWeights(attention.exact(), mlp.exact()) for attention, mlp in self.body.layers)
+
+    @property
+    def head(self) -> Tensor:
+        (weight,) = self.body.head.exact()
+        return weight
+
+    def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        return self.body.live.tables(length)
 
 
 def first_not_finite(model: Any, ids: Tensor) -> str:
