@@ -81,13 +81,18 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
     assert fast.generate(cases.prompts(45, 30), max_new_tokens=16).tokens == want
 
 
-@pytest.mark.parametrize("max_batch", [2, 9])
-def test_interpreted_kernels_give_the_same_tokens(max_batch, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, max_batch", [("Qwen3", 2), ("Qwen3", 9), ("Gemma2", 2), ("Gemma3", 2), ("Olmo2", 2), ("Olmo2", 9), ("Phi3", 2)]
+)
+def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
     """The Triton kernels under the interpreter, in both forms of a step: up to 8 rows and above."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter replaces compiled kernels for a whole process")
     wide = max_batch > 8  # without a prompt to prefill, which 9 rows of an interpreter take long over
-    given, model = (cases.prompts(1) * 9 if wide else cases.prompts(5)), cases.build("Qwen3", num_hidden_layers=1)
+    given, model = (
+        (cases.prompts(1) * 9 if wide else cases.prompts(5)),
+        cases.build(kind, num_hidden_layers=1, **one_type(kind)),
+    )
     sampled = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 20, "seed": 3}
     fast = gb.decoder(model, max_batch, 16, k=1)
     want = [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)]
@@ -96,3 +101,8 @@ def test_interpreted_kernels_give_the_same_tokens(max_batch, monkeypatch):
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)] == want
+
+
+def one_type(kind: str) -> dict:
+    """Of a family whose layers are of two types, what one layer is."""
+    return {"layer_types": ["sliding_attention"]} if kind in ("Gemma2", "Gemma3") else {}
