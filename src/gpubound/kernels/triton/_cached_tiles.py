@@ -14,18 +14,22 @@ _HALFWAY = tl.constexpr(1.5 * 2**23)  # added to a number and taken off again: w
 
 
 @triton.jit
-def _halves(i, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the dimensions of both halves lie in a head."""
+def _halves(ptr, i, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Pointers to both halves of a head, from those to its dimensions `i`.
+
+    The second is the first and a constant where all dimensions turn. With offsets of its own for each, attention took 80
+    registers instead of 92, and a step of a 1b model a tenth longer.
+    """
     if PAIRS == HALF:
-        return i, i + HALF
+        return ptr, ptr + HALF
     else:
         turned = i < PAIRS
-        return i + tl.where(turned, 0, PAIRS), i + tl.where(turned, PAIRS, HALF)
+        return ptr + tl.where(turned, 0, PAIRS), ptr + tl.where(turned, PAIRS, HALF)
 
 
 @triton.jit
-def _gain(norm_ptr, at, mask, OFFSET: tl.constexpr):
-    gain = tl.load(norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _gain(norm_ptr, mask, OFFSET: tl.constexpr):
+    gain = tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
     if OFFSET != 0.0:
         gain += OFFSET
     return gain
@@ -51,17 +55,19 @@ def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS
     Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
     other bits in its own program than in those of the tokens behind it.
     """
-    first, second = _halves(i, HALF, PAIRS)
-    a = tl.load(row_ptr + head + first[None], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(row_ptr + head + second[None], mask=mask, other=0.0).to(tl.float32)
+    first, second = _halves(row_ptr + head + i[None], i[None], HALF, PAIRS)
+    a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(second, mask=mask, other=0.0).to(tl.float32)
     if NORM == 1:
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
-        a = a * factor * _gain(norm_ptr, first, i < HALF, OFFSET)[None]
-        b = b * factor * _gain(norm_ptr, second, i < HALF, OFFSET)[None]
+        first, second = _halves(norm_ptr + i, i, HALF, PAIRS)
+        a = a * factor * _gain(first, i < HALF, OFFSET)[None]
+        b = b * factor * _gain(second, i < HALF, OFFSET)[None]
     elif NORM > 1:
         factor = _factor(row_ptr, eps, NORM)
-        a = a * factor * _gain(norm_ptr + head, first[None], mask, OFFSET)
-        b = b * factor * _gain(norm_ptr + head, second[None], mask, OFFSET)
+        first, second = _halves(norm_ptr + head + i[None], i[None], HALF, PAIRS)
+        a = a * factor * _gain(first, mask, OFFSET)
+        b = b * factor * _gain(second, mask, OFFSET)
     return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
 
 
@@ -98,7 +104,7 @@ def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.const
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
     keys = row + GROUP * KV * D
-    new_v = keys + KV * D + kv * D + i[None]
+    new_v = keys + kv * D + i[None] + KV * D
     ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET)
     va = tl.load(new_v, mask=one, other=0.0)
     vb = tl.load(new_v + HALF, mask=one, other=0.0)
@@ -132,11 +138,10 @@ def _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, live, there, inside, HALF: tl
     A key that is live but not there (`_place`) is NaN.
     """
     mask = live[:, None] & inside[None]
-    first, second = _halves(i, HALF, PAIRS)
-    line = at[:, None] * (2 * HALF)
-    tile = line + i[None]
-    ka = tl.load(k_ptr + line + first[None], mask=mask, other=0.0)
-    kb = tl.load(k_ptr + line + second[None], mask=mask, other=0.0)
+    tile = at[:, None] * (2 * HALF) + i[None]
+    first, second = _halves(k_ptr + tile, i[None], HALF, PAIRS)
+    ka = tl.load(first, mask=mask, other=0.0)
+    kb = tl.load(second, mask=mask, other=0.0)
     va = tl.load(v_ptr + tile, mask=mask, other=0.0)
     vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0)
     if KIND is None:

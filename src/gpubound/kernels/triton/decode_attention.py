@@ -123,13 +123,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if split == parts - 1:
             ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST)
-            low, high = _halves(i, HALF, PAIRS)
             at, there = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
             one = inside[None] & there
             place = at * D + i[None]
             kind = k_ptr.dtype.element_ty
-            tl.store(k_ptr + at * D + low[None], ka.to(kind), mask=one)
-            tl.store(k_ptr + at * D + high[None], kb.to(kind), mask=one)
+            low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
+            tl.store(low, ka.to(kind), mask=one)
+            tl.store(high, kb.to(kind), mask=one)
             tl.store(v_ptr + place, va.to(kind), mask=one)
             tl.store(v_ptr + place + HALF, vb.to(kind), mask=one)
             score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)
