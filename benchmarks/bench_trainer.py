@@ -85,8 +85,7 @@ def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int) -
 
 def serve(name: str, setting: Setting, device: torch.device) -> int:
     """A contestant's life: build, say the first loss and gradient norm, then train, a round for every line on stdin."""
-    from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
-    from transformers import Trainer as HFTrainer
+    from transformers import LlamaForCausalLM, Trainer as HFTrainer, TrainerCallback, TrainingArguments
 
     on_gpu = device.type == "cuda"
     shape = SHAPES[setting.shape]

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpubound import device as facts
-from gpubound import trace
+from gpubound import device as facts, trace
 from gpubound.cli import main
 from gpubound.corpus import train_tokenizer
 from gpubound.models import Decoder, DecoderConfig, save_hf

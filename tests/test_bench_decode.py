@@ -10,8 +10,7 @@ import torch
 from benchmarks import bench_decode, decode_cache, decode_peers, decode_start, shapes
 from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
 from benchmarks.harness import Bench
-from gpubound import decoder, measure
-from gpubound import device as facts
+from gpubound import decoder, device as facts, measure
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
 

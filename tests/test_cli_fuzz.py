@@ -5,8 +5,7 @@ import subprocess
 from dataclasses import fields
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound import cli
 from gpubound.cli.demo import Demo

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpubound.cli import generate as command
-from gpubound.cli import main
+from gpubound.cli import generate as command, main
 from gpubound.cli.saved import open_saved
 from gpubound.corpus import Tokenizer
 from gpubound.measure import ceilings

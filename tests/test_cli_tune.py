@@ -9,7 +9,7 @@ from gpubound import cli, device, measure, models
 from gpubound.cli import env, tune
 from gpubound.device import Chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans import Job, candidates, kept
+from gpubound.kernels.plans import Job, candidates, searched
 from gpubound.kernels.plans.kinds import RowPlan, TilePlan
 from gpubound.models.llama.decoder import PRESETS
 
@@ -123,7 +123,7 @@ ROW = {"op": "gated", "way": "forward", "shape": [], "bytes": 2, "plan": [1024, 
 
 
 def test_what_is_kept_is_taken_on_that_gpu_alone(home):
-    path = kept.keep(H200.name, [ROW])
+    path = searched.keep(H200.name, [ROW])
     assert path == home / "gpubound" / "plans-nvidia-h200.json"
     job = Job("gated", "forward", (64,), 2, H200)
     assert plans.plan_for(job) == TilePlan(1024, 4)
@@ -133,23 +133,23 @@ def test_what_is_kept_is_taken_on_that_gpu_alone(home):
 
 def test_a_kept_plan_that_does_not_fit_is_passed_over():
     row = {"op": "add_rms_norm", "way": "backward", "shape": [4096], "bytes": 4, "plan": [4, 1, 8, 4, ""]}
-    kept.keep(ADA.name, [ROW | row])
+    searched.keep(ADA.name, [ROW | row])
     job = Job("add_rms_norm", "backward", (4096, 1), 4, ADA)
     assert plans.fits(job, plans.plan_for(job)) and plans.plan_for(job).stages == 1
 
 
 def test_a_later_search_replaces_an_earlier_one():
-    kept.keep(H200.name, [ROW, ROW | {"way": "backward"}])
-    path = kept.keep(H200.name, [ROW | {"plan": [2048, 4, ""]}])
+    searched.keep(H200.name, [ROW, ROW | {"way": "backward"}])
+    path = searched.keep(H200.name, [ROW | {"plan": [2048, 4, ""]}])
     assert [row["plan"] for row in json.loads(path.read_text())["plans"]] == [[2048, 4, ""], [1024, 4, ""]]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"plans": [{"op": "gated"}]}', '{"plans": [{"op": "none", "plan": []}]}'])
 def test_a_damaged_file_is_told_and_left(text, home, capsys):
-    path = kept.file_of(f"GPU {len(text)}")
+    path = searched.file_of(f"GPU {len(text)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    assert kept.rows_in(path) == []
+    assert searched.rows_in(path) == []
     assert "is not readable as launch plans" in capsys.readouterr().err
 
 
@@ -174,17 +174,17 @@ def test_what_the_command_prints_and_keeps(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tune, "chip", lambda device: H200)
     monkeypatch.setattr(tune, "search_all", lambda config, dtype, device, seconds: found)
     assert cli.main(["tune", str(tmp_path / "model")]) == 0
-    path = kept.file_of(H200.name)
+    path = searched.file_of(H200.name)
     assert capsys.readouterr().out.splitlines() == [
         "gated forward 128: 9 plans, 12.0 -> 10.0 us, 1.20 times as fast: (1024, 4, '')",
         "gated backward 128: 9 plans, 12.0 -> 12.0 us, stays as it is",
         f"1 of 2 searches on NVIDIA H200 won; kept in {path}",
     ]
-    assert kept.rows_in(path)[0]["plan"] == [1024, 4, ""]
+    assert searched.rows_in(path)[0]["plan"] == [1024, 4, ""]
 
 
 def test_env_lists_them(capsys, monkeypatch):
-    kept.keep(H200.name, [ROW, ROW | {"way": "backward"}])
+    searched.keep(H200.name, [ROW, ROW | {"way": "backward"}])
     gpu = measure.limits.Gpu(0, H200.name, "9.0", 140 << 30, 60 << 20, 132)
     told = {"asked": "auto", "device": "cpu", "name": "CPU", "why": "asked for", "gpus": [vars(gpu) | {"test": "passes"}]}
     monkeypatch.setattr(env, "verdict", lambda spec: dict(told))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gpubound import device as policy
-from gpubound import trace
+from gpubound import device as policy, trace
 from gpubound.device import Sight, cure, exercise, label, look, resolve
 from gpubound.errors import DeviceError
 

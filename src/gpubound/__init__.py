@@ -15,41 +15,32 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .errors import BudgetError as BudgetError
-from .errors import DataError as DataError
-from .errors import DeviceError as DeviceError
-from .errors import FallbackError as FallbackError
-from .errors import GenerateError as GenerateError
-from .errors import GpuboundError as GpuboundError
-from .errors import GraphError as GraphError
-from .errors import KernelError as KernelError
-from .errors import MeasureError as MeasureError
-from .errors import PlaceError as PlaceError
-from .errors import StallError as StallError
+from .errors import (
+    BudgetError as BudgetError,
+    DataError as DataError,
+    DeviceError as DeviceError,
+    FallbackError as FallbackError,
+    GenerateError as GenerateError,
+    GpuboundError as GpuboundError,
+    GraphError as GraphError,
+    KernelError as KernelError,
+    MeasureError as MeasureError,
+    PlaceError as PlaceError,
+    StallError as StallError,
+)
 from .trace import strict as strict
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import kernels as kernels
     from .corpus import Corpus as Corpus
-    from .decode import Draft as Draft
-    from .decode import FastDecoder as FastDecoder
-    from .decode import decoder as decoder
-    from .feed import Feed as Feed
-    from .feed import feed as feed
-    from .graph import Captured as Captured
-    from .graph import Certificate as Certificate
-    from .graph import capture as capture
-    from .models import Decoder as Decoder
-    from .models import DecoderConfig as DecoderConfig
-    from .place import Placement as Placement
-    from .place import place as place
-    from .train import AdamW as AdamW
-    from .train import Schedule as Schedule
-    from .train import TrainStep as TrainStep
-    from .watch import Ledger as Ledger
-    from .watch import no_stall as no_stall
-    from .watch import watch as watch
+    from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
+    from .feed import Feed as Feed, feed as feed
+    from .graph import Captured as Captured, Certificate as Certificate, capture as capture
+    from .models import Decoder as Decoder, DecoderConfig as DecoderConfig
+    from .place import Placement as Placement, place as place
+    from .train import AdamW as AdamW, Schedule as Schedule, TrainStep as TrainStep
+    from .watch import Ledger as Ledger, no_stall as no_stall, watch as watch
 
 # Imported when first used: torch takes two seconds, and the pytest plugin is loaded in projects that may never ask for it.
 _HOMES = {

@@ -8,8 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound import trace
-from gpubound.corpus import Corpus, train_tokenizer
-from gpubound.corpus import batches as serve
+from gpubound.corpus import Corpus, batches as serve, train_tokenizer
 from gpubound.errors import FallbackError, GraphError
 from gpubound.feed import feed
 from gpubound.graph import capture

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
-from gpubound.corpus import build as build_module
+from gpubound.corpus import Corpus, Tokenizer, build as build_module, train_tokenizer
 from gpubound.corpus.shards import CLAIM, MANIFEST, write_shard
 from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError

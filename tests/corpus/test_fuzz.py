@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
 from gpubound.corpus.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gpubound.decode.slots import RING
+from gpubound.decode.steps import RING
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def reference_kernels(monkeypatch):
 def kernels_path(monkeypatch):
     """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
     monkeypatch.setattr("gpubound.decode.host.fits", lambda device: False)
-    monkeypatch.setattr("gpubound.decode.slots.ON_CPU", RING)
+    monkeypatch.setattr("gpubound.decode.steps.ON_CPU", RING)
 
 
 @pytest.fixture(autouse=True, scope="module")

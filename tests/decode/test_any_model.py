@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 
-from gpubound.decode import any_fit as fit
-from gpubound.decode import any_model as any_body
+from gpubound.decode import any_fit as fit, any_model as any_body
 from gpubound.decode.any_model import StaticBody
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu

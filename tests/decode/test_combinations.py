@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.kernels.packed import KINDS as WEIGHTS
-from gpubound.kernels.packed import pack, unpack
+from gpubound.kernels.packed import KINDS as WEIGHTS, pack, unpack
 
 from . import cases
 from .test_cache import emulated

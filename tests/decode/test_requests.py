@@ -7,7 +7,7 @@ import torch
 import gpubound as gb
 from gpubound.decode.bind import bind
 from gpubound.decode.request import Choice, Request
-from gpubound.decode.slots import Slots
+from gpubound.decode.steps import Slots
 
 from . import cases
 

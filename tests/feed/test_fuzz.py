@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpubound.feed import feed
 

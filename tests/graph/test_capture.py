@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.graph import capture
-from gpubound.graph import captured as captured_module
+from gpubound.graph import capture, captured as captured_module
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
 

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from gpubound.graph import capture
-from gpubound.graph import discover as discovery
+from gpubound.graph import capture, discover as discovery
 
 from .cases import drawn, said
 

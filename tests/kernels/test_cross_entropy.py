@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.triton import _logits
-from gpubound.kernels.triton import cross_entropy as fast
+from gpubound.kernels.triton import _logits, cross_entropy as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, same
 

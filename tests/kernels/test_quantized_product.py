@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels import packed as packing
-from gpubound.kernels import plans
+from gpubound.kernels import packed as packing, plans
 from gpubound.kernels.ops import load
 from gpubound.kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.plans.kinds import MatrixPlan

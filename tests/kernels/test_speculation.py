@@ -10,8 +10,7 @@ from gpubound.kernels.triton import speculation as fast
 
 from .apart import apart
 from .cases import definitions, draw
-from .test_sampling import both as _both
-from .test_sampling import message, rows_of
+from .test_sampling import both as _both, message, rows_of
 
 reference = definitions("speculation")
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound import device as facts
-from gpubound import kernels, layers, trace
+from gpubound import device as facts, kernels, layers, trace
 from gpubound.kernels.accumulate import open_sums
 from gpubound.kernels.record import made_record
 from gpubound.layers import fp8

@@ -13,8 +13,7 @@ from gpubound.layers import fp8
 from gpubound.layers.linear_site import AS_IT_IS, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
-from gpubound.train import AdamW, Schedule, TrainStep
-from gpubound.train import precision as sites
+from gpubound.train import AdamW, Schedule, TrainStep, precision as sites
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 CONFIG = DecoderConfig(64, 128, 2, 4, 2, 96, tied=True)

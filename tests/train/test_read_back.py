@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gpubound.cli.train import Train, from_file
 from gpubound.errors import DataError

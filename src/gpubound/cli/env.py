@@ -18,7 +18,7 @@ from rich.table import Table
 from .. import measure
 from ..device import label, look, resolve
 from ..errors import DeviceError
-from ..kernels.plans.kept import file_of, rows_in
+from ..kernels.plans.searched import file_of, rows_in
 from ..words import readable
 from . import arguments
 

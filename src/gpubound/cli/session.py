@@ -21,8 +21,7 @@ from ..errors import DataError, MeasureError
 from ..files import locked
 from ..models.registry import family_of
 from ..monitor import LiveLine, Tape, write_report
-from ..monitor.figures import skipped as skipped_steps
-from ..monitor.figures import warnings
+from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop

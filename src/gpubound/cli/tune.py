@@ -22,7 +22,7 @@ from ..errors import MeasureError
 from ..kernels import plans
 from ..kernels.plans import Job, Plan
 from ..kernels.plans.candidates import candidates
-from ..kernels.plans.kept import keep
+from ..kernels.plans.searched import keep
 from ..measure import Prepared, Work
 from ..models.folder import dtype_of, read_config
 from ..models.llama.decoder import DecoderConfig

@@ -208,8 +208,7 @@ class Progress:
 def _bar() -> Any:
     """A bar, and below it the figures: beside it they would leave neither any room on 80 columns."""
     from rich.console import Console, RenderableType
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
     class Two(Bar):

@@ -1,6 +1,5 @@
 """Generation from the live weights: gpubound.decoder(model) -> FastDecoder."""
 
-from .engine import FastDecoder as FastDecoder
-from .engine import decoder as decoder
+from .engine import FastDecoder as FastDecoder, decoder as decoder
 from .result import Generation as Generation
 from .speculate import Draft as Draft

@@ -30,9 +30,8 @@ from .judge import Accuracy
 from .loop import ActiveRequest
 from .request import check_prompts, make_request, pad, read_prompts
 from .result import Generation
-from .slots import Slots
 from .speculate import Draft, speculator, tokens_a_step
-from .steps import StepGraphs
+from .steps import Slots, StepGraphs
 from .weights import weight_format
 
 LADDER = (32, 8, 1)  # steps a launch

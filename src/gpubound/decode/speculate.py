@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from ..kernels import accept, pick, propose, sample
 from ..kernels.sampling import Rows, Settings
 from .contract import Body
-from .slots import Slots
-from .steps import LaunchWay, StepGraphs
+from .steps import LaunchWay, Slots, StepGraphs
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 

@@ -1,17 +1,155 @@
-"""k steps in one launch: a CUDA graph a bucket of rows, a number of steps and a way of choosing; plain calls on a CPU.
+"""k steps in one launch: a CUDA graph a bucket of rows, a number of steps and a way of choosing; plain calls on a CPU. Prompts
+too: a prefill that comes a second time in one size is captured, if it is small enough to be bound by its launches.
 
-Prompts too: a prefill that comes a second time in one size is captured, if it is small enough to be bound by its launches.
+And what steps work on: the state of a running batch on the device, and the pinned ring through which its tokens leave. One
+block of int32 holds all that the host wants to know after a launch: the tokens of each step, their log-probabilities, who is
+alive, who went bad. So a launch is followed by one copy to pinned memory and one event; the host asks the event, it never waits
+on the device. A slot of the ring is written again only after its event was seen, at least one launch later.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
-from .slots import Slots
+from ..kernels.sampling import Rows, Settings
+from .request import STOPS, Request, draws, to_device
+
+RING = 3  # launches that the host may be ahead of what it has read
+ON_CPU = 1  # the same on a CPU, where a launch has ended when it returns: its tokens are shown before the next begins
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one launch brought, on the host."""
+
+    emitted: Tensor  # (k, B) int32, -1 where a row had ended
+    logprobs: Tensor  # (k, B) float32
+    alive: Tensor  # (B,)
+    bad: Tensor  # (B,): 0, or 1 + the position whose logits were not finite
+
+
+class Slots:
+    """`max_batch` rows; a request fills the first of them, and views of so many are what kernels get."""
+
+    def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
+        self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
+        self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
+        integer: Any = {"device": device, "dtype": torch.int32}
+        self.rows = Rows(
+            token=torch.zeros(max_batch, **integer),
+            position=torch.zeros(max_batch, **integer),
+            alive=self.block[-2],
+            limit=torch.zeros(max_batch, **integer),
+            bad=self.block[-1],
+            stops=torch.full((STOPS,), -1, **integer),
+        )
+        number: Any = {"device": device, "dtype": torch.float32}
+        self.settings = Settings(
+            temperature=torch.zeros(max_batch, **number),
+            top_k=torch.zeros(max_batch, **integer),
+            top_p=torch.ones(max_batch, **number),
+            min_p=torch.zeros(max_batch, **number),
+            penalty=torch.ones(max_batch, **number),
+            seed=torch.zeros(max_batch, device=device, dtype=torch.int64),
+            row=torch.zeros(max_batch, **integer),
+        )
+        self.seen: Tensor | None = None
+        pinned = device.type == "cuda"
+        self.lead = RING if pinned else ON_CPU
+        self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
+        self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._next = 0
+
+    def first(self, rows: int) -> Rows:
+        """The state of the first `rows` rows."""
+        return Rows(*(t if name == "stops" else t[:rows] for name, t in zip(Rows._fields, self.rows)))
+
+    def choice(self, rows: int, seen: bool) -> Settings:
+        values = {name: getattr(self.settings, name)[:rows] for name in Settings._fields[:-1]}
+        return Settings(**values, seen=self.marks()[:rows] if seen else None)
+
+    def marks(self) -> Tensor:
+        """uint8 (max_batch, V), made when a penalty is first asked for."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.max_batch, self.vocab, device=self.device, dtype=torch.uint8)
+        return self.seen
+
+    def emitted(self, lines: int | range, rows: int) -> Tensor:
+        """Of one step (rows,), or of several lines of the block (lines, rows)."""
+        return self._lines(0, lines)[..., :rows]
+
+    def logprob(self, lines: int | range, rows: int) -> Tensor:
+        return self._lines(self.longest, lines)[..., :rows].view(torch.float32)
+
+    def _lines(self, start: int, lines: int | range) -> Tensor:
+        return self.block[start + lines] if isinstance(lines, int) else self.block[start + lines.start : start + lines.stop]
+
+    def fill(self, request: Request, rows: int, max_length: int) -> None:
+        """Write the request into the first rows, one small copy each; of `rows`, those beyond it are not alive."""
+        count, choice = len(request.prompts), request.choice
+        last = [prompt[-1] for prompt in request.prompts]
+        ends = [min(n + request.max_new_tokens, max_length) for n in request.lengths]
+        table = [last, [n - 1 for n in request.lengths], [1] * count, ends, draws(request.prompts)]
+        columns = torch.tensor([column + [0] * (rows - count) for column in table], dtype=torch.int32, device="cpu")
+        targets = self.rows.token, self.rows.position, self.rows.alive, self.rows.limit, self.settings.row
+        for target, values in zip(targets, to_device(columns, self.device)):
+            target[:rows] = values
+        self.rows.bad.zero_()
+        self.rows.stops.fill_(-1)
+        if request.stops:
+            stops = torch.tensor(request.stops, dtype=torch.int32, device="cpu")
+            self.rows.stops[: len(stops)] = to_device(stops, self.device)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(self.settings, name).fill_(getattr(choice, name))
+        self.settings.penalty.fill_(choice.repetition_penalty)
+        if choice.repetition_penalty != 1:
+            marks = torch.zeros(rows, self.vocab, dtype=torch.uint8, device="cpu")
+            for row, prompt in zip(marks, request.prompts):
+                row[prompt] = 1
+            self.marks()[:rows] = to_device(marks, self.device)
+
+    def end(self, rows: list[int]) -> None:
+        """Let these rows generate no more: what the host found out, such as a stop string."""
+        kept = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
+        kept[rows] = 0
+        self.rows.alive.mul_(to_device(kept, self.device))
+
+    def send(self, steps: int) -> None:
+        """Behind a launch of `steps`: copy what it brought into the next slot of the ring."""
+        slot, self._next = self._next, (self._next + 1) % RING
+        self._ring[slot].copy_(self.block, non_blocking=True)
+        if self._events:
+            self._events[slot].record()
+        self._waiting.append((slot, steps))
+
+    @property
+    def ahead(self) -> int:
+        """Launches sent and not yet received."""
+        return len(self._waiting)
+
+    def receive(self) -> Tokens:
+        """What the oldest launch brought, as soon as it is there."""
+        slot, steps = self._waiting.popleft()
+        while self._events and not self._events[slot].query():
+            time.sleep(2e-5)  # asks, and lets other threads run meanwhile; a wait on the event would hold the host
+        block = self._ring[slot].clone()
+        return Tokens(
+            block[:steps], block[self.longest : self.longest + steps].view(torch.float32), block[-2], block[-1]
+        )  # fmt: skip
+
+    def drop(self) -> None:
+        """Forget launches that nobody will read (a stream abandoned half-way)."""
+        while self._waiting:
+            self.receive()
 
 
 class LaunchWay(NamedTuple):

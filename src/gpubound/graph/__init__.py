@@ -13,6 +13,5 @@ vary.py        what the certificate changes between its rounds; NaN where nothin
 captured.py    the public function and what it returns
 """
 
-from .captured import Captured as Captured
-from .captured import capture as capture
+from .captured import Captured as Captured, capture as capture
 from .certify import Certificate as Certificate

@@ -10,22 +10,15 @@ docs/measuring.md says how to use them and what each leaves out.
 """
 
 from ..words import in_words as in_words
-from .ceiling import Ceilings as Ceilings
-from .ceiling import bandwidth as bandwidth
-from .ceiling import ceilings as ceilings
-from .ceiling import mfu as mfu
-from .ceiling import rate as rate
-from .ceiling import share as share
-from .ceiling import train_flops_per_token as train_flops_per_token
-from .comparison import Comparison as Comparison
-from .comparison import Ratio as Ratio
-from .comparison import compare as compare
-from .comparison import compare_samples as compare_samples
-from .limits import Machine as Machine
-from .limits import gpus as gpus
-from .limits import machine as machine
-from .timing import Prepared as Prepared
-from .timing import Timing as Timing
-from .timing import Work as Work
-from .timing import run_once as run_once
-from .timing import time as time
+from .ceiling import (
+    Ceilings as Ceilings,
+    bandwidth as bandwidth,
+    ceilings as ceilings,
+    mfu as mfu,
+    rate as rate,
+    share as share,
+    train_flops_per_token as train_flops_per_token,
+)
+from .comparison import Comparison as Comparison, Ratio as Ratio, compare as compare, compare_samples as compare_samples
+from .limits import Machine as Machine, gpus as gpus, machine as machine
+from .timing import Prepared as Prepared, Timing as Timing, Work as Work, run_once as run_once, time as time

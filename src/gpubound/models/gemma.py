@@ -19,11 +19,10 @@ from ..layers.attention import Attention, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.stacked import Kernels
 from .decoding import Reader
-from .language import tried_causal_lm
 from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import FIXED, HFAngles, halves
-from .stack import HFStack, add_calls, stack, turned, unswapped
+from .stack import HFStack, add_calls, stack, tried_causal_lm, turned, unswapped
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}

@@ -4,8 +4,7 @@ from functools import partial
 from typing import Any
 
 from .decoding import Angles
-from .gemma import SWAPS as GEMMA
-from .gemma import SandwichReader, sandwich_stack
+from .gemma import SWAPS as GEMMA, SandwichReader, sandwich_stack
 from .parts import attention
 from .placing import Maker, Swap
 from .rotary import HFAngles

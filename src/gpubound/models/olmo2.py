@@ -12,10 +12,9 @@ from torch import Tensor
 from ..layers.attention import Rope
 from ..layers.stacked import Kernels
 from .decoding import Reader
-from .language import tried_causal_lm
 from .parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
 from .placing import Maker
-from .stack import OPS, HFStack, stack
+from .stack import OPS, HFStack, stack, tried_causal_lm
 
 
 class WideNormAttention(HFAttention):

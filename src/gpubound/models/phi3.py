@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..layers.attention import RopeTable
 from .decoding import Reader, parts_of
-from .language import tried_causal_lm
 from .parts import HFMLP, HFAttention, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import ChangingAngles
-from .stack import HFStack, stack, unswapped
+from .stack import HFStack, stack, tried_causal_lm, unswapped
 
 
 class PackedAttention(HFAttention):

@@ -10,10 +10,7 @@ docs/training.md tells how they fit together.
 """
 
 from .accumulate import Accumulators as Accumulators
-from .device_step import StepResult as StepResult
-from .device_step import StepValues as StepValues
-from .optimizer import AdamW as AdamW
-from .optimizer import AdamW8bit as AdamW8bit
-from .optimizer import Muon as Muon
+from .device_step import StepResult as StepResult, StepValues as StepValues
+from .optimizer import AdamW as AdamW, AdamW8bit as AdamW8bit, Muon as Muon
 from .schedule import Schedule as Schedule
 from .step import TrainStep as TrainStep

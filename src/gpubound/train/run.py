@@ -22,8 +22,7 @@ from .data import Stage
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
-from .recompute import fit_blocks, recompute_blocks
-from .recompute import parse as parse_recompute
+from .recompute import fit_blocks, parse as parse_recompute, recompute_blocks
 from .step import TrainStep
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are

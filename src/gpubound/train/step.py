@@ -29,12 +29,10 @@ from .accumulate import Accumulators
 from .device_step import DeviceStep, Loss, Mail, Reduce, StepResult
 from .flat_buffers import Members, Weights
 from .foreign import Foreign
-from .graphs import MODES as GRAPH_MODES
-from .graphs import WindowGraphs, gather, take_apart
+from .graphs import MODES as GRAPH_MODES, WindowGraphs, gather, take_apart
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
-from .precision import Fp8Weights, Precision, read, spelled
-from .precision import precision as precision_named
+from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
 from .schedule import Schedule
 

@@ -21,9 +21,7 @@ import functools
 import torch
 
 from ..errors import DeviceError
-from .simtensor import KERNELS, NAME, is_pinned, pin_memory
-from .simtensor import SimTensor as SimTensor
-from .simtensor import observers as observers
+from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
 from .unseen import announce
 
 

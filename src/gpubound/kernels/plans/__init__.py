@@ -4,7 +4,7 @@ A plan is taken from the first of these that knows the job and fits the GPU in h
 
 1. TRIED: what a test or a running search wants
 2. what a launch has found: the compiler asked for more than the GPU has, and the next smaller plan was taken
-3. the user's own: what `gpubound tune` kept for this machine's GPU   kept.py
+3. the user's own: what `gpubound tune` kept for this machine's GPU   searched.py
 4. what a search found on this architecture                           searched.py
 5. the op's rule, made smaller until it fits                          rules.py
 
@@ -20,14 +20,9 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kept import plans_kept
-from .kinds import SPARE as SPARE
-from .kinds import Job as Job
-from .kinds import Plan as Plan
-from .kinds import power_of_two as power_of_two
-from .rules import RULES as RULES
-from .rules import WIDEST as WIDEST
-from .searched import SEARCHED, Key
+from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, power_of_two as power_of_two
+from .rules import RULES as RULES, WIDEST as WIDEST
+from .searched import SEARCHED, Key, plans_kept
 
 # (op, way, bucket) -> a plan of the op's kind
 TRIED: dict[tuple[str, str, tuple[int, ...]], Any] = {}

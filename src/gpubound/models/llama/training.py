@@ -7,11 +7,8 @@ import torch
 
 from ...files import read_json
 from ..registry import Sizes
-from .decoder import PRESETS as SIZES
-from .decoder import Decoder, DecoderConfig
-from .weights import COMPUTED
-from .weights import load_hf as load
-from .weights import save_hf as save
+from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
+from .weights import COMPUTED, load_hf as load, save_hf as save
 
 __all__ = ["MODELS", "PRESETS", "load", "make", "reads", "save", "sizes", "table"]
 
