@@ -65,7 +65,7 @@ def shown(lines: Sequence[Line]) -> str:
     found = panels(here)
     if not found:
         return "No figures yet: `make bench ARGS=train` on a GPU measures the first.\n"
-    gated = [line for line in lines if line.gate is not None]
+    gated = [line for line in here if line.gate is not None]
     holding = sum(not line.short for line in gated)
     dates = sorted(line.date[:10] for line in here)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"

@@ -82,20 +82,22 @@ def page(lines: Sequence[Line]) -> str:
     """The whole page, from the newest line of each case."""
     if not lines:
         return HEAD + "\nNo figures yet: `make bench ARGS=kernels` on a GPU measures the first.\n"
-    groups: dict[tuple[str, str], list[Line]] = {}
+    machines: dict[str, dict[str, list[Line]]] = {}
     for line in lines:
-        groups.setdefault((line.gpu, line.bench), []).append(line)
-    several = len({gpu for gpu, _ in groups}) > 1
-    sections = [_section(bench, group, several) for (_, bench), group in groups.items()]
-    return "\n".join([HEAD, _shortfalls(lines), *sections])
+        machines.setdefault(line.gpu, {}).setdefault(line.bench, []).append(line)
+    order = sorted(machines, key=lambda gpu: -sum(map(len, machines[gpu].values())))
+    named = {gpu: f", {gpu}" if gpu != order[0] else "" for gpu in order}  # links to the first one's sections stay
+    short = [_shortfalls([line for line in lines if line.gpu == gpu], named[gpu]) for gpu in order]
+    sections = [_section(bench, group, named[gpu]) for gpu in order for bench, group in machines[gpu].items()]
+    return "\n".join([HEAD, *short, *sections])
 
 
-def _shortfalls(lines: Sequence[Line]) -> str:
+def _shortfalls(lines: Sequence[Line], where: str) -> str:
     """Missed gates, then peers that are ahead although no gate says they must not be."""
     missed = [line for line in lines if line.short]
     ahead = [line for line in lines if is_peer(line) and line.ratio < 1 and not line.short]
     gated = sum(line.gate is not None for line in lines)
-    text = [f"## Where it falls short\n\n{gated - len(missed)} of {gated} gates hold.", ""]
+    text = [f"## Where it falls short{where}\n\n{gated - len(missed)} of {gated} gates hold.", ""]
     if missed:
         text += ["| missed gate | ours | beside | measured | gate |", "|---|---|---|---|---|", *map(_missed, missed), ""]
     if ahead:
@@ -120,9 +122,8 @@ def _ahead(line: Line) -> str:
     return f"| {line.bench}: {line.case} | {ours} | {theirs} | {name_of(line.peer_name)} | {line.ratio:.2f} |"
 
 
-def _section(bench: str, lines: list[Line], several: bool) -> str:
-    title = TITLES.get(bench, bench) + (f", {lines[0].gpu}" if several else "")
-    text = [f"## {title}", ""]
+def _section(bench: str, lines: list[Line], where: str) -> str:
+    text = [f"## {TITLES.get(bench, bench)}{where}", ""]
     for unit in dict.fromkeys(line.unit for line in lines):
         text += _table(unit, [line for line in lines if line.unit == unit])
     return "\n".join([*text, *_sources(lines), ""])

@@ -193,6 +193,13 @@ def test_the_page_shows_wins_and_losses():
     assert "| kernels: rms_norm forward 8b | 3,912 GB/s | 3,600 GB/s | torch, eager | 0.90 |" in losses
 
 
+def test_each_gpu_has_its_own_losses_and_the_one_with_the_most_cases_comes_first():
+    text = tables.page([replace(MISSED, gpu="NVIDIA H100"), LINE, MISSED])
+    first, second = (text.index(f"## Where it falls short{where}\n") for where in ("", ", NVIDIA H100"))
+    assert "1 of 2 gates hold" in text[first:second] and "0 of 1 gates hold" in text[second:]
+    assert text.index("## Kernels\n") < text.index("## Kernels, NVIDIA H100\n")
+
+
 def test_a_miss_by_a_hair_does_not_look_like_a_pass():
     assert "**0.998** (gate 1.00)" in tables.page([replace(LINE, ratio=0.998)])
 
