@@ -130,6 +130,8 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     kernels.rope_qkv(x, *angles, 4, 2)
     kernels.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), softcap=2.0)
     kernels.linear_cross_entropy(x, torch.randn(50257, 48), torch.ones(2, 3, dtype=torch.long), label_smoothing=0.1)
+    kernels.add_rows(torch.zeros(9, 48), torch.ones(2, 3, dtype=torch.long), x)
+    kernels.quantize(draw(16, 48).bfloat16(), torch.ones(4), torch.float8_e5m2)
     assert asked == {
         "rms_norm": (48,),
         "add_rms_norm": (48,),
@@ -141,7 +143,9 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
         "rope": (4, 2, 6, 2),
         "rope_qkv": (4, 2, 6, 2),
         "cross_entropy": (48, False, True),
-        "linear_cross_entropy": (8209, True, False),  # 50,257 is as little a multiple of 16
+        "linear_cross_entropy": (8209, True, False, False),  # 50,257 is as little a multiple of 16
+        "add_rows": (48,),
+        "quantize": (torch.float8_e5m2, True),
     }
 
 
