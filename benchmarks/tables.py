@@ -89,7 +89,8 @@ def page(lines: Sequence[Line]) -> str:
     named = {gpu: f", {gpu}" if gpu != order[0] else "" for gpu in order}  # links to the first one's sections stay
     short = [_shortfalls([line for line in lines if line.gpu == gpu], named[gpu]) for gpu in order]
     sections = [_section(bench, group, named[gpu]) for gpu in order for bench, group in machines[gpu].items()]
-    return "\n".join([HEAD, *short, *sections])
+    unnamed = [f"Sections that name no GPU are those of the {order[0]}.\n"] if len(order) > 1 else []
+    return "\n".join([HEAD, *unnamed, *short, *sections])
 
 
 def _shortfalls(lines: Sequence[Line], where: str) -> str:

@@ -198,6 +198,7 @@ def test_each_gpu_has_its_own_losses_and_the_one_with_the_most_cases_comes_first
     first, second = (text.index(f"## Where it falls short{where}\n") for where in ("", ", NVIDIA H100"))
     assert "1 of 2 gates hold" in text[first:second] and "0 of 1 gates hold" in text[second:]
     assert text.index("## Kernels\n") < text.index("## Kernels, NVIDIA H100\n")
+    assert "Sections that name no GPU are those of the NVIDIA H200." in text
 
 
 def test_a_miss_by_a_hair_does_not_look_like_a_pass():
