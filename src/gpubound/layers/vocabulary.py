@@ -105,6 +105,11 @@ def lm_loss(
     return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum", **options) / total
 
 
+def head_of(model: Any) -> Any:
+    """The module that gives the logits, where the model names one as transformers' models do; else None."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 @torch.no_grad()
 def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
     """None when a model's logits are head(hidden states), else why not. `logits` runs the model, `hidden` all below its head.

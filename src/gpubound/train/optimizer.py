@@ -21,6 +21,7 @@ from ..kernels import adamw, plan_update
 from ..kernels.adamw import BLOCK, adamw8, decode, plan_shape
 from ..kernels.choose import hasten
 from ..kernels.record import made_record
+from ..layers.vocabulary import head_of
 from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, lay_out, matrices
 from .precision import Precision
 from .schedule import Schedule
@@ -120,7 +121,7 @@ class Muon:
         """The rule that says which parameters of `model` Muon updates."""
         if self.takes is not None:
             return self.takes
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = head_of(model)
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(getattr(head, "weight", None))}
         linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - tables
         return lambda name, parameter: id(parameter) in linear

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..graph import Captured
 from ..kernels.aside import Side
 from ..kernels.choose import Call, hasten
-from ..kernels.cross_entropy import loss_shape
 from ..layers import fp8
 from ..models import Decoder
 from ..trace import notice, span
@@ -87,7 +86,7 @@ class TrainStep:
         self._members = Members(model, layout)
         self._closed = False
         self._undo: list[Callable[[], Any]] = []
-        hasten(_calls(model, numbers), layout.device, numbers.dtype)
+        hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         try:
             self._undo.append(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
@@ -203,14 +202,12 @@ def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
         )
 
 
-def _calls(model: nn.Module, numbers: Precision) -> Iterator[Call]:
+def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Iterator[Call]:
     """What a first step is known to call, so that its kernels are compiled side by side."""
     yield from model.calls() if isinstance(model, Decoder) else ()
     yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
     yield from fp8.CALLS if numbers.fp8 else ()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Linear):
-        yield "linear_cross_entropy", (*loss_shape(head.out_features), True)
+    yield from lossy.calls(model) if isinstance(lossy, Objective) else ()
 
 
 def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:

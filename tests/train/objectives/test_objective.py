@@ -93,3 +93,10 @@ def test_validation_is_the_mean_over_all_items_of_all_batches():
             return torch.tensor(float(sum(batch))), torch.tensor(len(batch))
 
     assert Known().validate(None, [[1, 2, 3], [6]]) == {"held_out": 3.0}
+
+
+def test_what_a_step_calls_for_its_loss_is_known_before():
+    head = torch.nn.Linear(8, 300)
+    head.get_output_embeddings = lambda: head
+    assert list(NextToken().calls(head)) == [("linear_cross_entropy", (300, False, False, True))]
+    assert not NextToken().calls(torch.nn.Linear(8, 300))  # it names no head

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...corpus import Tokenizer
+from ...kernels.choose import Call
 from ...words import hint
 
 OBJECTIVES = {
@@ -34,6 +35,10 @@ class Objective:
         """`scale` multiplies the sum. Training always gives one: gradients that are made in forward hold it, and backward then
         begins with 1."""
         raise NotImplementedError
+
+    def calls(self, model: Any) -> Iterable[Call]:
+        """What a training step is known to call for the loss, so that its kernels are compiled beside the others."""
+        return ()
 
     def prepare(self, model: Any, batch: Any) -> None:
         """Called before the step is captured: what must read the device once happens here."""

@@ -5,7 +5,7 @@ Where the model can give its last hidden states, the head's product and the loss
 skipping the model's own forward gives the same logits is not believed but tried, once, on one row of the first batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from ...corpus import Tokenizer
 from ...kernels import cross_entropy, linear_cross_entropy
-from ...layers.vocabulary import shift, why_whole
+from ...kernels.choose import Call
+from ...kernels.cross_entropy import loss_shape
+from ...layers.vocabulary import head_of, shift, why_whole
 from ...trace import fallback
 from . import Objective
 
@@ -34,6 +36,10 @@ class CausalLM(Objective):
     shifted: ClassVar[bool] = False  # whether the labels have been moved already
     _tried: nn.Module | None = field(init=False, default=None)
     _whole: str | None = field(init=False, default=None)  # why this model's logits are needed whole
+
+    def calls(self, model: nn.Module) -> Iterable[Call]:
+        head = head_of(model)
+        return [("linear_cross_entropy", (*loss_shape(head.out_features), True))] if isinstance(head, nn.Linear) else ()
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         """Find out how this model is best asked. Reads the device once; the step itself never does."""
@@ -135,7 +141,7 @@ def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def _why_whole(model: Any, inputs: dict[str, Any]) -> str | None:
     """None when the head applied to the hidden states below it gives the model's logits, else why not."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = head_of(model)
     if head is None or _trunk(model) is None:
         return f"{type(model).__name__} does not offer a base model and a linear head (get_output_embeddings)"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
