@@ -1,7 +1,7 @@
-"""What the library says about itself while it runs: spans, counts, notices and fallbacks.
+"""What the library says about itself while it runs: counts, notices and fallbacks.
 
-Spans and counts cost one attribute test until a recorder listens (watch/, monitor/ and doctor/ do). Fallbacks are different:
-they are always counted and printed once each, because a slow path that nobody hears of is the failure this library exists for.
+Counts cost one loop over an empty list until somebody listens, as a ledger does. Fallbacks are different: they are always
+counted and printed once each, because a slow path that nobody hears of is the failure this library exists for.
 
 Every message goes to the logger "gpubound": fallbacks and the like as warnings, the rest as information. While nobody has
 configured logging the library prints them itself, as `gpubound: message` on stderr.
@@ -11,45 +11,29 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from .errors import FallbackError
 
+Listener = Callable[[str, int], None]  # (what was counted, how many)
 
-class Recorder(Protocol):
-    """Whoever listens: `span` returns a context manager that times its body, or None; `count` adds to a named total."""
-
-    def span(self, name: str) -> AbstractContextManager | None: ...
-    def count(self, name: str, amount: int) -> None: ...
-
-
-_recorders: list[Recorder] = []
-_NOTHING = nullcontext()
-
-
-def span(name: str) -> AbstractContextManager:
-    """Mark a stretch of host work, as in `with span("feed.wait"):`. The newest recorder that times it does."""
-    for recorder in reversed(_recorders):
-        if (timed := recorder.span(name)) is not None:
-            return timed
-    return _NOTHING
+_listeners: list[Listener] = []
 
 
 def count(name: str, amount: int = 1) -> None:
-    for recorder in _recorders:
-        recorder.count(name, amount)
+    for listener in _listeners:
+        listener(name, amount)
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Let `recorder` hear every span and count inside the block."""
-    _recorders.append(recorder)
+def listening(listener: Listener) -> Iterator[None]:
+    """Let `listener` hear every count inside the block."""
+    _listeners.append(listener)
     try:
-        yield recorder
+        yield
     finally:
-        _recorders.remove(recorder)
+        _listeners.remove(listener)
 
 
 def printable(text: str) -> str:

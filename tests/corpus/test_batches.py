@@ -137,7 +137,7 @@ def test_the_feed_draws_from_a_memory_that_nobody_writes_into(corpus):
 
 
 def test_a_resident_step_copies_nothing(corpus):
-    with trace.recording(Counts()) as counts:
+    with trace.listening(counts := Counts()):
         served = corpus.batches(16, 2, "cpu", pack="documents")
         list(served)
         assert counts["h2d_bytes"] == 0 and served.stats().bytes_copied == 0 and served.stats().hit_rate == 1.0

@@ -1,7 +1,6 @@
 """Batches that tell which they are, and a count of what the library does."""
 
 from collections import Counter
-from contextlib import nullcontext
 
 import torch
 
@@ -15,9 +14,5 @@ def seen(served):
 
 
 class Counts(Counter):
-    def span(self, name):
-        self["span " + name] += 1
-        return nullcontext()
-
-    def count(self, name, amount):
+    def __call__(self, name, amount):
         self[name] += amount

@@ -207,25 +207,16 @@ def test_collector_pauses():
     assert ledger.totals["gc_ms"] > 0
 
 
-def test_fallbacks_and_spans_of_another_recorder(monkeypatch):
-    class Recorder:
-        spans = 0
-
-        def span(self, name):
-            self.spans += 1
-            return trace._NOTHING
-
-        def count(self, name, amount): ...
-
+def test_fallbacks_are_heard_by_every_listener(monkeypatch):
+    counted = []
     monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
-    with trace.recording(Recorder()) as outer, watch() as ledger:
+    with trace.listening(lambda *what: counted.append(what)), watch() as ledger:
         trace.fallback("rms_norm", "no kernel here")
         trace.fallback("rms_norm", "no kernel here")
-        with trace.span("feed.wait"):
-            pass
+        trace.count("feed.batches")
     rows = of(ledger, "fallback")
     assert [(row.what, row.detail, row.count) for row in rows] == [("rms_norm", "no kernel here", 1)] * 2
-    assert outer.spans == 1
+    assert counted == [("fallback", 1), ("fallback", 1), ("feed.batches", 1)]
 
 
 def test_recompiles():
@@ -254,7 +245,7 @@ def test_nothing_is_left_behind(sim):
     with watch(gputrace=True):
         assert torch.tensor is not calls[3]
     assert (torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch._tensor_str._str, torch.tensor) == calls
-    assert pretend.observers == [] and trace._recorders == []
+    assert pretend.observers == [] and trace._listeners == []
     assert gputrace.StreamSynchronizationCallbacks.callback_list == []
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any("gpubound" in getattr(callback, "__module__", "") for callback in gc.callbacks)
@@ -267,7 +258,7 @@ def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
     monkeypatch.setattr(Dispatch, "start", fail)
     with pytest.raises(OSError), watch():
         pass
-    assert pretend.observers == [] and trace._recorders == []
+    assert pretend.observers == [] and trace._listeners == []
 
 
 def test_ledgers_nest(sim):

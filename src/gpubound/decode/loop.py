@@ -19,7 +19,6 @@ from weakref import WeakSet
 import torch
 
 from ..errors import GenerateError
-from ..trace import span
 from .request import Request, pad, to_device
 from .result import Generated, Generation, RowTexts
 from .steps import LaunchWay
@@ -76,7 +75,7 @@ class ActiveRequest:
         decoder._busy = True
         try:
             with short_turns():
-                with span("decode.prefill"), decoder.plainly():
+                with decoder.plainly():
                     self._prefill()
                 yield from self._loop()
         finally:
@@ -110,7 +109,7 @@ class ActiveRequest:
         decoder = self.decoder
         if name := decoder.moved():
             raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
-        with span("decode.launch"), decoder.plainly():
+        with decoder.plainly():
             decoder.graphs.launch(self.rows, steps, self.way)
         decoder.slots.send(steps * decoder.width)
         self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..trace import count, span
+from ..trace import count
 from .leaves import Padding, pack
 from .source import Source
 
@@ -60,9 +60,7 @@ class Direct(Store):
         batches = self.source.read(epoch, start)
         while True:
             began = time.perf_counter()
-            with span("feed.wait"):
-                batch = next(batches, END)
-            if batch is END:
+            if (batch := next(batches, END)) is END:
                 return
             waited = time.perf_counter() - began
             parcel = pack(batch, self.device, self.padding)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from ..trace import notice, span
+from ..trace import notice
 from .epochs import END, Served, Store
 from .leaves import Padding, Parcel, pack
 from .source import Source
@@ -246,11 +246,7 @@ class Ringed(Store):
     def serve(self, epoch: int, start: int) -> Iterator[Served]:
         ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
         try:
-            while True:
-                with span("feed.wait"):
-                    served = ring.take()
-                if served is None:
-                    return
+            while (served := ring.take()) is not None:
                 yield served
         finally:
             ring.close()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import DataError
-from ..trace import fallback, notice, span
+from ..trace import fallback, notice
 from ..words import readable
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -76,12 +76,10 @@ class Checkpoints:
         """Copy everything as it is now. `write` writes it, later."""
         self.write()
         self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
-        with span("checkpoint.snapshot"):
-            copied = _copied(tensors)
-            device = next((t.device for t in copied.values() if t.is_cuda), None)
-            done = (
-                None if device is None else torch.cuda.current_stream(device).record_event()
-            )  # the reading stream waits for it
+        copied = _copied(tensors)
+        device = next((t.device for t in copied.values() if t.is_cuda), None)
+        # The reading stream waits for this event.
+        done = None if device is None else torch.cuda.current_stream(device).record_event()
         self._snapshot = (step, copied, done, dict(facts) | ({"score": score} if score is not None else {}))
 
     def write(self) -> None:

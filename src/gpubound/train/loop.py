@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..trace import span
 from ..watch import Ledger, watch
 from .device_step import StepResult
 from .step import TrainStep
@@ -119,8 +118,7 @@ class Loop:
 
     def _record(self, done: _Launched) -> Record:
         asked = time.perf_counter()
-        with span("train.read"):
-            values = done.result.read()
+        values = done.result.read()
         waited = time.perf_counter() - asked
         names = ("loss", "grad_norm", "lr", "tokens", "skipped")
         record: Record = {"step": done.number} | {name: getattr(values, name) for name in names}

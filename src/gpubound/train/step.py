@@ -22,7 +22,7 @@ from ..kernels.aside import Side
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..models import Decoder
-from ..trace import notice, span
+from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
 from .device_step import DeviceStep, Loss, Mail, Reduce, StepResult
@@ -118,13 +118,12 @@ class TrainStep:
         batches = gather(micro_batches, self.accumulate)
         if not batches:
             return None
-        with span("train.step"):
-            self._members.check()
-            self._weights.check()
-            result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
-            self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
-            self._weights.stepped()
-            return self._mail.post(result)
+        self._members.check()
+        self._weights.check()
+        result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
+        self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
+        self._weights.stepped()
+        return self._mail.post(result)
 
     @property
     def lr(self) -> float:

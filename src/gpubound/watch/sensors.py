@@ -233,19 +233,16 @@ class Fallbacks(Sensor):
 
     def start(self) -> None:
         self._seen = Counter(trace.fallbacks)
-        self._recording = trace.recording(self)
-        self._recording.__enter__()
+        self._listening = trace.listening(self._counted)
+        self._listening.__enter__()
 
     def stop(self) -> None:
-        self._recording.__exit__(None, None, None)
+        self._listening.__exit__(None, None, None)
 
-    def count(self, name: str, amount: int) -> None:
+    def _counted(self, name: str, amount: int) -> None:
         if name != "fallback":
             return
         new = Counter(trace.fallbacks) - self._seen
         self._seen = Counter(trace.fallbacks)
         for (what, why), times in new.items():
             self.ledger.record("fallback", what, count=times, detail=why)
-
-    def span(self, name: str) -> None:
-        """A ledger does not time."""
