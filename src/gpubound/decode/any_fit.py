@@ -8,7 +8,6 @@ its rows. Here rows stand at positions of their own: a forward is aimed first, a
 row; `update`, which every attention layer calls, writes there and hands back what the attention shall read.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -17,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-from .contract import WeightPlace
 
 CHUNKED = "chunked_attention"
 
@@ -151,13 +148,6 @@ def routing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) ->
     if not waits & set(held.values()):
         return held, None
     return held, {part: "batched_mm" if name in waits else name for part, name in held.items()}
-
-
-def places(model: nn.Module) -> Iterator[WeightPlace]:
-    """Every parameter and buffer."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for holder in (module._parameters, module._buffers):
-            yield from ((f"{prefix}.{key}".lstrip("."), holder, key) for key, tensor in holder.items() if tensor is not None)
 
 
 def bytes_read(model: nn.Module, config: Any) -> int:

@@ -35,11 +35,10 @@ from .any_fit import (
     examine,
     first_not_finite,
     in_training,
-    places,
     routing,
     windows,
 )
-from .contract import Body, Watched, check_room
+from .contract import Body, Watched, check_room, places
 
 CHUNK = 1024
 """Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""
@@ -89,7 +88,7 @@ class StaticBody(Body):
         self.row_B = torch.arange(max_batch, device=self.device)
         self.slices = False
         self.error = self._try(weight.shape[0])
-        self.weights = Watched(places(model))
+        self.rebind()
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """(keys, values) of every layer that has its own, each (max_batch, heads, max_length, width)."""
@@ -145,7 +144,7 @@ class StaticBody(Body):
         return self.weights.moved()
 
     def rebind(self) -> None:
-        self.weights = Watched(places(self.model))
+        self.weights = Watched(places(self.model, "_parameters", "_buffers"))
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""

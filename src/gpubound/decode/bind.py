@@ -6,7 +6,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..layers import MLP, Attention
 from ..layers.stacked import Stacked, describe, plain
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
-from .contract import Watched, WeightPlace
+from .contract import Watched, places
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,7 +50,7 @@ class BoundModel:
         reader = self.reader
         _settle(self.model)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
-        self._watched = Watched(_places(self.model))
+        self._watched = Watched(places(self.model, "_parameters"))
         self.embed: Tensor = weight_of(reader.trunk.embed_tokens)
         self.norm = reader.norm(reader.trunk.norm)
         self.head: Tensor = weight_of(reader.model.lm_head)
@@ -128,7 +128,7 @@ def _unreadable(model: nn.Module) -> str | None:
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
     if getattr(model.lm_head, "bias", None) is not None:
         return "its head has a bias"
-    weights = {name: holder[key] for name, holder, key in _places(model)}
+    weights = {place.name: place.tensor for place in places(model, "_parameters")}
     kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
     if len(kinds) > 1:
         return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
@@ -136,11 +136,3 @@ def _unreadable(model: nn.Module) -> str | None:
         return f"its weights are {next(iter(kinds))[0]}; the kernels take fp32, fp16 and bf16"
     loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
     return f"{loose[0]} is not a plain, contiguous parameter" if loose else None
-
-
-def _places(model: nn.Module) -> Iterator[WeightPlace]:
-    """(name, the dict that holds it, its key in there) of every parameter."""
-    for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{key}", module._parameters, key

@@ -1,12 +1,12 @@
 """What a decoder asks of the body that runs its model, and what every body needs: memory enough, weights that stay in place."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..device import label, usable_bytes
 from ..graph.held import address_check
@@ -14,9 +14,6 @@ from ..words import readable
 
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
-
-WeightPlace = tuple[str, dict[str, Any], str]
-"""(name, the dict that holds it, its key in there)"""
 
 
 class Body(ABC):
@@ -117,26 +114,42 @@ class Body(ABC):
         )
 
 
+class Place(NamedTuple):
+    """A tensor of a model, and where it stands."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    tensor: Tensor
+
+
+def places(model: nn.Module, *kinds: str) -> Iterator[Place]:
+    """Every tensor of these kinds: "_parameters", "_buffers"."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for holder in (getattr(module, kind) for kind in kinds):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    yield Place(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
+
+
 class Watched:
     """Graphs hold addresses: what stands in `places` may change in value, but neither be replaced nor move."""
 
-    def __init__(self, places: Iterable[WeightPlace]) -> None:
+    def __init__(self, places: Iterable[Place]) -> None:
         self._places = list(places)
-        self._kept = [holder[key] for _, holder, key in self._places]
-        self._addresses = [tensor.data_ptr() for tensor in self._kept]
-        self._same_addresses = address_check(self._kept, self._addresses)
+        tensors = [place.tensor for place in self._places]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._same_addresses = address_check(tensors, self._addresses)
 
     def moved(self) -> str | None:
         """The name of the first that is another tensor, or lies elsewhere; None if all stayed."""
-        for (name, holder, key), kept in zip(self._places, self._kept):
-            if holder.get(key) is not kept:
-                return name
+        for place in self._places:
+            if place.holder.get(place.key) is not place.tensor:
+                return place.name
         if self._same_addresses():
             return None
-        for (name, _, _), kept, address in zip(self._places, self._kept, self._addresses):
-            if kept.data_ptr() != address:
-                return name
-        return None
+        addressed = zip(self._places, self._addresses)
+        return next((place.name for place, address in addressed if place.tensor.data_ptr() != address), None)
 
 
 def check_room(needed: int, device: torch.device, max_batch: int, max_length: int) -> None:

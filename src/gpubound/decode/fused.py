@@ -25,7 +25,7 @@ from .cache import PLAIN, Cache, CacheLayout
 from .contract import Body, check_room
 from .experts import SparseMLP
 from .judge import Accuracy, Choices, RoundedModel, accuracy, first_not_finite
-from .layer import Attention, Bench, DenseMLP, normed, normed_rows
+from .layer import Bench, CachedAttention, DenseMLP, normed, normed_rows
 from .weights import weight_format
 
 NARROW = 8  # rows
@@ -35,11 +35,11 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
 
 # What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
-PARTS: dict[type, Any] = {AttentionWeights: Attention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
+PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
 
 
 class Layer(NamedTuple):
-    attention: Attention
+    attention: CachedAttention
     mlp: Any  # a part with the methods of layer.DenseMLP
 
 

@@ -82,7 +82,7 @@ class Outlet:
         return [] if self.norm is None else [("norm, residual add", f"{self.kernels}: add_norm", "")]
 
 
-class Attention:
+class CachedAttention:
     """Norm, q k v, rotation, cache, attention, output."""
 
     def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Bench) -> None:
