@@ -16,16 +16,16 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import DataError
 from .trace import notice
 
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 LOCK = "run.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL)  # EBADF: a folder on NFS
 
 
 def regular(path: Path) -> Path:
@@ -78,18 +78,24 @@ def read_json(path: Path, cure: str = "restore the file") -> dict[str, Any]:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `path` so that it holds its old content or all of the new one, whenever the process or the machine stops."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write: `path` holds its old content or all of this one, whenever the process or the machine stops."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with writing(path):
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(temporary, "wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def beside(listing: Path, name: Any) -> Path:
@@ -130,26 +136,31 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 def _take(folder: Path) -> int:
     while True:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 4096)
-            os.close(handle)
-            raise ValueError(
-                f"{folder} is in use by {_described(holder)}; wait until it has ended, or give another --out."
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(handle)
-                raise
-            notice(f"{folder}: its file system has no locks ({error.strerror}); make sure that no other process trains there.")
-        if _is_at(handle, folder / LOCK):
-            os.truncate(handle, 0)
-            about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-            os.write(handle, json.dumps(about).encode())
-            return handle
-        os.close(handle)  # its holder has just ended and removed the file
+        with ExitStack() as unwanted:
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            unwanted.callback(os.close, handle)
+            if not flock(handle, folder, "make sure that no other process trains there"):
+                holder = _described(os.read(handle, 4096))
+                raise ValueError(f"{folder} is in use by {holder}; wait until it has ended, or give another --out.")
+            if _is_at(handle, folder / LOCK):  # else its holder has just ended and removed the file
+                os.truncate(handle, 0)
+                about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                os.write(handle, json.dumps(about).encode())
+                unwanted.pop_all()
+                return handle
+
+
+def flock(handle: int, where: str | Path, advice: str) -> bool:
+    """Lock what is open; False when another process has it. Where the file system cannot, a line gives the `advice`."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        notice(f"{where}: its file system has no locks ({error.strerror}); {advice}.")
+    return True
 
 
 def _is_at(handle: int, path: Path) -> bool:

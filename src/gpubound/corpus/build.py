@@ -8,12 +8,10 @@ over.
 import fcntl
 import json
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import read_json, write_whole
+from ..files import flock, read_json, write_whole
 from ..trace import notice
 from .documents import Document, weight
-from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, Encoded, Shards, read_shard, shard_name, tokenizer_checksums
+from .shards import CLAIM, CURE, DTYPES, MANIFEST, Encoded, Position, Shards, tokenizer_checksums
 from .texts import Progress, Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
@@ -74,22 +72,22 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
     sources = _describe(source)  # before they are read: what changes later must not look the same
     if _finished(path, settings, source, sources, progress):
         return
-    state = _resume(path, settings, encoder)
-    read = _Reading(source)
-    if not read.skip(Position(state.texts_read, state.texts_crc), progress):
+    state, texts = _resume(path, settings, encoder), iter(source)
+    if not _begin_with(texts, state.at, source, progress):
         raise DataError(
             f"{path}: the texts have changed since the interrupted build; build to another path, or delete that one."
         )
+    before = state.tokens
     with Progress(f"tokenising into {path}", progress, source.size) as report:
-        for encoded, after in encode_all(read.batches(), encoder, workers):
-            state.add_document(encoded, after.texts, after.crc)
-            speed = f"{state.made / report.seconds / 1e6:.2f} M a second"
-            report.show(source.read, f"{after.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
+        for text, encoded in encode_all(_batches(texts), encoder, workers):
+            state.add(text, encoded)
+            speed = f"{(state.tokens - before) / report.seconds / 1e6:.2f} M a second"
+            report.show(source.read, f"{state.at.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
         state.close()
     manifest = {
         "settings": settings,
         "sources": sources,
-        "texts": [read.at.texts, read.at.crc],
+        "texts": [state.at.texts, state.at.crc],
         "shards": state.names,
         "tokens": state.tokens,
         "tokenizer_files": tokenizer_checksums(path),
@@ -107,13 +105,9 @@ def building_alone(path: Path) -> Iterator[None]:
     path.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not flock(handle, f"Corpus.build: {path}", "let one process build there"):
             notice(f"Corpus.build: another process is building {path}; waiting until it has ended.")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems
-            notice(f"Corpus.build: {path}: its file system has no locks ({error.strerror}); let one process build there.")
         yield
     finally:
         os.close(handle)
@@ -144,8 +138,8 @@ def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any,
     there = read_json(manifest, CURE)
     _check_settings(path, there.get("settings"), settings)
     if sources is None or there.get("sources") != sources:
-        read = _Reading(source)
-        if not read.skip(_position(manifest, there.get("texts")), progress) or next(read.texts, None) is not None:
+        texts, done = iter(source), _position(manifest, there.get("texts"))
+        if not _begin_with(texts, done, source, progress) or next(texts, None) is not None:
             raise DataError(
                 f"{path}: holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
             )
@@ -153,8 +147,8 @@ def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any,
     return True
 
 
-def _position(manifest: Path, texts: Any) -> "Position":
-    if not isinstance(texts, list) or len(texts) != 2 or not all(type(n) is int for n in texts):
+def _position(manifest: Path, texts: Any) -> Position:
+    if not isinstance(texts, list) or len(texts) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in texts):
         raise DataError(f"{manifest}: texts: got {texts!r}, wanted how many were read and their checksum; {CURE}.")
     return Position(*texts)
 
@@ -186,80 +180,50 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:
         rest.unlink()
     if isinstance(encoder, Tokenizer):
         encoder.save(path)
-    state = Shards(path, settings)
-    for name in sorted(path.glob(f"*{SUFFIX}")):
-        if name.name != shard_name(len(state.names)):
-            raise DataError(
-                f"{path}: holds {name.name}, wanted {shard_name(len(state.names))} there; delete the folder and build anew."
-            )
-        header = read_shard(name).header
-        state.names.append(name.name)
-        state.tokens, state.texts_read, state.texts_crc = state.tokens + header.tokens, header.texts_read, header.texts_crc
+    state = Shards.found(path, settings)
     if state.names:
-        notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.texts_read} texts.")
+        notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.at.texts} texts.")
     return state
 
 
-@dataclass(frozen=True)
-class Position:
-    """How many texts were read, and the CRC-32 of all of them."""
+def _begin_with(texts: Iterator[Document], done: Position, source: Texts, progress: bool) -> bool:
+    """Read up to `done`; False when the texts up to there are other ones."""
+    at = Position()
+    if done.texts:
+        with Progress("reading again what was tokenised before", progress, source.size) as report:
+            for text in islice(texts, done.texts):
+                at = at.after(text)
+                report.show(source.read, f"{at.texts:,} of {done.texts:,} texts")
+    return at == done
 
-    texts: int
-    crc: int
 
-
-class _Reading:
-    """The texts in batches, each text with the position after it."""
-
-    def __init__(self, source: Texts):
-        self.source, self.texts, self.at = source, iter(source), Position(0, 0)
-
-    def skip(self, done: Position, progress: bool) -> bool:
-        """Read up to `done`; False when the texts up to there are other ones."""
-        if not done.texts:
-            return True
-        with Progress("reading again what was tokenised before", progress, self.source.size) as report:
-            while self.at.texts < done.texts:
-                text = next(self.texts, None)
-                if text is None:
-                    return False
-                self._step(text)
-                report.show(self.source.read, f"{self.at.texts:,} of {done.texts:,} texts")
-        return self.at == done
-
-    def _step(self, text: Document) -> None:
-        said = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        self.at = Position(self.at.texts + 1, zlib.crc32(said.encode("utf-8", "surrogatepass"), self.at.crc))
-
-    def batches(self) -> Iterator[list[tuple[Document, Position]]]:
-        batch, letters = [], 0
-        for text in self.texts:
-            self._step(text)
-            batch.append((text, self.at))
-            letters += weight(text)
-            if len(batch) >= BATCH_TEXTS or letters >= BATCH_LETTERS:
-                yield batch
-                batch, letters = [], 0
-        if batch:
+def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
+    batch, letters = [], 0
+    for text in texts:
+        batch.append(text)
+        letters += weight(text)
+        if len(batch) >= BATCH_TEXTS or letters >= BATCH_LETTERS:
             yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
 
 
-def encode_all(batches: Iterator[list[tuple[Document, Any]]], encoder: Encoder, workers: int) -> Iterator[tuple[Encoded, Any]]:
-    """Each document encoded, with what came along with it, in order; here or by `workers` processes."""
+def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int) -> Iterator[tuple[Document, Encoded]]:
+    """Each document and its tokens, in order; encoded here or by `workers` processes."""
     if workers == 0:
         for batch in batches:
-            yield from zip(encode(encoder, [text for text, _ in batch]), [note for _, note in batch])
+            yield from zip(batch, encode(encoder, batch))
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _become_worker, (encoder,))
-    under_way: deque[tuple[Future, list[Any]]] = deque()
+    under_way: deque[tuple[list[Document], Future]] = deque()
     try:
         while True:
-            for batch in islice(batches, 2 * workers - len(under_way)):
-                under_way.append((pool.submit(_work, [text for text, _ in batch]), [note for _, note in batch]))
+            under_way += [(batch, pool.submit(_work, batch)) for batch in islice(batches, 2 * workers - len(under_way))]
             if not under_way:
                 return
-            future, notes = under_way.popleft()
-            yield from zip(future.result(), notes)
+            batch, future = under_way.popleft()
+            yield from zip(batch, future.result())
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,10 @@ from ..errors import DataError
 from ..feed.source import mix, order
 from .batches import CorpusFeed, batches
 from .build import build
-from .shards import CURE, Shard, listed_shards, read_shard, saved_files_are_intact
+from .shards import CURE, Part, Shard, listed_shards, read_shard, saved_files_are_intact
 from .tokenizer import Tokenizer
 
 RUNS = 256  # a large corpus gives up runs of neighbouring documents, so that it falls into a few hundred pieces, not millions
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of whole documents of one shard."""
-
-    tokens: np.ndarray
-    documents: np.ndarray  # where each begins in `tokens`, and the end
-    mask: np.ndarray | None
-
-    def slice(self, first: int, last: int) -> "Part":
-        start, end = int(self.documents[first]), int(self.documents[last])
-        mask = None if self.mask is None else self.mask[start:end]
-        return Part(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
-
-    def cut(self, at: int) -> tuple["Part", "Part"]:
-        """What lies before the token `at`, and the rest; the document that holds it falls into two."""
-        before, behind = self.documents[self.documents < at], self.documents[self.documents > at]
-        masks = (None, None) if self.mask is None else (self.mask[:at], self.mask[at:])
-        return (
-            Part(self.tokens[:at], np.append(before, at), masks[0]),
-            Part(self.tokens[at:], np.insert(behind - at, 0, 0), masks[1]),
-        )
 
 
 class Corpus:
@@ -64,9 +40,8 @@ class Corpus:
         with ThreadPoolExecutor() as pool:
             shards = list(pool.map(lambda name: read_shard(name, verify), names))
         _check_alike(shards)
-        parts = [Part(shard.tokens, shard.documents.astype(np.int64), shard.mask) for shard in shards]
         header = shards[0].header
-        return Corpus(parts, header.vocab_size, header.tokenizer, folder if folder is not None and folder.is_dir() else None)
+        return Corpus(shards, header.vocab_size, header.tokenizer, folder if folder is not None and folder.is_dir() else None)
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":

@@ -5,7 +5,7 @@ Each reader of a kind of file yields (document, bytes of the file read so far).
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -183,11 +183,8 @@ def read_parquet(path: Path, text_key: str | None) -> Read:
             raise DataError(
                 f"{path}: has the columns {', '.join(there)}, wanted {wanted}; name another with text_key (--text-key)."
             )
-        number, size = 0, path.stat().st_size
-        for batch in file.iter_batches(columns=columns):
-            for row in batch.to_pylist():
-                yield as_document(row, f"{path}: row {number}", text_key), size * (number + 1) // file.metadata.num_rows
-                number += 1
+        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+        yield from _of_rows(rows, file.metadata.num_rows, path, path.stat().st_size, text_key)
     except (_load("pyarrow", path).ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is not a parquet file that pyarrow reads: {_line(error)}; write it anew.") from error
 
@@ -207,7 +204,7 @@ def tables_of(path: Path) -> list[Path]:
 
 
 def read_dataset(path: Path, text_key: str | None) -> Read:
-    """A saved Hugging Face dataset, of which the bytes read are an estimate by rows."""
+    """A saved Hugging Face dataset."""
     read_json(path / "dataset_info.json")
     size = sum(file.stat().st_size for file in tables_of(path))
     datasets = _load("datasets", path)
@@ -215,8 +212,13 @@ def read_dataset(path: Path, text_key: str | None) -> Read:
         rows = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever a damaged table makes of pyarrow and datasets
         raise DataError(f"{path}: is not a dataset that datasets reads: {_line(error)}; save it anew.") from error
+    yield from _of_rows(rows, len(rows), path, size, text_key)
+
+
+def _of_rows(rows: Iterable[Any], count: int, path: Path, size: int, text_key: str | None) -> Read:
+    """Their documents; the bytes read are an estimate by rows."""
     for number, row in enumerate(rows):
-        yield as_document(row, f"{path}: row {number}", text_key), size * (number + 1) // len(rows)
+        yield as_document(row, f"{path}: row {number}", text_key), size * (number + 1) // count
 
 
 def refuse_splits(path: Path) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import beside, read_json, reading, regular, writing
+from ..files import beside, read_json, reading, regular, replacing
+from .documents import Document
 
 MAGIC = b"GBTOKENS"
 VERSION = 1
@@ -52,25 +53,36 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Shard:
-    path: Path
-    header: Header
+class Part:
+    """A run of whole documents."""
+
     tokens: np.ndarray
-    documents: np.ndarray  # (documents + 1,) where each begins, and the end
+    documents: np.ndarray  # (documents + 1,) where each begins in `tokens`, and the end
     mask: np.ndarray | None  # 1 where the token may be learnt
 
+    def slice(self, first: int, last: int) -> "Part":
+        start, end = int(self.documents[first]), int(self.documents[last])
+        mask = None if self.mask is None else self.mask[start:end]
+        return Part(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
 
-def write_shard(
-    path: Path,
-    tokens: np.ndarray,
-    documents: np.ndarray,
-    mask: np.ndarray | None,
-    *,
-    vocab_size: int,
-    tokenizer: str,
-    texts_read: int,
-    texts_crc: int,
-) -> None:
+    def cut(self, at: int) -> tuple["Part", "Part"]:
+        """What lies before the token `at`, and the rest; the document that holds it falls into two."""
+        before, behind = self.documents[self.documents < at], self.documents[self.documents > at]
+        masks = (None, None) if self.mask is None else (self.mask[:at], self.mask[at:])
+        return (
+            Part(self.tokens[:at], np.append(before, at), masks[0]),
+            Part(self.tokens[at:], np.insert(behind - at, 0, 0), masks[1]),
+        )
+
+
+@dataclass(frozen=True)
+class Shard(Part):
+    path: Path
+    header: Header
+
+
+def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, mask: np.ndarray | None, **about: Any) -> None:
+    """`about`: the header's vocab_size, tokenizer, texts_read and texts_crc."""
     if path.exists():
         raise DataError(f"{path}: exists already; nothing was overwritten.")
     parts = {"tokens": tokens, "documents": documents.astype("<u8")} | ({"mask": mask.astype("u1")} if mask is not None else {})
@@ -78,23 +90,30 @@ def write_shard(
     for name, array in parts.items():
         sections[name] = [at, array.nbytes, zlib.crc32(np.ascontiguousarray(array).data)]
         at = -(-(at + array.nbytes) // 64) * 64
-    header = Header(tokens.dtype.name, len(tokens), len(documents) - 1, vocab_size, tokenizer, texts_read, texts_crc, sections)
+    header = Header(tokens.dtype.name, len(tokens), len(documents) - 1, sections=sections, **about)
     text = json.dumps(asdict(header)).encode()
     assert _FIXED.size + len(text) <= _PAGE
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with writing(path):
-        with open(temporary, "wb") as file:
-            file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
-            for name, array in parts.items():
-                file.seek(sections[name][0])
-                file.write(np.ascontiguousarray(array).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
+    with replacing(path) as file:
+        file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
+        for name, array in parts.items():
+            file.seek(sections[name][0])
+            file.write(np.ascontiguousarray(array).data)
 
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """How many texts were read, and the CRC-32 of all of them."""
+
+    texts: int = 0
+    crc: int = 0
+
+    def after(self, text: Document) -> "Position":
+        said = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        return Position(self.texts + 1, zlib.crc32(said.encode("utf-8", "surrogatepass"), self.crc))
 
 
 @dataclass
@@ -105,20 +124,31 @@ class Shards:
     settings: dict[str, Any]
     names: list[str] = field(default_factory=list)
     tokens: int = 0
-    texts_read: int = 0
-    texts_crc: int = 0
+    at: Position = Position()
     filling: list[Encoded] = field(default_factory=list)
     filled: int = 0
-    made: int = 0  # tokens of this process, not of the interrupted build before it
 
-    def add_document(self, encoded: Encoded, texts_read: int, texts_crc: int) -> None:
-        self.texts_read, self.texts_crc = texts_read, texts_crc
+    @staticmethod
+    def found(path: Path, settings: dict[str, Any]) -> "Shards":
+        """Those that an interrupted build left in `path`."""
+        state = Shards(path, settings)
+        for number, file in enumerate(sorted(path.glob(f"*{SUFFIX}"))):
+            if file.name != shard_name(number):
+                raise DataError(
+                    f"{path}: holds {file.name}, wanted {shard_name(number)} there; delete the folder and build anew."
+                )
+            header = read_shard(file).header
+            state.names.append(file.name)
+            state.tokens, state.at = state.tokens + header.tokens, Position(header.texts_read, header.texts_crc)
+        return state
+
+    def add(self, text: Document, encoded: Encoded) -> None:
+        self.at = self.at.after(text)
         if not len(encoded[0]):
             return
         self.filling.append(encoded)
         self.filled += len(encoded[0])
         self.tokens += len(encoded[0])
-        self.made += len(encoded[0])
         if self.filled >= self.settings["shard_tokens"]:
             self.close()
 
@@ -139,8 +169,8 @@ class Shards:
             np.concatenate(masks) if masked else None,
             vocab_size=self.settings["vocab_size"],
             tokenizer=self.settings["tokenizer"],
-            texts_read=self.texts_read,
-            texts_crc=self.texts_crc,
+            texts_read=self.at.texts,
+            texts_crc=self.at.crc,
         )
         self.names.append(name)
         self.filling, self.filled = [], 0
@@ -151,15 +181,15 @@ def read_shard(path: Path | str, verify: bool = True) -> Shard:
     path = Path(path)
     header = _read_header(path)
     tokens = _section(path, header, "tokens", verify)
-    documents = _section(path, header, "documents", verify)
+    documents = _section(path, header, "documents", verify).astype(np.int64)
     mask = _section(path, header, "mask", verify) if "mask" in header.sections else None
-    if documents[0] != 0 or documents[-1] != header.tokens or (np.diff(documents.astype(np.int64)) <= 0).any():
+    if documents[0] != 0 or documents[-1] != header.tokens or (np.diff(documents) <= 0).any():
         raise DataError(f"{path}: corrupt: its documents do not cover its tokens in order; {CURE}.")
     if verify and tokens.max() >= header.vocab_size:
         raise DataError(
             f"{path}: corrupt: it holds the id {tokens.max()}, its vocabulary ends at {header.vocab_size - 1}; {CURE}."
         )
-    return Shard(path, header, tokens, documents, mask)
+    return Shard(tokens, documents, mask, path, header)
 
 
 def _read_header(path: Path) -> Header:

@@ -35,28 +35,23 @@ PROGRESS_SECONDS = 10.0  # between plain lines: a log file wants few
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Given:
     """A path that was given, and the files there."""
 
     path: Path
     files: list[Path]
-    rows: bool  # whether any of them holds rows
+    dataset: bool
 
-    @staticmethod
-    def at(path: Path) -> "_Place":
-        if path.is_dir():
-            refuse_splits(path)
-            if is_dataset(path):
-                return _Place(path, tables_of(path), True)
-        files = files_of(path)
-        return _Place(path, files, any(file.suffix in ROWS for file in files))
+    @property
+    def rows(self) -> bool:
+        return self.dataset or any(file.suffix in ROWS for file in self.files)
 
     def bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
     def read(self, separator: str | None, text_key: str | None) -> Iterator[Read]:
         """A reader for each file."""
-        if is_dataset(self.path):
+        if self.dataset:
             return iter([read_dataset(self.path, text_key)])
         return (read_file(file, separator, text_key) for file in self.files)
 
@@ -76,7 +71,7 @@ class Texts:
 
     def __init__(self, texts: Any, separator: str | None = None, text_key: str | None = None):
         if isinstance(texts, str | Path):
-            texts = [_existing(texts)]
+            texts = [Path(texts)]
         elif not isinstance(texts, Iterable) or isinstance(texts, bytes | Mapping):
             raise ValueError(f"texts: got a {type(texts).__name__}, wanted a path, or an iterable of strings, chats or paths.")
         if separator == "":
@@ -84,12 +79,12 @@ class Texts:
         self.texts, self.separator, self.text_key, self.read = texts, separator, text_key, 0
         self.files: list[Path] | None = None
         self.size: int | None = None
-        self._listed = [_place(item) for item in texts] if isinstance(texts, list | tuple) else None
-        if self._listed:
-            self._measure(self._listed)
+        if isinstance(texts, list | tuple) and texts:
+            self.texts = [_given(item) for item in texts]
+            self._measure(self.texts)
 
     def _measure(self, items: list[Any]) -> None:
-        places = [item for item in items if isinstance(item, _Place)]
+        places = [item for item in items if isinstance(item, _Given)]
         letters = [len(item) for item in items if isinstance(item, str)]
         if len(places) + len(letters) == len(items):
             self.size = sum(letters) + sum(place.bytes() for place in places)
@@ -103,9 +98,9 @@ class Texts:
 
     def __iter__(self) -> Iterator[Document]:
         self.read = 0
-        for number, item in enumerate(map(_place, self.texts) if self._listed is None else self._listed):
+        for number, item in enumerate(map(_given, self.texts)):
             before = self.read
-            if isinstance(item, _Place):
+            if isinstance(item, _Given):
                 for reader in item.read(self.separator, self.text_key):
                     before = self.read
                     for document, done in reader:
@@ -133,17 +128,19 @@ class Several:
         return chain.from_iterable(self.parts)
 
 
-def _place(item: Any) -> Any:
-    return _Place.at(_existing(item)) if isinstance(item, Path) else item
-
-
-def _existing(path: str | Path) -> Path:
-    if not Path(path).exists():
-        said = repr(str(path) if len(str(path)) < 80 else str(path)[:77] + "...")
+def _given(item: Any) -> Any:
+    """What lies at a path; what is no path, as it is."""
+    if not isinstance(item, Path):
+        return item
+    if not item.exists():
+        said = repr(str(item) if len(str(item)) < 80 else str(item)[:77] + "...")
         raise ValueError(
             f"texts: {said} does not exist, wanted the path of a file or folder; pass a single text as a list of one."
         )
-    return Path(path)
+    if item.is_dir():
+        refuse_splits(item)
+    dataset = item.is_dir() and is_dataset(item)
+    return _Given(item, tables_of(item) if dataset else files_of(item), dataset)
 
 
 class Progress:
