@@ -9,7 +9,6 @@ import torch
 
 from gpubound.device import chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans.candidates import candidates
 from gpubound.kernels.plans.kinds import RopePlan, RowPlan, TilePlan
 
 from .doors import DOORS, GROUPS, Door, Drawer
@@ -84,4 +83,4 @@ def _knob(case: Case) -> Knob:
     else:
         op, dimensions = "gated", (shape.hidden,)
     job = plans.Job(op, "" if op == "rope" else case.way, dimensions, 2, chip(case.device))
-    return Knob(job, plans.plan_for(job), list(DRY[plans.RULES[op].kind]) if case.dry else candidates(job))
+    return Knob(job, plans.plan_for(job), list(DRY[plans.RULES[op].kind]) if case.dry else plans.candidates(job))

@@ -9,7 +9,7 @@ from gpubound import cli, device, measure, models
 from gpubound.cli import env, tune
 from gpubound.device import Chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans import Job, candidates, searched
+from gpubound.kernels.plans import Job, searched
 from gpubound.kernels.plans.kinds import RowPlan, TilePlan
 from gpubound.models.llama.decoder import PRESETS
 
@@ -65,7 +65,7 @@ def test_candidates_fit_their_gpu(gpu):
         ("decode_attention", "", (4, 64, 2), 2),
     ):
         job = Job(op, way, shape, size, gpu)
-        found = candidates.candidates(job)
+        found = plans.candidates(job)
         assert 3 <= len(found) == len(set(found)), job
         assert all(plans.fits(job, plan) for plan in found)
 

@@ -47,7 +47,7 @@ class TestCode:
         table = reference._number(every_code(dtype)).clamp(min=0).unique()
         want = (x[:, None] - table).abs().amin(1)
         got = (x - reference._number(reference._code(x, dtype).to(dtype))).abs()
-        smallest = 8.0 ** -reference._zeros_most(dtype)
+        smallest = 8.0 ** -reference.ZEROS[dtype]
         assert (got - want)[x > smallest].abs().max() <= 1e-7
         assert (got - want).max() <= smallest / 8, "zero is taken below 9/16 of the smallest, not below a half"
 

@@ -20,8 +20,7 @@ from .. import kernels, measure
 from ..device import chip, resolve
 from ..errors import MeasureError
 from ..kernels import plans
-from ..kernels.plans import Job, Plan
-from ..kernels.plans.candidates import candidates
+from ..kernels.plans import Job, Plan, candidates
 from ..kernels.plans.searched import keep
 from ..measure import Prepared, Work
 from ..models.folder import dtype_of, read_config

@@ -26,6 +26,7 @@ PLAN = ("apply", "gradient_factor", "decay_factor", "step_size", "inverse_root",
 REPORT = ("loss", "grad_norm", "tokens", "skipped", "lr", "updates", "loss_scale")  # fp64, for people
 BLOCK = 256  # moments in 8 bits that share a scale
 PART = 256 * BLOCK  # elements at a time on a CPU: they stay in its cache, 0.1 s for ten million parameters, not 0.5
+ZEROS = {torch.int8: 6, torch.uint8: 7}  # leading ones that a magnitude can have: of 7 bits behind a sign, or of 8
 FLAT = "pass tensor.view(-1)"
 _TINY = 2.0**-126  # one over anything smaller may overflow: a block whose largest is smaller is all zeros
 
@@ -63,25 +64,18 @@ def plan_shape(count: int, *constants: tuple[float, float] | float | None) -> tu
     return min(count, 1 << 22), *constants
 
 
-@definition(
-    lambda g, count=80, *constants: (
-        *_draw_squares(g, count, 1),
-        doubles(5, 7),
-        doubles(3, 1, 2, 1),
-        doubles(1, 2, 3, 4),
-        *(constants or ((0.9, 0.99), 0.1, 1.0, 2)),
-    )
-)
+def _plan_example(generator: torch.Generator, count: int = 80, *constants) -> tuple:
+    gradient = draw(generator, count).detach().square()
+    return gradient, doubles(5, 7), doubles(3, 1, 2, 1), doubles(1, 2, 3, 4), *(constants or ((0.9, 0.99), 0.1, 1.0, 2))
+
+
+@definition(_plan_example)
 @torch.no_grad()
 def plan_update_reference(
     gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
     betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(plan, report), and `state` moved one step on. `totals` is (sum of losses times the loss scale, number of items).
-
-    A step without items, or whose loss or gradient is not finite, is counted in `skipped` and changes nothing else but the
-    loss scale, which halves; after `growth_interval` good steps it doubles. 0: no loss scale is in use.
-    """
+    """The loss scale halves after a step that is not finite, and doubles after `growth_interval` good ones. 0: none in use."""
     loss_sum, items = totals.unbind()
     updates, skipped, loss_scale, good_steps = state.unbind()
     nothing = items <= 0
@@ -134,28 +128,20 @@ def adamw(
     implementation("adamw", weight, None, shape)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
 
-@definition(
-    lambda g, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False: (
-        *_example(g, with_master),
-        betas,
-        eps,
-        40,
-        7 if at_random else None,
-    )
-)
+def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False) -> tuple:
+    """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
+    weight, (gradient, m, v, master) = draw(generator, 80), (draw(generator, 80).detach().square() for _ in range(4))
+    return weight, gradient, m, v, _example_plan(), master if with_master else None, betas, eps, 40, 7 if at_random else None
+
+
+@definition(_example)
 @torch.no_grad()
 def adamw_reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
     betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """AdamW on flat tensors in place, with weight decay on the first `decay_until` elements; nothing if plan says skip.
-
-    `master` holds the fp32 weights when `weight` is 16-bit; None updates `weight` itself. A `seed` rounds a bf16 `weight` up
-    or down at random, by how near each is, so that updates below its precision are right on average.
-    """
     for here in _parts(weight):
-        whole = None if master is None else master[here]
-        _advance(weight[here], gradient[here], m[here], v[here], plan, whole, betas, eps, decay_until, seed, here.start)
+        _advance(here, weight, gradient, m[here], v[here], plan, master, betas, eps, decay_until, seed)
     return weight, m, v
 
 
@@ -190,18 +176,24 @@ def adamw8(
     )  # fmt: skip
 
 
-@definition(lambda g: (*_example_coded(g, 300), (0.9, 0.99), 1e-8, 40, None))
+def _coded_example(generator: torch.Generator) -> tuple:
+    weight, gradient, master = (draw(generator, 300) for _ in range(3))
+    codes = torch.randint(-127, 128, (300,), generator=generator, device="cpu")
+    scales = torch.linspace(0.5, 2, 2, device="cpu")
+    moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
+    return weight, gradient.detach(), *moments, _example_plan(), master.detach(), (0.9, 0.99), 1e-8, 40, None
+
+
+@definition(_coded_example)
 @torch.no_grad()
 def adamw8_reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
     master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """In place, as `adamw`: `m` is int8, `v` uint8, `m_scale` and `v_scale` hold the largest magnitude of each 256 elements."""
     for here in _parts(weight):
         rows = slice(here.start // BLOCK, -(-here.stop // BLOCK))
-        whole = None if master is None else master[here]
         wide = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])
-        _advance(weight[here], gradient[here], *wide, plan, whole, betas, eps, decay_until, seed, here.start)
+        _advance(here, weight, gradient, *wide, plan, master, betas, eps, decay_until, seed)
         codes = (code for moment, kept in zip(wide, (m, v)) for code in encode(moment, kept.dtype))
         _put(plan, zip((m[here], m_scale[rows], v[here], v_scale[rows]), codes))
     return weight, m, v, m_scale, v_scale
@@ -213,19 +205,20 @@ def _parts(weight: Tensor) -> Iterator[slice]:
 
 
 def _advance(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
-    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None, start: int,
+    here: slice, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
+    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> None:  # fmt: skip
-    """Update a part that begins at element `start`, in place, unless plan says skip."""
+    """Update the part `here`, of which `m` and `v` are the moments, in place, unless plan says skip."""
     _, factor, decay, step_size, inverse_root, update = plan.unbind()
-    g = gradient * factor
+    weight, master = weight[here], None if master is None else master[here]
+    g = gradient[here] * factor
     m_new = m + (1 - betas[0]) * (g - m)
     v_new = betas[1] * v + (1 - betas[1]) * g * g
     wide = (weight if master is None else master).to(plan.dtype)
-    cut = max(0, decay_until - start)
+    cut = max(0, decay_until - here.start)
     decayed = torch.cat([wide[:cut] * decay, wide[cut:]])
     p = decayed - step_size * m_new / (v_new.sqrt() * inverse_root + eps)
-    rounded = p.to(weight.dtype) if seed is None else _round_at_random(p, start, update, seed)
+    rounded = p.to(weight.dtype) if seed is None else _round_at_random(p, here.start, update, seed)
     _put(plan, [(m, m_new), (v, v_new), (weight, rounded), *([] if master is None else [(master, p)])])
 
 
@@ -275,7 +268,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _code(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest code's magnitude, as int32, of numbers from 0 to 1."""
-    most = _zeros_most(dtype)
+    most = ZEROS[dtype]
     power = torch.where(x > 0, x.frexp().exponent, -99)
     zeros = ((-power).clamp(min=0) // 3).clamp(max=most)
     steps = torch.ldexp(torch.ones_like(x), most - zeros)
@@ -288,13 +281,8 @@ def _number(codes: Tensor) -> Tensor:
     c = codes.to(torch.int32).abs().float()
     power = c.clamp(min=1).frexp().exponent - 1  # c lies from 2^power to just below 2^(power + 1)
     steps = torch.ldexp(c + 1, -power) - 1
-    x = torch.ldexp(0.125 + 0.875 * steps, -3 * (_zeros_most(codes.dtype) - power))
+    x = torch.ldexp(0.125 + 0.875 * steps, -3 * (ZEROS[codes.dtype] - power))
     return torch.where(c == 0, 0.0, x) * torch.where(codes < 0, -1.0, 1.0)
-
-
-def _zeros_most(dtype: torch.dtype) -> int:
-    """How many leading zeros a magnitude can have: of 8 bits, or of 7 behind a sign."""
-    return 6 if dtype == torch.int8 else 7
 
 
 def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None) -> None:
@@ -309,24 +297,5 @@ def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tens
         )
 
 
-def _draw_squares(generator: torch.Generator, size: int, count: int) -> list[Tensor]:
-    return [draw(generator, size).detach().square() for _ in range(count)]
-
-
-def _example(generator: torch.Generator, with_master: bool) -> tuple[Tensor | None, ...]:
-    """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
-    weight, (gradient, m, v, master) = draw(generator, 80), _draw_squares(generator, 80, 4)
-    return weight, gradient, m, v, _example_plan(), master if with_master else None
-
-
 def _example_plan() -> Tensor:
     return doubles(1, 0.5, 0.9, 0.5, 2, 3).float()
-
-
-def _example_coded(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
-    """Weights, a gradient, both moments in 8 bits, their scales, a plan, masters."""
-    weight, gradient, master = (draw(generator, size) for _ in range(3))
-    codes = torch.randint(-127, 128, (size,), generator=generator, device="cpu")
-    scales = torch.linspace(0.5, 2, -(-size // BLOCK), device="cpu")
-    moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
-    return weight, gradient.detach(), *moments, _example_plan(), master.detach()

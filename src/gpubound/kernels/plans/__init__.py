@@ -37,7 +37,7 @@ def job_of(op: str, way: str, shape: tuple[int, ...], x: torch.Tensor) -> Job:
 
 def plan_for(job: Job) -> Any:
     """The plan of `job`, of its op's kind."""
-    if TRIED and (tried := TRIED.get((job.op, job.way, RULES[job.op].bucket(job)))) is not None:
+    if TRIED and (tried := TRIED.get(_like(job))) is not None:
         return tried
     if (plan := _settled.get(job)) is None:
         plan = _settled[job] = _first_that_fits(job)
@@ -57,7 +57,7 @@ def step_down(job: Job, plan: Any, why: str) -> Any:
     search wants to know about this very plan.
     """
     smaller = plan.smaller()
-    if smaller is None or (job.op, job.way, RULES[job.op].bucket(job)) in TRIED:
+    if smaller is None or _like(job) in TRIED:
         return None
     _settled[job] = smaller
     count("smaller plan")
@@ -79,18 +79,26 @@ def asked_by(run: Callable[[], Any]) -> list[Job]:
 @contextmanager
 def trying(job: Job, plan: Plan) -> Iterator[None]:
     """`plan` for jobs like `job` inside the block; a launch that it does not fit raises there."""
-    key = (job.op, job.way, RULES[job.op].bucket(job))
-    TRIED[key] = plan
+    TRIED[_like(job)] = plan
     try:
         yield
     finally:
-        del TRIED[key]
+        del TRIED[_like(job)]
+
+
+def candidates(job: Job) -> list[Plan]:
+    """The plans that a search tries for `job`, all of which fit its GPU."""
+    return [plan for plan in RULES[job.op].kind.candidates(job) if fits(job, plan)]
 
 
 def keys_of(job: Job) -> tuple[Key, Key]:
     """Where a searched plan for `job` may stand: under its element size, or under any."""
-    bucket = RULES[job.op].bucket(job)
-    return (job.op, job.way, bucket, job.bytes), (job.op, job.way, bucket, 0)
+    return (*_like(job), job.bytes), (*_like(job), 0)
+
+
+def _like(job: Job) -> tuple[str, str, tuple[int, ...]]:
+    """What `job` has in common with all jobs that one plan is for."""
+    return job.op, job.way, RULES[job.op].bucket(job)
 
 
 def fits(job: Job, plan: Plan) -> bool:

@@ -1,9 +1,11 @@
 """What a plan is: how the work of one launch is cut into programs. Pure data and pure functions.
 
 A plan changes how fast a kernel is, and in which order it adds; never what it computes.
-Each kind says how much shared memory the compiler will ask for, and what its next smaller plan is.
+Each kind says how much shared memory the compiler will ask for, what its next smaller plan is, and which plans a search tries.
 """
 
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple, Protocol, Self
 
 from ...device import Chip
@@ -29,6 +31,11 @@ class Plan(Protocol):
 
     def smaller(self) -> Self | None:
         """The next plan that asks for less; None when this is the least."""
+        ...
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[Plan]":
+        """The plans that a search tries: those that a GPU may run well."""
         ...
 
 
@@ -66,6 +73,22 @@ class RowPlan(NamedTuple):
             return self._replace(stages=self.stages - 1)
         return self._replace(rows=self.rows // 2) if self.rows > 1 else None
 
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[RowPlan]":
+        """8 to 64 elements a thread and tensor: fewer leave threads without a whole 16-byte load, more spill."""
+        block = power_of_two(job.shape[0])
+        flights = ((1, ""), (2, ""), (3, ""), (4, ""), (1, "evict_first"), (3, "evict_first"))
+        for rows, warps, (stages, hint) in product((1, 2, 4, 8), (1, 2, 4, 8, 16), flights):
+            held = rows * block / (32 * warps)
+            if not block // 1024 <= warps <= max(1, block // 128) or not 8 <= held <= (32 if hint or stages == 4 else 64):
+                continue
+            if job.way == "backward":
+                yield from (RowPlan(rows, each, warps, stages, hint) for each in (1, 2, 3, 4, 6, 8) if each * warps <= 32)
+            elif stages == 1:
+                yield RowPlan(rows, 0, warps, 1, hint)
+            elif stages == 3 and not hint:
+                yield from (RowPlan(rows, each, warps, stages, hint) for each in (2, 4, 8) if each * warps <= 64)
+
 
 def row_tensors(job: Job) -> int:
     """Tensors that a norm's program reads for each of its rows."""
@@ -84,6 +107,16 @@ class TilePlan(NamedTuple):
 
     def smaller(self) -> "TilePlan | None":
         return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[TilePlan]":
+        """8 to 64 elements a thread; a loss's row of logits, a few of which are kept at a time, up to 128."""
+        most = 2 * power_of_two(job.shape[0]) if job.op == "losses" else 32768 if job.op == "group_norm" else 16384
+        hints = ("",) if job.op in ("losses", "swiglu_backward") else ("", "evict_first")
+        tiles = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+        for elements, warps, hint in product(tiles, (1, 2, 4, 8, 16), hints):
+            if elements <= most and 8 <= elements / (32 * warps) <= (128 if job.op == "losses" else 64):
+                yield TilePlan(elements, warps, hint)
 
 
 class MatrixPlan(NamedTuple):
@@ -107,6 +140,23 @@ class MatrixPlan(NamedTuple):
     def smaller(self) -> "MatrixPlan | None":
         return self._replace(columns=self.columns // 2) if self.columns > 32 else None
 
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[MatrixPlan]":
+        """Rows of a weight, and how far along them. No program may span two of its parts, or change the head's stretches."""
+        if job.op == "quantize":
+            yield from (MatrixPlan(*plan) for plan in product((64, 128), (64, 128), (4, 8)))
+            return
+        _, columns, *parts = job.shape
+        packed = job.op == "packed_product"
+        longest = power_of_two(parts[0] if packed else columns)
+        heights = (16,) if job.way.endswith("head") else (1, 2, 4, 8, 16)
+        for height, wide, warps in product(heights, (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
+            apart = [] if packed else parts
+            if wide > longest or any(part % height for part in apart if len(apart) > 1):
+                continue
+            if (4 if packed else 8) <= height * wide / (32 * warps) <= 128:
+                yield MatrixPlan(height, wide, warps)
+
 
 class RopePlan(NamedTuple):
     heads: int  # of a tile, at most
@@ -118,6 +168,13 @@ class RopePlan(NamedTuple):
 
     def smaller(self) -> "RopePlan | None":
         return self._replace(heads=self.heads // 2) if self.heads > 1 else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[RopePlan]":
+        pairs, most = job.shape
+        for heads, tokens, warps in product((2, 4, 8, 16, 32), (1, 2, 4), (1, 2, 4)):
+            if heads <= power_of_two(most) and 8 <= heads * tokens * power_of_two(pairs) / (32 * warps) <= 32:
+                yield RopePlan(heads, tokens, warps)
 
 
 class AttentionPlan(NamedTuple):
@@ -142,3 +199,7 @@ class AttentionPlan(NamedTuple):
         if self.stages > 1:  # the same bits, which fewer keys would not give
             return self._replace(stages=self.stages - 1)
         return self._replace(keys=self.keys // 2) if self.keys > 16 else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[AttentionPlan]":
+        return (AttentionPlan(*plan) for plan in product((32, 64, 128), (2, 3, 4), (2, 4, 8)))

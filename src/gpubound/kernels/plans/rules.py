@@ -133,7 +133,7 @@ def decode_attention(job: Job) -> AttentionPlan:
 class Rule(NamedTuple):
     """How an op gets its plans."""
 
-    kind: Callable[..., Any]  # of the plans
+    kind: Any  # the class of its plans
     plan: Callable[[Job], Plan]
     bucket: Callable[[Job], tuple[int, ...]]  # a searched plan holds for all shapes with this in common
 
