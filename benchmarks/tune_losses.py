@@ -55,7 +55,7 @@ def kernel_lines(
     rows = min(tokens, _logits.chunk_rows(tokens, features))
     logits = torch.randn(rows, words, device=device, dtype=dtype)
     labels = torch.randint(words, (rows,), device=device)
-    options, job = _logits.Options(-100, 0.0, None, 0.0), _logits.loss_job("forward", logits)
+    options, job = _logits.Options(-100, 0.0, None, 0.0), plans.job_of("losses", "forward", (words,), logits)
     moved = 2 * logits.numel() * logits.element_size()
 
     def timed(tile: int, count: int) -> str:

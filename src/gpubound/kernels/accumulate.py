@@ -82,13 +82,21 @@ def deliver_product(
     return (None,) * len(mains)
 
 
-def deliver(weight: Tensor, gradient: Tensor) -> Tensor | None:
-    """A gradient that is already computed: returned in the weight's dtype, or added to its main_grad and None."""
+def deliver(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> Tensor | None:
+    """A gradient that is computed already, times `factor`: in the weight's dtype, or None and added to its main_grad."""
     main = main_gradient(weight)
     if main is None:
-        return gradient.to(weight.dtype)
-    put = main.copy_ if opens([weight]) else main.add_
-    aside(weight, lambda: put(gradient), gradient)
+        gradient = gradient.to(weight.dtype)
+        return gradient if factor is None else gradient * factor
+    writes = opens([weight])
+
+    def put() -> None:
+        if factor is None:
+            main.copy_(gradient) if writes else main.add_(gradient)
+        else:
+            torch.mul(gradient, factor, out=main) if writes else main.addcmul_(gradient, factor)
+
+    aside(weight, put, gradient, *([] if factor is None else [factor]))
     return None
 
 

@@ -52,6 +52,14 @@ def require_floating(op: str, x: Tensor) -> None:
         raise ValueError(f"{op}: x must be a floating-point tensor, got {x.dtype}; cast it before the call.")
 
 
+def require_last(op: str, name: str, t: Tensor, what: str) -> None:
+    """`t` holds floats along a last dimension, which `what` describes."""
+    if t.dim() == 0 or not t.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be a floating-point tensor {what}, got {t.dtype} {tuple(t.shape)}; cast it before the call."
+        )
+
+
 def require_rows(op: str, x: Tensor, **per_column: Tensor | None) -> None:
     """x holds rows of floats, and each of `per_column` that is given one value for each of its columns."""
     require_floating(op, x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .accumulate import widened
-from .checks import INTEGERS
+from .checks import INTEGERS, require_device, require_last
 from .choose import implementation
 from .ops import definition
 from .selftest import draw
@@ -38,11 +38,7 @@ def cross_entropy(
     label it is NaN, as in torch: use reduction="sum" where a whole batch may be masked. A label out of range makes its
     loss and gradient NaN, because an error would make the host wait for the device.
     """
-    if logits.dim() == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"cross_entropy: logits must be a floating-point tensor (..., V), got {logits.dtype} {tuple(logits.shape)}; "
-            f"cast it before the call."
-        )
+    require_last("cross_entropy", "logits", logits, "(..., V)")
     _check_words("cross_entropy", "logits", logits.shape[-1])
     _check_labels("cross_entropy", "logits", logits, labels)
     _check_options("cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum", "none"))
@@ -116,17 +112,13 @@ def linear_cross_entropy(
         return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
 
 
-@definition(
-    lambda g, words=300, smoothed=True, capped=True, scaled=False: (
-        draw(g, 5, 40),
-        draw(g, words, 40),
-        _draw_labels(g, 5, words),
-        draw(g, words),
-        *_options(smoothed, capped),
-        3,
-        torch.tensor(0.5, device="cpu") if scaled else None,
-    )
-)
+def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped=True, scaled=False) -> tuple:
+    x, weight, labels = draw(generator, 5, 40), draw(generator, words, 40), _draw_labels(generator, 5, words)
+    scale = torch.tensor(0.5, device="cpu") if scaled else None
+    return x, weight, labels, draw(generator, words), *_options(smoothed, capped), 3, scale
+
+
+@definition(_linear_example)
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
@@ -209,10 +201,7 @@ def _draw_labels(generator: torch.Generator, rows: int, words: int) -> Tensor:
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None, grad_scale: Tensor | None) -> None:
     op = "linear_cross_entropy"
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"{op}: x must be a floating-point tensor (..., H), got {x.dtype} {tuple(x.shape)}; cast it before the call."
-        )
+    require_last(op, "x", x, "(..., H)")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.is_floating_point():
         raise ValueError(
             f"{op}: weight must be a floating-point matrix (V, {x.shape[-1]}) to match x, got {weight.dtype} "
@@ -225,8 +214,8 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{tuple(bias.shape)}; it needs one value for each word."
         )
     for name, t in (("weight", weight), ("bias", bias), ("grad_scale", grad_scale)):
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")
+        if t is not None:
+            require_device(op, name, t, x)
     if chunk is not None and chunk < 1:
         raise ValueError(
             f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for logits no larger than the weight."

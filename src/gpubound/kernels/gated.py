@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import require_last
 from .choose import implementation
 from .ops import definition
 from .selftest import draw
@@ -79,11 +80,7 @@ def _draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Te
 
 
 def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
-    if not gate.is_floating_point() or gate.dim() == 0:
-        raise ValueError(
-            f"{op}: gate must be a floating-point tensor with a last dimension, got {gate.dtype} {tuple(gate.shape)}; "
-            f"cast it before the call."
-        )
+    require_last(op, "gate", gate, "with a last dimension")
     if up is None and gate.shape[-1] % 2:
         raise ValueError(
             f"{op}: a packed [gate | up] needs an even last dimension, got {tuple(gate.shape)}; pass gate and up apart instead."

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import Job, job_of
+from ..plans import job_of
 from ..plans.kinds import TilePlan
 from ._launch import launch
 
@@ -140,7 +140,7 @@ def row_losses(
 
     With `write` the logits are overwritten by their gradient, times the device scalar `scale` if given.
     """
-    words, rows, inner, outer_stride, inner_stride = layout(logits)
+    words, rows, inner, outer_stride, inner_stride = _layout(logits)
     loss, lse = torch.empty(2, rows, device=logits.device, dtype=torch.float32)
 
     def run(plan: TilePlan) -> None:
@@ -150,13 +150,23 @@ def row_losses(
             num_warps=plan.warps,
         )  # fmt: skip
 
-    launch(loss_job("forward", logits), run)
+    launch(job_of("losses", "forward", (words,), logits), run)
     return loss, lse
 
 
-def loss_job(way: str, logits: Tensor) -> Job:
-    """What `benchmarks/tune_losses.py` searches a plan for: a program's logits at a time, and its warps."""
-    return job_of("losses", way, (logits.shape[-1],), logits)
+def row_gradients(logits: Tensor, labels: Tensor, lse: Tensor, upstream: Tensor, options: Options) -> Tensor:
+    """The gradient of logits as `row_losses` takes them, from the gradient of every row's loss, or one for all."""
+    words, rows, inner, outer_stride, inner_stride = _layout(logits)
+    out = torch.empty(logits.shape, device=logits.device, dtype=logits.dtype)
+
+    def run(plan: TilePlan) -> None:
+        _cross_entropy_gradient_kernel[(rows, triton.cdiv(words, plan.elements))](
+            logits, labels, lse, upstream, out, words, inner, outer_stride, inner_stride, int(upstream.numel() > 1),
+            *options.scalars(), options.softcap is not None, plan.elements, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("losses", "backward", (words,), logits), run)
+    return out
 
 
 def valid_share(labels: Tensor, ignore_index: int) -> Tensor:
@@ -164,7 +174,7 @@ def valid_share(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum().float().reciprocal()
 
 
-def layout(logits: Tensor) -> tuple[int, int, int, int, int]:
+def _layout(logits: Tensor) -> tuple[int, int, int, int, int]:
     """(words, rows, rows of the inner dimension, outer stride, inner stride)."""
     words, inner = logits.shape[-1], logits.shape[-2]
     return words, logits.numel() // words, inner, 0 if logits.dim() == 2 else logits.stride(0), logits.stride(-2)

@@ -1,20 +1,17 @@
 """Cross-entropy of logits that are the caller's, and of x weightᵀ + bias, whose logits are ours (kernels in _logits.py).
 
-The caller's logits are left alone: backward computes their gradient from them and the saved lse, so that they are read twice
-in all.
+The caller's logits are left alone: backward computes their gradient from them and the saved lse. They are read twice in all.
 
 Ours are never whole in memory, and cost no host sync. Tokens are taken in chunks. A chunk's logits are one product into a
 buffer that all chunks share; one launch turns them into losses and overwrites them by their gradient; two more products give
-the chunk's dx and add to dweight. So the gradients exist before backward is called, and the upstream gradient u reaches them
-afterwards, in two ways.
+the chunk's dx and add to dweight. So the gradients exist before backward brings the upstream gradient u. There are two ways:
 
-Without `grad_scale`, gradients are kept as if u and the mean's 1/count were one, and backward multiplies copies of them by
-both, on the device. u is never read by the host, so backward may run any number of times with any u. Cost: one pass over dx
-and dweight.
+Without `grad_scale`, gradients are kept as if u and the mean's 1/count were one. Backward multiplies copies of them by both, on
+the device, so it may run any number of times with any u. Cost: one pass over dx and dweight.
 
-With `grad_scale`, that factor is in the loss and in the gradients from the start, and the caller promises u = 1 and one
-backward. A weight with `main_grad` then gets its gradient in forward, by the products themselves: neither a buffer of the
-weight's size nor a pass over one. Both promises are checked, u on the device (an assertion there, no sync).
+With `grad_scale`, that factor is in loss and gradients from the start, and the caller promises u = 1 and one backward: both are
+checked. A weight with `main_grad` then gets its gradient in forward, by the products themselves: neither a buffer of the
+weight's size nor a pass over one.
 
 Legend: N tokens, H features, V words.
 """
@@ -23,20 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..accumulate import add_product, main_gradient, opens, product
+from ..accumulate import add_product, deliver, main_gradient, product
 from ..cross_entropy import last
-from ..plans.kinds import TilePlan
-from ._launch import first_order_only, launch
-from ._logits import (
-    Options,
-    _cross_entropy_gradient_kernel,
-    chunk_rows,
-    flat_labels,
-    layout,
-    loss_job,
-    row_losses,
-    valid_share,
-)
+from ._launch import first_order_only
+from ._logits import Options, chunk_rows, flat_labels, row_gradients, row_losses, valid_share
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -62,17 +49,8 @@ class _CrossEntropy(torch.autograd.Function):
         first_order_only("cross_entropy")
         logits, labels, lse, share = ctx.saved_tensors
         upstream = (upstream if share is None else upstream * share).reshape(-1).contiguous()
-        out, readable = torch.empty(logits.shape, device=logits.device, dtype=logits.dtype), _readable(logits)
-        words, rows, inner, outer_stride, inner_stride = layout(readable)
-
-        def run(plan: TilePlan) -> None:
-            _cross_entropy_gradient_kernel[(rows, triton.cdiv(words, plan.elements))](
-                readable, labels, lse, upstream, out, words, inner, outer_stride, inner_stride, int(upstream.numel() > 1),
-                *ctx.options.scalars(), ctx.options.softcap is not None, plan.elements, num_warps=plan.warps,
-            )  # fmt: skip
-
-        launch(loss_job("backward", logits), run)
-        return out, None, None, None
+        gradient = row_gradients(_readable(logits), labels, lse, upstream, ctx.options)
+        return gradient.view(logits.shape), None, None, None
 
 
 def cross_entropy(
@@ -88,26 +66,6 @@ def _buffer(rows: int, words: int, like: Tensor) -> Tensor:
     return torch.empty(rows, width, device=like.device, dtype=like.dtype)[:, :words]
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _settle(gradient: Tensor | None, owner: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    """The gradient times `factor` (None: 1), or None after adding that to its owner's main_grad."""
-    if gradient is None:
-        return None
-    main = None if owner is None else main_gradient(owner)
-    if owner is None or main is None:
-        return gradient if factor is None else gradient * factor
-    if opens([owner]):
-        main.copy_(gradient) if factor is None else torch.mul(gradient, factor, out=main)
-    else:
-        main.add_(gradient) if factor is None else main.addcmul_(gradient, factor)
-    return None
-
-
 def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, dtype):
     """(losses, dx, dweight, dbias), gradients times `scale`; dweight is added to what comes in, or made in `dtype`."""
     want_x, want_weight, want_bias = wanted
@@ -119,7 +77,7 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         part, z = x_NH[start:stop], logits[: stop - start]
-        _project(part, w, b, z)
+        torch.mm(part, w.t(), out=z) if b is None else torch.addmm(b, part, w.t(), out=z)
         losses.append(row_losses(z, labels[start:stop], options, write=any(wanted), scale=scale)[0])
         if dx is not None:
             torch.mm(z, w, out=dx[start:stop])
@@ -161,10 +119,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         first_order_only("linear_cross_entropy")
-        *gradients, share = ctx.saved_tensors
+        dx, *gradients, share = ctx.saved_tensors
         factor = None if ctx.final else upstream if share is None else upstream * share
-        settled = [_settle(gradient, owner, factor) for gradient, owner in zip(gradients, (None, *ctx.owners))]
-        return *settled, *[None] * 6
+        if dx is not None and factor is not None:
+            dx = dx * factor
+        delivered = [None if g is None else deliver(owner, g, factor) for g, owner in zip(gradients, ctx.owners)]
+        return dx, *delivered, *[None] * 6
 
 
 def linear_cross_entropy(
