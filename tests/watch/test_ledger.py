@@ -252,7 +252,7 @@ def test_nothing_is_left_behind(sim):
 
 
 def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):
-    def fail(self):
+    def fail(self, ending):
         raise OSError("no")
 
     monkeypatch.setattr(Dispatch, "start", fail)

@@ -7,13 +7,12 @@ source nobody used afterwards (`Clones`).
 from __future__ import annotations
 
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import accelerator
 from . import ops, pretend, unseen
@@ -107,16 +106,12 @@ class Clones:
 
 def repeats_layout(func, args, kwargs) -> bool:
     """True for a clone (or .contiguous(), .to(copy=True)) whose result has the source's strides."""
-    source = args[0] if args else None
-    if not isinstance(source, torch.Tensor) or not ops.dense(source):
+    if func._opname not in ("clone", "_to_copy") or not ops.dense(source := args[0]):
         return False
-    if func._opname == "clone":
-        wanted = kwargs.get("memory_format")
-    elif func._opname == "_to_copy" and kwargs.get("dtype") in (None, source.dtype):
-        wanted = kwargs.get("memory_format")
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != source.device.type:
-            return False
-    else:
+    device, wanted = kwargs.get("device"), kwargs.get("memory_format")
+    if device is not None and torch.device(device).type != source.device.type:
+        return False
+    if kwargs.get("dtype") not in (None, source.dtype):
         return False
     return wanted in (None, torch.preserve_format) or source.is_contiguous(memory_format=wanted)
 
@@ -188,12 +183,10 @@ class SimGpu(OpSensor):
             return f"device={str(self.ledger.device)!r} was asked for"
         return None if pretend.ready() else "simgpu() was not called"
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
+        ending.callback(self.report_dead)
         pretend.observers.append(self.see)
-
-    def stop(self) -> None:
-        pretend.observers.remove(self.see)
-        self.report_dead()
+        ending.callback(pretend.observers.remove, self.see)
 
 
 class Dispatch(OpSensor):
@@ -210,14 +203,16 @@ class Dispatch(OpSensor):
             return None
         return "no GPU and no pretend device" if accelerator() is None else f"device={str(self.ledger.device)!r} is not here"
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         self.syncs = not (torch.cuda.is_available() and self.ledger.runs("gputrace"))
-        self._mode = _Mode(self)
-        self._mode.__enter__()
+        ending.callback(self.report_dead)
+        ending.enter_context(ops.OpMode(self._run))
 
-    def stop(self) -> None:
-        self._mode.__exit__(None, None, None)
-        self.report_dead()
+    def _run(self, func, args, kwargs):
+        if pretend.ready() and _pretended(args, kwargs):
+            return func(*args, **kwargs)  # the device itself reports it
+        with self.seeing(func, args, kwargs):
+            return func(*args, **kwargs)
 
     @contextmanager
     def seeing(self, func, args, kwargs):
@@ -233,26 +228,6 @@ class Dispatch(OpSensor):
             device = ops.device_of(args, kwargs)
             if device is not None and not ops.on_host(device) and self.ledger.wants(device):
                 self.ledger.record("launch", f"{func.namespace}::{func._opname}")
-
-
-class _Mode(TorchDispatchMode):
-    def __init__(self, sensor: Dispatch):
-        super().__init__()
-        self.sensor = sensor
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch.compile would run eagerly wherever a ledger is open
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if ops.composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        if pretend.ready() and _pretended(args, kwargs):
-            return func(*args, **kwargs)  # the device itself reports it
-        with self.sensor.seeing(func, args, kwargs):
-            return func(*args, **kwargs)
 
 
 def _pretended(args, kwargs) -> bool:
@@ -271,11 +246,9 @@ class Calls(Sensor):
     def absent(self) -> str | None:
         return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         unseen.listen(self._heard)
-
-    def stop(self) -> None:
-        unseen.leave(self._heard)
+        ending.callback(unseen.leave, self._heard)
 
     def _heard(self, what: str, device_type: str) -> None:
         if what is SCALARS and device_type == pretend.NAME:

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from contextlib import ContextDecorator
 from functools import lru_cache
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import StallError
 from ..words import nearest
@@ -84,24 +84,16 @@ class NoStall(ContextDecorator):
         )
 
 
-class _Forbidding(TorchDispatchMode):
+class _Forbidding(ops.OpMode):
     def __init__(self, guard: NoStall):
-        super().__init__()
+        super().__init__(self._run)
         self.guard = guard
         self.origins = Origins()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch.compile would run eagerly inside a guard
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def _run(self, func, args, kwargs):
         self.origins.note(func._opname)
         if _settled.inside:  # an inner guard has decided about this op
             return func(*args, **kwargs)
-        if ops.composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
         for move in ops.moves(func, args, kwargs):
             if move.stalls:
                 what = f"{move.what}, {move.manner}" if move.bytes else move.what

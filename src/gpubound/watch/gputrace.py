@@ -16,6 +16,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,22 +126,19 @@ class GpuTrace(Sensor):
         made = _make()
         return made if isinstance(made, str) else None
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         import torch.cuda._gpu_trace as trace
 
         made = _make()
         assert isinstance(made, Hook), made
-        self._hook, record, now = made, self.ledger.record, self.ledger.now
-        self._callbacks: tuple[tuple[Any, Callable[..., None]], ...] = (
+        record, now = self.ledger.record, self.ledger.now
+        callbacks: tuple[tuple[Any, Callable[..., None]], ...] = (
             (trace.StreamSynchronizationCallbacks, lambda stream: record("sync", now.op or "stream synchronize")),
             (trace.EventSynchronizationCallbacks, lambda event: record("sync", "event synchronize")),
             (trace.DeviceSynchronizationCallbacks, lambda: record("sync", "device synchronize")),
         )
-        for registry, callback in self._callbacks:
+        for registry, callback in callbacks:
             registry.add_callback(callback)
-        self._hook.listen()
-
-    def stop(self) -> None:
-        self._hook.leave()
-        for registry, callback in self._callbacks:
-            registry.callback_list.remove(callback)
+            ending.callback(registry.callback_list.remove, callback)
+        made.listen()
+        ending.callback(made.leave)

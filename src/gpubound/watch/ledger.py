@@ -24,7 +24,7 @@ from .rows import TOTALS, LedgerRow, offenders, render
 from .sensors import Allocator, Collector, Compiles, Fallbacks, Kernels, Sensor, Triton
 from .site import Origins, Place, here
 
-# Started in this order and stopped in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.
+# Started in this order and ended in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.
 _STARTED = (Kernels, Allocator, Collector, Compiles, Fallbacks, Triton, Calls, SimGpu, Dispatch, GpuTrace)
 SENSORS: dict[str, type[Sensor]] = {sensor.name: sensor for sensor in _STARTED}
 
@@ -60,15 +60,14 @@ class Ledger:
             else:
                 self._absent[sensor.name] = why
         self.origins.home = threading.get_ident()
-        with ExitStack() as started:
+        with ExitStack() as ending:
             for sensor in self._running:
-                sensor.start()
-                started.callback(sensor.stop)
-            self._started = started.pop_all()
+                sensor.start(ending)
+            self._ending = ending.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        self._started.close()
+        self._ending.close()
 
     def step(self) -> None:
         """Mark the end of a step. The table then shows counts per step."""

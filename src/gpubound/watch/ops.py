@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, UPLOAD, WAITING_OPS, Cause
 
@@ -54,9 +56,7 @@ class Move:
 
     @property
     def stalls(self) -> bool:
-        """A pageable copy stalls even when it is said to be non_blocking: the driver stages it through its own pinned
-        buffer.
-        """
+        """A pageable copy stalls even when it is said to be non_blocking: the driver stages it through pinned memory."""
         return self.blocking or not self.pinned
 
     @property
@@ -83,11 +83,7 @@ def tensors(values) -> Iterator[torch.Tensor]:
 def device_of(args, kwargs) -> torch.device | None:
     """Where an op runs: the first device among its tensors that is not the host's, else its device argument, else the host."""
     found = None
-    for t in tensors(args):
-        found = t.device
-        if not on_host(t):
-            return found
-    for t in tensors(kwargs.values()):
+    for t in tensors((*args, *kwargs.values())):
         found = t.device
         if not on_host(t):
             return found
@@ -98,10 +94,30 @@ def device_of(args, kwargs) -> torch.device | None:
 
 @cache
 def composite(func) -> bool:
-    """True when `func` is made of other ops. In inference mode such ops arrive whole, with their copies and syncs still
-    inside.
+    """True when `func` is made of other ops. In inference mode such ops arrive whole, their copies and syncs still inside."""
+    return isinstance(func, OpOverload) and func._can_decompose()
+
+
+class OpMode(TorchDispatchMode):
+    """Hands every op of this thread, and of the backward passes it starts, to `run(func, args, kwargs)`, which calls it.
+
+    It stands above CUDA. Autograd's device threads take over the modes of the thread that called backward.
     """
-    return func._can_decompose()
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch.compile would run eagerly wherever a ledger or a guard is open
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        return self.run(func, args, kwargs)
 
 
 @cache
@@ -138,8 +154,7 @@ def decides(func) -> bool:
     return _look(func) in (_indexes, _repeats)
 
 
-def _counts(where: torch.Tensor | torch.device, home: torch.device | None) -> bool:
-    device = where.device if isinstance(where, torch.Tensor) else where
+def _counts(device: torch.device, home: torch.device | None) -> bool:
     return not on_host(device) if home is None else device == home
 
 
@@ -158,13 +173,13 @@ def _repeats(func, args, kwargs, home) -> tuple[Move, ...]:
 def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
     """A boolean mask waits for nonzero; an index that lies on the host is uploaded."""
     target, indices = args[0], args[1]
-    if not _counts(target, home):
+    if not _counts(target.device, home):
         return ()
     given = [i for i in indices if isinstance(i, torch.Tensor)]
     masks = [i for i in given if i.dtype in (torch.bool, torch.uint8)]
     if len(args) > 2 and is_number(args[2], target.device) and len(given) == len(masks) == 1:
         return ()  # x[mask] = number: torch turns it into masked_fill
-    uploaded = [i for i in given if on_host(i) and not _counts(i, home) and i.numel()]
+    uploaded = [i for i in given if on_host(i) and not _counts(i.device, home) and i.numel()]
     found = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
     why = MASK_PUT if len(args) > 2 else MASK
     return (*found, *(Move("sync", "boolean mask", target.device, why) for _ in masks[:1]))
@@ -176,46 +191,36 @@ def is_number(value: Any, device: torch.device) -> bool:
 
 
 def _converted(func, args, kwargs, home) -> tuple[Move, ...]:
-    source, device = args[0], kwargs.get("device")
-    if (
-        device is None
-        or (device := torch.device(device)).type == source.device.type
-        or "meta" in (device.type, source.device.type)
-    ):
-        return ()
-    later = bool(kwargs.get("non_blocking"))
-    dtype = kwargs.get("dtype") or source.dtype
-    size = source.numel() * dtype.itemsize
-    if not on_host(source):  # .to("cpu", non_blocking=True) lands in pinned memory that torch allocates for it
-        return (Move("d2h", DOWN, source.device, DOWNLOAD, size, pinned=later, blocking=not later),)
-    return (Move("h2d", UP, device, UPLOAD, size, pinned(source, dtype), not later, source),)
+    source, later = args[0], bool(kwargs.get("non_blocking"))
+    device, dtype = torch.device(kwargs.get("device") or source.device), kwargs.get("dtype") or source.dtype
+    return _copy(source, device, dtype, source.numel(), later)
 
 
 def _copied(func, args, kwargs, home) -> tuple[Move, ...]:
     later = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     pairs = zip(args[0], args[1]) if isinstance(args[0], (list, tuple)) else ((args[0], args[1]),)
-    return tuple(move for to, source in pairs if (move := _copy(to, source, later)) is not None)
+    return tuple(move for to, source in pairs for move in _copy(source, to.device, to.dtype, to.numel(), later, to))
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor, later: bool) -> Move | None:
-    if on_host(to) == on_host(source) or "meta" in (to.device.type, source.device.type):
-        return None
-    size = to.numel() * to.element_size()
+def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | None = None) -> tuple[Move, ...]:
+    """A copy of `count` elements into `to`, or into what torch allocates: on the host that is pinned for non_blocking=True."""
+    if on_host(source) == on_host(device) or "meta" in (source.device.type, device.type):
+        return ()
+    size = count * dtype.itemsize
     if on_host(source):
-        return Move("h2d", UP, to.device, UPLOAD, size, pinned(source, to.dtype), not later, source)
-    return Move("d2h", DOWN, source.device, DOWNLOAD, size, pinned(to, source.dtype), not later)
+        return (Move("h2d", UP, device, UPLOAD, size, pinned(source, dtype), not later, source),)
+    lands = later if to is None else pinned(to, source.dtype)
+    return (Move("d2h", DOWN, source.device, DOWNLOAD, size, lands, not later),)
 
 
 def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
     """torch.tensor(value, device=...) hides its upload from modes; what shows is the finished tensor being lifted."""
     made = args[0]
-    return (Move("h2d", UP, made.device, HOST_DATA, made.numel() * made.element_size()),) if _counts(made, home) else ()
+    return (Move("h2d", UP, made.device, HOST_DATA, made.numel() * made.element_size()),) if _counts(made.device, home) else ()
 
 
 def pinned(t: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True when the copy engine can read `t` where it lies: a gap or a change of dtype makes torch stage it through
-    pageable memory.
-    """
+    """True when the copy engine can read `t` where it lies: a gap or another dtype has torch stage it in pageable memory."""
     return t.dtype == dtype and t.is_pinned() and dense(t)
 
 

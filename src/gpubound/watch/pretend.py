@@ -19,6 +19,7 @@ Not pretended: streams (work runs in order), a generator of its own (the CPU's i
 import functools
 
 import torch
+from torch.utils import backend_registration
 
 from ..errors import DeviceError
 from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
@@ -50,26 +51,11 @@ class SimEvent:
         announce("event.synchronize", NAME)
 
 
-class SimModule:
-    """What `torch.simgpu` is."""
+class SimModule(getattr(backend_registration, "_DummyBackendModule", object)):  # type: ignore[misc]
+    """What `torch.simgpu` is: torch's own stand-in, which is one device that is always there, and what it leaves out."""
 
     Stream = SimStream
     Event = SimEvent
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
 
     def set_device(self, device) -> None: ...
 
@@ -80,8 +66,6 @@ class SimModule:
         announce("torch.simgpu.synchronize", NAME)
 
     def manual_seed(self, seed: int) -> None: ...
-
-    def manual_seed_all(self, seed: int) -> None: ...
 
     def get_rng_state(self, device=None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -150,10 +134,8 @@ def _engine(run_backward, threaded: bool):
 
 def _register() -> list[object]:
     """Put all this into torch. Returns what must be kept alive."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
     guard = _device_guard()
-    _setup_privateuseone_for_python_backend(NAME, backend_module=SimModule(), device_guard=guard)
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=SimModule(), device_guard=guard)
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, "PrivateUse1")
@@ -233,8 +215,6 @@ def ready() -> bool:
 
 
 def _refuse() -> None:
-    from torch.utils import backend_registration
-
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise DeviceError(

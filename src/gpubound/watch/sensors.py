@@ -40,10 +40,8 @@ class Sensor:
         """Why it cannot run here, or None."""
         return None
 
-    def start(self) -> None:
-        raise NotImplementedError
-
-    def stop(self) -> None:
+    def start(self, ending: ExitStack) -> None:
+        """Begin to count; what is to be undone, or read, when the ledger ends goes into `ending`, which calls it in reverse."""
         raise NotImplementedError
 
 
@@ -70,14 +68,14 @@ class Kernels(Sensor):
             return "another profiler is running"
         return None
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         # There is one cycle, so nothing accumulates; without acc_events torch 2.11 warns that it drops those before.
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
-        self._profile.__enter__()
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        ending.callback(self._read, profile)
+        ending.enter_context(profile)
 
-    def stop(self) -> None:
-        self._profile.__exit__(None, None, None)
-        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+    def _read(self, profile: torch.profiler.profile) -> None:
+        results = profile.profiler.kineto_results  # type: ignore[union-attr]
         for name, times in launch_calls(results.events()).items():  # type: ignore[union-attr]
             self.ledger.record("launch", name, count=times, place=Place())
 
@@ -93,21 +91,17 @@ class Triton(Sensor):
             return "the kernels sensor counts these too"
         return None if "triton" in sys.modules else "Triton is not imported"
 
-    def start(self) -> None:
-        self._undo = ExitStack()
+    def start(self, ending: ExitStack) -> None:
         if interpreted():  # the interpreter runs kernels as Python and knows no launch hook
             from triton.runtime.interpreter import InterpretedFunction
 
-            self._undo.enter_context(replaced(InterpretedFunction, "run", self._heard))
+            ending.enter_context(replaced(InterpretedFunction, "run", self._heard))
         else:
             from triton import knobs
 
             hook = self._hook
             knobs.runtime.launch_enter_hook.add(hook)
-            self._undo.callback(lambda: knobs.runtime.launch_enter_hook.remove(hook))
-
-    def stop(self) -> None:
-        self._undo.close()
+            ending.callback(knobs.runtime.launch_enter_hook.remove, hook)
 
     def _hook(self, metadata) -> None:
         self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
@@ -144,14 +138,15 @@ class Allocator(Sensor):
     def absent(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA GPU"
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         self._recording = not torch._C._cuda_isHistoryEnabled()  # else the user records, and we read theirs
         if self._recording:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=ENTRIES)
         self._began = time.time_ns() // 1000
         self._before = statistics()
+        ending.callback(self._read)
 
-    def stop(self) -> None:
+    def _read(self) -> None:
         after = statistics()
         changed = {kind: after[kind] - self._before[kind] for kind in after}
         if changed["alloc"] > 0:  # reading the history builds it as Python objects: only when there is something to find
@@ -184,12 +179,10 @@ class Collector(Sensor):
     sees = "garbage collections, with the line that set them off"
     blind = ""
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         self._began: float | None = None
         gc.callbacks.append(self._phase)
-
-    def stop(self) -> None:
-        gc.callbacks.remove(self._phase)
+        ending.callback(gc.callbacks.remove, self._phase)
 
     def _phase(self, phase: str, info: dict) -> None:
         if phase == "start":
@@ -206,18 +199,17 @@ class Compiles(Sensor):
     sees = "every compilation by torch.compile: first ones too, since a steady step has neither"
     blind = "a compilation, if torch.compile was first used while the ledger was open: then without its line"
 
-    def start(self) -> None:
-        self._dynamo = sys.modules.get("torch._dynamo.callback")
-        if self._dynamo is not None:
-            self._dynamo.callback_handler.register_start_callback(self._compiling)
+    def start(self, ending: ExitStack) -> None:
+        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+            dynamo.callback_handler.register_start_callback(self._compiling)
+            ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
+        else:
+            ending.callback(self._late)
 
-    def stop(self) -> None:
-        if self._dynamo is not None:
-            self._dynamo.callback_handler.remove_start_callback(self._compiling)
-        elif (utils := sys.modules.get("torch._dynamo.utils")) is not None:
-            late = utils.counters["stats"].get("unique_graphs", 0)
-            if late:
-                self.ledger.record("compile", "compile", count=late, place=Place())
+    def _late(self) -> None:
+        utils = sys.modules.get("torch._dynamo.utils")
+        if utils is not None and (graphs := utils.counters["stats"].get("unique_graphs", 0)):
+            self.ledger.record("compile", "compile", count=graphs, place=Place())
 
     def _compiling(self, args) -> None:
         number = str(getattr(args, "compile_id", "") or "")
@@ -231,13 +223,9 @@ class Fallbacks(Sensor):
     sees = "slow paths that gpubound took"
     blind = "slow paths of other libraries"
 
-    def start(self) -> None:
+    def start(self, ending: ExitStack) -> None:
         self._seen = Counter(trace.fallbacks)
-        self._listening = trace.listening(self._counted)
-        self._listening.__enter__()
-
-    def stop(self) -> None:
-        self._listening.__exit__(None, None, None)
+        ending.enter_context(trace.listening(self._counted))
 
     def _counted(self, name: str, amount: int) -> None:
         if name != "fallback":
