@@ -82,6 +82,14 @@ def test_every_line_is_in_the_list():
     assert functions == set(EXPECTED)
 
 
+@pytest.mark.parametrize("name", ["branch", "where", "sliced"])
+def test_in_inference_mode_what_is_made_of_other_operations_is_looked_into(name):
+    """It arrives whole there: `is_nonzero`, and not the read inside it."""
+    number, text = marked(name)
+    sentence = said(capture, torch.inference_mode()(getattr(one_liners, name)), drawn(4).abs())
+    assert sentence == f"cannot capture {name}: `{text}` at tests/graph/one_liners.py:{number} {EXPECTED[name]}."
+
+
 def test_all_places_are_listed():
     def fn(x):
         x = x * x.max().item()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..watch.events import Cause
+from ..watch.ops import OpMode
 from ..watch.site import Origins, Place, here
 from .memory import Generators, Memory, Snapshot
 from .operations import (
@@ -26,7 +26,6 @@ from .operations import (
     Origin,
     began,
     patched,
-    plain_tensors,
     tensors_in,
     written,
     wrong_with_call,
@@ -60,10 +59,8 @@ class _Midst(threading.local):
     operation = False  # what an operation (a custom op, say) allocates within itself is not seen: unknown tensors are its own
 
 
-class Watch:
-    """Watches calls of one function. What is written goes into `snapshot` before its first write, what is drawn from into
-    `generators`.
-    """
+class Discovery:
+    """What watched calls of one function show. What is written goes into `snapshot` before its first write."""
 
     def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot, generators: Generators) -> None:
         self.device, self.snapshot, self.generators = device, snapshot, generators
@@ -85,7 +82,7 @@ class Watch:
         self.calls += 1
         self.made_before.update(self._made)
         self.hazards, self._made = [], {}
-        with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self):
+        with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self._operation):
             return call()
 
     def survivors(self) -> dict[int, Origin]:
@@ -177,6 +174,43 @@ class Watch:
                     self.snapshot.room.give_back(memory.kept)
         return result
 
+    def _operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation, run and looked at before and after."""
+        if self.midst.ourselves:
+            return func(*args, **kwargs)
+        self.origins.note(getattr(func, "_opname", str(func)))
+        place = here()
+        if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
+            self.made(args[0], func, args, place, set())
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
+            self.see(tensor, place)
+        with self.in_the_midst("ourselves"):
+            for tensor in written(func, args, kwargs):
+                self.before_write(tensor, place)
+                self._check_host_write(func, tensor, args)
+        for value in kwargs.values():
+            if isinstance(value, torch.Generator):
+                self.generators.add(value)
+        if (cause := wrong_with_operation(func, args, kwargs, self.device, self.call)) is not None:
+            self.hazard(cause)
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
+            self.refill(args[0], args[1] if len(args) > 1 else 0)
+        with self.in_the_midst("operation"):
+            out = func(*args, **kwargs)
+        keys = {storage_key(tensor) for tensor in given}
+        for tensor in tensors_in(out):
+            self.made(tensor, func, args, place, keys)
+        return out
+
+    def _check_host_write(self, func: Any, tensor: Tensor, args: tuple) -> None:
+        """A CPU tensor from outside that a GPU's function writes: the graph would not. A copy into pinned memory is a node."""
+        if tensor.device.type != "cpu" or self.device.type == "cpu" or storage_key(tensor) not in self.external:
+            return
+        if func is torch.ops.aten.copy_.default and args[1].device == self.device and tensor.is_pinned():
+            return
+        self.hazard(HOST_WRITE)
+
 
 def _without_compiler() -> contextlib.AbstractContextManager:
     """A compiled function runs its plain form while watched: a compiler refuses to work under our modes."""
@@ -186,69 +220,24 @@ def _without_compiler() -> contextlib.AbstractContextManager:
 class _Calls(TorchFunctionMode):
     """Calls of torch's Python interface."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, discovery: Discovery) -> None:
         super().__init__()
-        self.watch = watch
+        self.discovery = discovery
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        watch = self.watch
-        if watch.midst.ourselves:
+        discovery = self.discovery
+        if discovery.midst.ourselves:
             return func(*args, **(kwargs or {}))
-        if (cause := wrong_with_call(func, args, watch.device)) is not None:
-            watch.hazard(cause)
-        outer, watch.call = watch.call, (func, args)
+        if (cause := wrong_with_call(func, args, discovery.device)) is not None:
+            discovery.hazard(cause)
+        outer, discovery.call = discovery.call, (func, args)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            watch.call = outer
+            discovery.call = outer
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OpMode):
     """Operations below autograd, forward and backward."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        watch = self.watch
-        if watch.midst.ourselves:
-            return func(*args, **kwargs)
-        watch.origins.note(getattr(func, "_opname", str(func)))
-        place = here()
-        if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
-            watch.made(args[0], func, args, place, set())
-        given = [plain for tensor in tensors_in((args, kwargs)) for plain in plain_tensors(tensor)]
-        for tensor in given:
-            watch.see(tensor, place)
-        with watch.in_the_midst("ourselves"):
-            for tensor in written(func, args, kwargs):
-                for plain in plain_tensors(tensor):
-                    watch.before_write(plain, place)
-                    self._check_host_write(func, plain, args)
-        for value in kwargs.values():
-            if isinstance(value, torch.Generator):
-                watch.generators.add(value)
-        if (cause := wrong_with_operation(func, args, kwargs, watch.device, watch.call)) is not None:
-            watch.hazard(cause)
-        if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar):
-            watch.refill(args[0], args[1] if len(args) > 1 else 0)
-        with watch.in_the_midst("operation"):
-            out = func(*args, **kwargs)
-        keys = {storage_key(tensor) for tensor in given}
-        for tensor in tensors_in(out):
-            for plain in plain_tensors(tensor):
-                watch.made(plain, func, args, place, keys)
-        return out
-
-    def _check_host_write(self, func, tensor: Tensor, args: tuple) -> None:
-        """A CPU tensor from outside that a GPU's function writes: the graph would not. A copy into pinned memory is a node."""
-        device = self.watch.device
-        if tensor.device.type != "cpu" or device.type == "cpu" or storage_key(tensor) not in self.watch.external:
-            return
-        if func is torch.ops.aten.copy_.default and args[1].device == device and tensor.is_pinned():
-            return
-        self.watch.hazard(HOST_WRITE)

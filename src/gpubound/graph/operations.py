@@ -43,56 +43,36 @@ class Origin:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in the arguments of an operation or a launch; a tensor descriptor carries its own as `base`."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
-    elif isinstance(getattr(tree, "base", None), Tensor):
-        yield tree.base
+    """Every tensor with memory in the arguments of an operation or a launch.
 
-
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory inside a wrapper (DTensor and its kin), or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
+    A wrapper (DTensor and its kin) has such tensors inside; a tensor descriptor carries its own as `base`.
+    """
+    if isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(item)
+    elif is_traceable_wrapper_subclass(tree):
+        yield from tensors_in([getattr(tree, name) for name in tree.__tensor_flatten__()[0]])
+    elif isinstance(tensor := tree if isinstance(tree, Tensor) else getattr(tree, "base", None), Tensor):
         yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(tensor, name))
 
 
 def written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """The arguments that an operation writes."""
-    positions, names, every = _writes(func)
-    if every:
+    """The arguments that an operation writes: all of a collective's, whose schemas do not say which."""
+    if getattr(func, "namespace", "") == "c10d":
         yield from tensors_in((args, kwargs))
-        return
-    for position in positions:
-        if position < len(args):
-            yield from tensors_in(args[position])
-    for name in names:
-        if name in kwargs:
-            yield from tensors_in(kwargs[name])
+    for position, name in _writes(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
 
 
 @cache
-def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
-    """Which arguments an operation writes, by its schema; all of them for a collective, whose schemas do not say."""
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """The position and the name of each argument that an operation writes, by its schema."""
     schema = getattr(func, "_schema", None)
-    if schema is None:
-        return (), (), False
-    if schema.name.startswith("c10d::"):
-        return (), (), True
-    hit = [
+    return [
         (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
+        for position, argument in enumerate(() if schema is None else schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _NORM_STATISTICS
     ]
-    return tuple(position for position, _ in hit), tuple(name for _, name in hit), False
 
 
 def began(op: Any, args: tuple, made: Tensor, place: Place, call: int) -> Origin:
@@ -230,19 +210,19 @@ def broken_capture(name: str, error: BaseException) -> GraphError | None:
 
 
 @contextlib.contextmanager
-def patched(watch: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
-    """Inside the block every launch of this thread and of autograd's becomes `watch(tensors, launch)`, which must launch."""
+def patched(meet: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside the block every launch of this thread and of autograd's becomes `meet(tensors, launch)`, which must launch."""
     with contextlib.ExitStack() as doors:
         for owner, name in _launchers():
-            doors.enter_context(replaced(owner, name, partial(_through, watch, threading.get_ident())))
+            doors.enter_context(replaced(owner, name, partial(_through, meet, threading.get_ident())))
         yield
 
 
-def _through(watch: Callable, mine: int, original: Callable) -> Callable:
+def _through(meet: Callable, mine: int, original: Callable) -> Callable:
     def launch(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != mine and torch._C._current_autograd_node() is None:
             return original(*args, **kwargs)
-        return watch(list(tensors_in((args[1:], kwargs))), lambda: original(*args, **kwargs))
+        return meet(list(tensors_in((args[1:], kwargs))), lambda: original(*args, **kwargs))
 
     return launch
 

@@ -65,7 +65,7 @@ class Recording:
         self.name, self.fn, self.inputs, self.device = rehearsal.name, rehearsal.fn, rehearsal.inputs, rehearsal.device
         self.runner, self.snapshot, self.generators = rehearsal.runner, rehearsal.snapshot, rehearsal.generators
         self.reach, self.leaves = rehearsal.reach, leaves
-        self.foreign = {*rehearsal.watch.external, *rehearsal.watch.inputs}  # the memory that is not the graph's own
+        self.foreign = {*rehearsal.discovery.external, *rehearsal.discovery.inputs}  # the memory that is not the graph's own
 
     def record(self) -> None:
         for leaf in self.leaves:
@@ -149,7 +149,7 @@ def hold(rehearsal: Rehearsal, recording: Recording) -> Held:
 
 def held_tensors(rehearsal: Rehearsal) -> list[tuple[str, Tensor]]:
     """Every tensor from outside that the graph uses: all that have names, and one for each other piece of memory."""
-    external, name_of = rehearsal.watch.external, rehearsal.name_of
+    external, name_of = rehearsal.discovery.external, rehearsal.name_of
     named = {id(tensor): tensor for _, tensor in rehearsal.reach.tensors}
     held = [(name_of(tensor), tensor) for tensor in named.values() if storage_key(tensor) in external]
     covered = {storage_key(tensor) for _, tensor in held}
@@ -165,7 +165,7 @@ def steady_values(before: Reach, after: Reach) -> list[tuple[Way, Any]]:
 
 def held_gradients(rehearsal: Rehearsal, recording: Recording) -> list[tuple[str, Tensor, Tensor]]:
     """(name, leaf, gradient) of each gradient that the graph writes where it lies."""
-    external, binds = rehearsal.watch.external, recording.runner.binds_gradients
+    external, binds = rehearsal.discovery.external, recording.runner.binds_gradients
     return [
         (leaf.name, leaf.tensor, leaf.bound)
         for leaf in recording.leaves

@@ -16,7 +16,7 @@ from ..errors import GraphError
 from ..trace import notice
 from ..watch.events import WAIT
 from ..watch.site import Place
-from .discover import Watch
+from .discover import Discovery
 from .held import StaticInputs, same
 from .memory import Generators, Snapshot, whole
 from .operations import Hazard, Origin, refuse
@@ -56,11 +56,11 @@ class Rehearsal:
         self.generators = Generators(device)
         for generator in before.generators:
             self.generators.add(generator)
-        self.watch = Watch(device, inputs.buffers, self.snapshot, self.generators)
+        self.discovery = Discovery(device, inputs.buffers, self.snapshot, self.generators)
         for way, tensor in before.of_state:
             self._take_state(way.name, tensor)
         for _, tensor in before.tensors:
-            self.watch.leaf(tensor, certain=True)
+            self.discovery.leaf(tensor, certain=True)
 
     def call(self) -> Any:
         return self.fn(*self.inputs.static)
@@ -78,41 +78,41 @@ class Rehearsal:
         """What to call a tensor in a message: by the way to it, else by where it is used."""
         if (name := self.reach.name(tensor)) is not None:
             return name
-        for leaf, _ in self.watch.leaves.values():
+        for leaf, _ in self.discovery.leaves.values():
             if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
                 return f"{self.reach.name(leaf) or 'an unnamed leaf'}.grad"
-        return self.watch.external[storage_key(tensor)].describe()
+        return self.discovery.external[storage_key(tensor)].describe()
 
     def leaves(self) -> list[Leaf]:
         """The tensors that may be given gradients."""
         found = []
-        for tensor, old in self.watch.leaves.values():
+        for tensor, old in self.discovery.leaves.values():
             # Accumulated into from call to call: the capture must find it. Made anew at every call: it must not.
-            kept = tensor.grad is not None and storage_key(tensor.grad) in self.watch.external
+            kept = tensor.grad is not None and storage_key(tensor.grad) in self.discovery.external
             found.append(Leaf(f"{self.name_of(tensor)}.grad", tensor, old, tensor.grad if kept else old))
         return found
 
     def settle(self) -> None:
         """The state as it was. What the first call made, an optimizer's moments say, goes back to what it began as."""
         self._put_back()
-        gradients = {storage_key(leaf.grad) for leaf, _ in self.watch.leaves.values() if leaf.grad is not None}
-        for key, origin in self.watch.survivors().items():
-            seen = self.watch.external[key]
+        gradients = {storage_key(leaf.grad) for leaf, _ in self.discovery.leaves.values() if leaf.grad is not None}
+        for key, origin in self.discovery.survivors().items():
+            seen = self.discovery.external[key]
             if key in gradients:
                 whole(seen.tensor).zero_()
             elif not seen.is_written:
-                if self.watch.moves(key):
+                if self.discovery.moves(key):
                     raise self._moving(seen.tensor, origin)
                 continue  # a table made once and only read
             elif origin.fill is not None:
                 whole(seen.tensor).fill_(origin.fill)
             elif not origin.empty:
-                if self.watch.moves(key) or self._altered(seen.tensor):
+                if self.discovery.moves(key) or self._altered(seen.tensor):
                     raise self._moving(seen.tensor, origin)
                 continue  # a table that Triton kernels read: what a kernel is given counts as written until it is tried
             self.snapshot.add(seen.tensor)
         for key, memory in self.snapshot.memories.items():
-            memory.name = self.name_of(self.watch.external[key].tensor) if key in self.watch.external else memory.name
+            memory.name = self.name_of(self.discovery.external[key].tensor) if key in self.discovery.external else memory.name
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -120,13 +120,12 @@ class Rehearsal:
         try:
             yield
         except BaseException:
-            self._undo()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the broken call's kernels still run
+            self._put_back()
+            for leaf, old in self.discovery.leaves.values():
+                leaf.grad = old
             raise
-
-    def _undo(self) -> None:
-        self._put_back()
-        for leaf, old in self.watch.leaves.values():
-            leaf.grad = old
 
     def _put_back(self) -> None:
         self.snapshot.restore()
@@ -134,41 +133,33 @@ class Rehearsal:
 
     def _take_state(self, name: str, tensor: Tensor) -> None:
         """A tensor given in `state=` counts as used, and unless it is a frozen weight as written: by what we cannot see."""
-        self.watch.see(tensor, Place())
+        self.discovery.see(tensor, Place())
         if not (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
             self.snapshot.add(tensor, name)
-            if (seen := self.watch.external.get(storage_key(tensor))) is not None:
+            if (seen := self.discovery.external.get(storage_key(tensor))) is not None:
                 seen.is_written = True  # or each kernel that gets it would be tried with a copy of it
 
     def _fits(self, calls: int) -> bool:
         """All calls. False when there was no memory for them, but is now: copies have left the device."""
         try:
             with self.undone_on_error():
-                self._make_calls(calls)
+                for _ in range(calls):  # several: state that only a first call makes is to be made, used, and seen settled
+                    self.runner.run(lambda: self.discovery.run(self.call))
+                self._refuse()
+                if found := self.runner.waits(self.call):  # on a GPU: also a wait inside an operation, that nothing showed
+                    raise refuse(self.name, [Hazard(place, WAIT) for place in found])
         except torch.OutOfMemoryError:
             if not self.snapshot.leave_device():
                 raise
             return False
         return True
 
-    def _make_calls(self, calls: int) -> None:
-        try:
-            for _ in range(calls):  # several: state that only a first call makes is to be made, used, and seen settled
-                self.runner.run(lambda: self.watch.run(self.call))
-            self._refuse()
-            if found := self.runner.waits(self.call):  # on a GPU: also a wait inside an operation, unseen by the watch
-                raise refuse(self.name, [Hazard(place, WAIT) for place in found])
-        except torch.OutOfMemoryError:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the broken call's kernels still run
-            raise
-
     def _refuse(self) -> None:
         """Raise for whatever the last call showed that a graph cannot hold or repeat."""
-        if self.watch.hazards:
-            raise refuse(self.name, self.watch.hazards)
+        if self.discovery.hazards:
+            raise refuse(self.name, self.discovery.hazards)
         self._refuse_changed_inputs()
-        for seen in self.watch.external.values():
+        for seen in self.discovery.external.values():
             there = seen.tensor.device
             if there != self.device and there.type != "cpu":
                 raise GraphError(
@@ -185,7 +176,7 @@ class Rehearsal:
     def _refuse_changed_inputs(self) -> None:
         """What fn does to an input would reach only the graph's own copy."""
         names = self.inputs.names
-        for index, place in self.watch.written_inputs.items():
+        for index, place in self.discovery.written_inputs.items():
             at = f" at {place.line.at}" if place.line is not None else ""
             raise GraphError(
                 f"{names[index]}: fn writes into it{at}, which would reach only the graph's own copy; "
@@ -208,7 +199,7 @@ class Rehearsal:
     def _moving(self, tensor: Tensor, origin: Origin) -> GraphError:
         line = origin.place.line
         made = f"made at {line.at}" if line is not None else "made in the backward pass"
-        if self.watch.moves(storage_key(tensor)):
+        if self.discovery.moves(storage_key(tensor)):
             return GraphError(
                 f"{self.name_of(tensor)}: {made} by one call and read by the next, so it lies elsewhere each time; "
                 "make it before the capture and write into it with copy_()."
