@@ -220,7 +220,7 @@ def test_no_host_sync(graph):
 
 @pytest.mark.gpu
 def test_results_reach_the_host_in_order():
-    """More steps in flight than pinned slots: nothing is overwritten before it is read."""
+    """Many steps in flight: no report is overwritten before it is read."""
     torch.use_deterministic_algorithms(False)
     step = TrainStep(small().cuda(), summed, precision="fp32")
     results = [step(tuple(t.cuda() for t in draw(2, seed=i))) for i in range(30)]

@@ -10,6 +10,7 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch.autograd import forward_ad
@@ -73,12 +74,16 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
     """
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
-    pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
     for op, shape in dict.fromkeys(calls):
         key = (op, device, dtype, shape)
         if key not in _verdicts and key not in _early:
-            _early[key] = pool.submit(selftest.check, op, device, dtype, shape)
-    pool.shutdown(wait=False)  # whoever needs a verdict waits for that one
+            _early[key] = _threads().submit(selftest.check, op, device, dtype, shape)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Those that begin early, for all callers: compiling takes as many cores as there are threads."""
+    return ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
 
 
 _verdicts: dict[Judged, str | None] = {}

@@ -59,15 +59,6 @@ def renew(states: Tensor) -> None:
     seen.zero_()
 
 
-@torch.no_grad()
-def settle(states: Tensor) -> None:
-    """Scales from what was seen alone. Zeros get the smallest: the next step's `renew` may then choose freely."""
-    scale, seen, unit, _ = states.unbind(-1)
-    useful = seen.isfinite() & (seen > 0)
-    scale.copy_(torch.where(useful, seen * unit, SMALLEST))
-    seen.zero_()
-
-
 class Fp8(Format):
     """The 8-bit format of one weight, or of several multiplied as one: their first one's. All of them take gradients."""
 
@@ -123,7 +114,8 @@ class Fp8(Format):
         if self._calibrating():
             state[0] = 1.0
             op(*tensors, state, dtype, **options)
-            settle(state)
+            state[0] = SMALLEST  # zeros keep it: the next step may then choose freely
+            renew(state)
         return op(*tensors, state, dtype, **options)
 
     def weights(self, joined: Joined) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ GiB. Small results are kept: at 135m and 1,024 tokens 60 more launches are 3 % (
 memory and wants the time keeps them all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,21 +20,25 @@ LEAST_BYTES: float = 8 << 20  # of a result that is computed again
 KEEP_ALL = float("inf")
 
 
-def recompute_from(model: nn.Module, least: float) -> Callable[[], None]:
-    """Let the parts of `model` compute results of `least` bytes and more again; returns what undoes it."""
-    parts: list[Any] = [module for module in model.modules() if hasattr(module, "recompute_bytes")]
-    before = [vars(part).get("recompute_bytes") for part in parts]
-    for part in parts:
-        part.recompute_bytes = least
+def switch(changes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> Callable[[], None]:
+    """Give modules attributes of their own; returns what undoes it. What was a class's is the class's again then."""
+    changed = [(vars(module), values) for module, values in changes]
+    before = [{name: own[name] for name in values if name in own} for own, values in changed]
+    for own, values in changed:
+        own.update(values)
 
     def undo() -> None:
-        for part, was in zip(parts, before):
-            if was is None:
-                del part.recompute_bytes  # of the instance; the class's own stands
-            else:
-                part.recompute_bytes = was
+        for (own, values), was in zip(changed, before):
+            for name in values:
+                own.pop(name, None)
+            own.update(was)
 
     return undo
+
+
+def recompute_from(model: nn.Module, least: float) -> Callable[[], None]:
+    """Let the parts of `model` compute results of `least` bytes and more again; returns what undoes it."""
+    return switch((part, {"recompute_bytes": least}) for part in model.modules() if hasattr(part, "recompute_bytes"))
 
 
 @contextmanager

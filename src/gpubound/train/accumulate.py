@@ -46,6 +46,7 @@ class Accumulators:
                     f"Accumulators: {slot.name} already has a main_grad, so its gradients would be counted for one owner only; "
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."
                 )
+        self.side = side
         self.gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.layout.device)
         self._parameters = [slot.parameter for slot in self.layout.slots]
         self.opened = False  # the sum was begun by `begin` and is not finished yet

@@ -5,8 +5,8 @@ Each micro-batch's loss is a sum over its items and goes backward undivided. The
 when the last forward is done, and the one division by it is folded into the update's own factor (kernels/adamw.py). So an
 uneven window is exact, nothing need be counted in advance, and the division costs nothing.
 
-Its report is seven numbers on the device. Each step also sends them to a pinned slot on the host, behind its own work; reading
-them costs a wait only when that step is still running. Read one step late, as in
+Its report is seven numbers on the device. Each step also sends them to pinned memory, behind its own work; reading them costs a
+wait only when that step is still running. Read one step late, as in
 
     previous = None
     for batches in data:
@@ -18,7 +18,6 @@ them costs a wait only when that step is still running. Read one step late, as i
 and the device always has the next step queued while the host looks at the last one.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.aside import Side
 from .accumulate import Accumulators
 from .objectives import Objective
 from .optimizer import FlatAdamW
@@ -36,7 +34,6 @@ from .precision import Fp8Weights, Precision, products
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 Reduce = Callable[[Tensor, Tensor], None]
 """(flat gradient, totals) summed over all ranks, in place"""
-SLOTS = 8  # steps in flight to the host; an unread result is taken off its slot before the slot is used again
 
 
 @dataclass(eq=False)
@@ -51,7 +48,6 @@ class DeviceStep:
     single: bool  # a step has one micro-batch
     reduce: Reduce | None
     fp8: Fp8Weights | None
-    side: Side | None
 
     def __post_init__(self) -> None:
         self.device = self.accumulators.layout.device
@@ -76,7 +72,7 @@ class DeviceStep:
         """One micro-batch more: its loss, items and gradients are added to those before."""
         with torch.enable_grad(), products(self.precision.products):
             total, items = self._loss_of(batch)
-            with nullcontext() if self.side is None else self.side.open():
+            with nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()
             self.totals[0].add_(total.detach())
             self.totals[1].add_(items)
@@ -172,15 +168,11 @@ class StepResult:
     The scalars are this step's own: later steps do not write into them.
     """
 
-    def __init__(self, report: Tensor, slot: Tensor | None = None):
-        """`slot` is pinned; the report is sent there."""
-        self._report, self._slot = report, slot
+    def __init__(self, report: Tensor):
+        self._report = report
+        self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
+        self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
         self._values: StepValues | None = None
-        self._sent: torch.cuda.Event | None = None
-        if slot is not None:
-            slot.copy_(report, non_blocking=True)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
 
     loss = property(lambda self: self._report[0], doc="mean loss over the step's valid items")
     grad_norm = property(lambda self: self._report[1], doc="global norm of the gradient of that mean, before clipping")
@@ -195,32 +187,9 @@ class StepResult:
         if self._values is None:
             if self._sent is not None and not self._sent.query():
                 self._sent.synchronize()
-            there = self._report if self._slot is None else self._slot
-            loss, norm, tokens, skipped, lr, updates, scale = there.tolist()
+            loss, norm, tokens, skipped, lr, updates, scale = self._there.tolist()
             self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale)
-            self._slot = None
         return self._values
 
     def __repr__(self) -> str:
         return f"StepResult({self._values if self._values else 'not read'})"
-
-
-class Mail:
-    """Sends each step's report to the host, on a GPU through a ring of pinned slots."""
-
-    def __init__(self, device: torch.device):
-        self._ring = torch.zeros(SLOTS, 7, dtype=torch.float64, pin_memory=True) if device.type == "cuda" else None
-        self._owners: list[weakref.ref | None] = [None] * SLOTS
-        self._sent = 0
-
-    def post(self, report: Tensor) -> StepResult:
-        if self._ring is None:
-            return StepResult(report)
-        at = self._sent % SLOTS
-        owner = self._owners[at]
-        if owner is not None and (late := owner()) is not None:
-            late.read()  # SLOTS steps old: nothing to wait for
-        result = StepResult(report, self._ring[at])
-        self._owners[at] = weakref.ref(result)
-        self._sent += 1
-        return result

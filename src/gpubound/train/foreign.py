@@ -68,14 +68,14 @@ class FlatForeign(FlatAdamW):
     def __init__(self, config: Foreign, weights: Weights, *rest: Any):
         super().__init__(config, weights, *rest)  # type: ignore[arg-type]
         layout, self.optimizer, self.parameters = weights.layout, config.optimizer, config.parameters
-        self.device = layout.device
         homes = zip(layout.groups, weights.finest())
         for parameter, home in zip(self.parameters, [s.view(t, g.start) for g, t in homes for s in layout.slots_of(g)]):
             parameter.data = home
         self._ratios = [lr / config.lr if config.lr else 1.0 for lr in config.lrs]
         self._captured: Captured | None = None
-        self._captures = capturable(self.optimizer) and config.graph != "off" and layout.device.type == "cuda"
-        self._says = not capturable(self.optimizer) and config.graph != "off" and layout.device.type != "cpu"
+        wanted, able = config.graph != "off", capturable(self.optimizer)
+        self._captures = able and wanted and layout.device.type == "cuda"
+        self._says = not able and wanted and layout.device.type != "cpu"
         for group, lr in zip(self.optimizer.param_groups, config.lrs) if self._captures else ():
             # Its rate is a tensor from the first: the step's own graph is recorded before this one, and sees the groups.
             group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device)
@@ -83,7 +83,10 @@ class FlatForeign(FlatAdamW):
         self._gradients: list[Tensor] = []
 
     def _begin_moments(self, layout: FlatLayout) -> None:
-        pass
+        """It makes its state itself, at its first step."""
+
+    def hasten(self) -> None:
+        """It calls no kernel of ours."""
 
     @property
     def moments(self) -> list[Tensor]:
@@ -104,16 +107,13 @@ class FlatForeign(FlatAdamW):
         """The optimizer's own update, where the decision is to make one."""
         self._gradients = self._gradients or [slot.view(gradient) for slot in self.weights.layout.slots]
         if self._says:
-            fallback(
-                "train step: optimizer",
-                f"{_not_capturable(self.optimizer)}; it runs call by call, behind a wait for the device",
-            )
-        if self._captures and any(self.optimizer.state.values()):
-            if self._captured is None:
-                self._captured = self._capture()
-            if self._captured is not None:
-                self._captured()
-                return
+            why = f"{_not_capturable(self.optimizer)}; it runs call by call, behind a wait for the device"
+            fallback("train step: optimizer", why)
+        if self._captures and self._captured is None and any(self.optimizer.state.values()):
+            self._captured = self._capture()
+        if self._captured is not None:
+            self._captured()
+            return
         apply, lr = self.decision.tolist()
         if apply:
             for group, ratio in zip(self.optimizer.param_groups, self._ratios):
@@ -154,48 +154,54 @@ class FlatForeign(FlatAdamW):
             fallback("train step: optimizer", str(error))
             return None
 
+    def _owners(self) -> dict[str, dict[str, Any]]:
+        """What it keeps, where it keeps it: a dict for each parameter, by the parameter's name, and one for each group."""
+        names = [slot.name for slot in self.weights.layout.slots]
+        kept = {f"{PREFIX}{name}": self.optimizer.state[parameter] for name, parameter in zip(names, self.parameters)}
+        return kept | {f"{PREFIX}group {i}": group for i, group in enumerate(self.optimizer.param_groups)}
+
     def named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's state by parameter name, and the numbers of its groups. Numbers are copies, tensors are live."""
         yield CLASS, spelled(type(self.optimizer).__name__)
-        for name, parameter in zip(self._names(), self.parameters):
-            yield from _named(f"{PREFIX}{name}", self.optimizer.state.get(parameter, {}))
-        for i, group in enumerate(self.optimizer.param_groups):
-            own = {key: value for key, value in group.items() if key not in ("params", "lr") and type(value) in (int, float)}
-            yield from _named(f"{PREFIX}group {i}", own)
-
-    def _names(self) -> list[str]:
-        return [slot.name for slot in self.weights.layout.slots]
+        for owner, values in self._owners().items():
+            for key, value in values.items():
+                kind = type(value).__name__
+                if "params" in values and (key == "lr" or kind not in ("int", "float")):
+                    continue  # of a group: its rate is the schedule's, and its options are not state
+                if isinstance(value, Tensor):
+                    yield f"{owner}/{key}", value
+                elif kind in NUMBERS:
+                    yield f"{owner}/{key}={kind}", torch.tensor(value, dtype=torch.float64)
+                elif value is not None:
+                    raise ValueError(
+                        f"TrainStep: {owner} keeps {key} as a {kind}, wanted tensors and numbers: "
+                        f"a checkpoint could not hold it."
+                    )
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take what `named_moments` gave, whether this optimizer has made its state yet or not."""
-        self._check(state)
+        got, own = read(state[CLASS]) if CLASS in state else "another", type(self.optimizer).__name__
+        if got != own:
+            raise ValueError(
+                f"load_state_dict: optimizer: got the state of {got}, wanted {own}'s; "
+                f"make the TrainStep with the optimizer that the run began with."
+            )
+        given = {tuple(name.rpartition("/")[::2]): t for name, t in state.items() if name.startswith(PREFIX) and name != CLASS}
+        for owner, key in given:
+            if owner not in self._owners():
+                raise ValueError(
+                    f"load_state_dict: {owner}/{key}: this model or optimizer has no such part; the state is another's."
+                )
         self.optimizer.state.clear()
-        owners: dict[str, dict] = {f"{PREFIX}{n}": self.optimizer.state[p] for n, p in zip(self._names(), self.parameters)}
-        owners |= {f"{PREFIX}group {i}": group for i, group in enumerate(self.optimizer.param_groups)}
-        for name, tensor in state.items():
-            owner, _, key = name.rpartition("/")
-            if name == CLASS or not name.startswith(PREFIX):
-                continue
+        owners = self._owners()
+        for (owner, key), tensor in given.items():
             key, _, kind = key.partition("=")
             if kind in NUMBERS:
                 owners[owner][key] = NUMBERS[kind](tensor.item())
             else:
-                there = "cpu" if tensor.dim() == 0 and not self._captures else self.device
+                there = "cpu" if tensor.dim() == 0 and not self._captures else self.decision.device
                 owners[owner][key] = tensor.detach().clone().to(there)
         self._captured = None
-
-    def _check(self, state: dict[str, Tensor]) -> None:
-        got = read(state[CLASS]) if CLASS in state else "another"
-        if got != type(self.optimizer).__name__:
-            raise ValueError(
-                f"load_state_dict: optimizer: got the state of {got}, wanted {type(self.optimizer).__name__}'s; "
-                f"make the TrainStep with the optimizer that the run began with."
-            )
-        groups = [f"group {i}" for i in range(len(self.optimizer.param_groups))]
-        known = {f"{PREFIX}{name}" for name in (*self._names(), *groups)}
-        for name in state:
-            if name.startswith(PREFIX) and name != CLASS and name.rpartition("/")[0] not in known:
-                raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
 
 
 def capturable(optimizer: Optimizer) -> bool:
@@ -205,19 +211,6 @@ def capturable(optimizer: Optimizer) -> bool:
 def _not_capturable(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     return f"{name} is not capturable (its param_groups have no such key), so no graph can hold its update"
-
-
-def _named(owner: str, values: dict) -> Iterator[tuple[str, Tensor]]:
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            yield f"{owner}/{key}", value
-        elif type(value).__name__ in NUMBERS:
-            yield f"{owner}/{key}={type(value).__name__}", torch.tensor(value, dtype=torch.float64)
-        elif value is not None:
-            raise ValueError(
-                f"TrainStep: {owner} keeps {key} as a {type(value).__name__}, wanted tensors and numbers: "
-                f"a checkpoint could not hold it."
-            )
 
 
 def _made(make: Callable[[list[Parameter]], Optimizer], parameters: list[Parameter]) -> Optimizer:

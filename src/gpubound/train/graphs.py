@@ -8,7 +8,6 @@ once more beside those that the first one's graph holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..feed import Feed
-from ..feed.leaves import Path, Tree, flatten, name
+from ..feed.leaves import Path, flatten, name
 from ..graph import Captured, capture
 from ..trace import fallback
 from .device_step import DeviceStep
@@ -58,33 +57,21 @@ def gather(given: Any, accumulate: int) -> list[Any]:
     )
 
 
-@dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch in two parts: its tensors, and how to put it together again."""
+    """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys."""
 
-    tensors: list[Tensor]
-    key: tuple  # equal for micro-batches of equal shapes, dtypes and constants
-    tree: Tree  # None where a tensor is, (leaf,) where it is something else
+    def __init__(self, batch: Any, device: torch.device):
+        self.tree = flatten(batch)
+        key: list[tuple] = []
+        for path, leaf in zip(self.tree.paths, self.tree.leaves):
+            _check(path, leaf, device)
+            key.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))
+        self.key, self.tensors = tuple(key), [leaf for _, leaf in self.tree.tensors()]
 
-    @property
-    def whole(self) -> Any:
-        return self.fill(self.tensors)
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        rest = iter(tensors)
-        return self.tree.rebuild([next(rest) if leaf is None else leaf[0] for leaf in self.tree.leaves])
-
-
-def take_apart(batch: Any, device: torch.device) -> MicroBatch:
-    tree = flatten(batch)
-    for path, leaf in zip(tree.paths, tree.leaves):
-        _check(path, leaf, device)
-    tensors = [leaf for _, leaf in tree.tensors()]
-    key = tuple(
-        (path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf)
-        for path, leaf in zip(tree.paths, tree.leaves)
-    )
-    return MicroBatch(tensors, key, replace(tree, leaves=[None if isinstance(x, Tensor) else (x,) for x in tree.leaves]))
+    def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
+        """Put together again, with its own tensors or these."""
+        rest = iter(self.tensors if tensors is None else tensors)
+        return self.tree.rebuild([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.tree.leaves])
 
 
 def _check(path: Path, leaf: Any, device: torch.device) -> None:
@@ -122,10 +109,10 @@ class WindowGraphs:
 
     def run(self, window: list[MicroBatch]) -> Tensor:
         if not self.step.calibrated:
-            self.step.calibrate(window[0].whole)
+            self.step.calibrate(window[0].whole())
         graphs = [graph for batch in window if (graph := self._graph_of(batch)) is not None]
         if len(graphs) < len(window):
-            return self.step.run([batch.whole for batch in window])
+            return self.step.run([batch.whole() for batch in window])
         if self.step.single:
             return graphs[0](*window[0].tensors)
         self.step.begin()
@@ -178,25 +165,25 @@ class WindowGraphs:
         if sum(known is not None for known in self._known.values()) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         step = self.step
-        if not step.single:
-            self._check_adding()
         if isinstance(step.loss, Objective):
-            step.loss.prepare(step.model, batch.whole)
+            step.loss.prepare(step.model, batch.whole())
 
         def train_step(*leaves: Tensor) -> Tensor:
-            return step.run([batch.fill(leaves)])
+            return step.run([batch.whole(leaves)])
 
         def micro_batch(*leaves: Tensor) -> None:
-            step.add(batch.fill(leaves))
+            step.add(batch.whole(leaves))
 
-        return self._graph(train_step if step.single else micro_batch, *batch.tensors)
+        if step.single:
+            return self._graph(train_step, *batch.tensors)
+        self._check_adding()
+        return self._graph(micro_batch, *batch.tensors)
 
     def _graph(self, part: Callable, *tensors: Tensor) -> Captured:
         pool = self.captured[0].pool if self.captured else None
         state = [self.step.model, *self.step.state()]
-        graph = capture(part, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True)
-        self.captured.append(graph)
-        return graph
+        self.captured.append(capture(part, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True))
+        return self.captured[-1]
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""

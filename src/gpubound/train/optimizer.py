@@ -149,6 +149,10 @@ class FlatAdamW:
     def _begin_moments(self, layout: FlatLayout) -> None:
         self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+
+    def hasten(self) -> None:
+        """Let the self-tests of what an update calls begin."""
+        layout = self.weights.layout
         hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
             kind = self.config.betas, self.config.eps, master is not None, self._seed_of(weight, master) is not None
@@ -235,6 +239,9 @@ def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 class FlatAdamW8bit(FlatAdamW):
     """FlatAdamW with coded moments, a pair for each group: blocks of 256 begin where a group does."""
+
+    def hasten(self) -> None:
+        """Its kernels are the same in every caller's shape; they are tested at their first use."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         sizes = {group: group.stop - group.start for group in layout.groups}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DeviceError
-from ..layers.recompute import KEEP_ALL, recompute_from
+from ..layers.recompute import KEEP_ALL, recompute_from, switch
 from ..trace import notice
 from ..words import byte_count, readable
 
@@ -64,25 +64,11 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops_out(model))
     if ready := _ready(model):  # Hugging Face's protocol, which our own blocks follow
         chosen = {id(m) for m in (ready if count is None else _first(_innermost(ready), count))}
-        before = [(m, m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None)) for m in ready]
-        for module in ready:
-            module.gradient_checkpointing, module._gradient_checkpointing_func = id(module) in chosen, again
-
-        def undo() -> None:
-            for module, was, function in before:
-                module.gradient_checkpointing, module._gradient_checkpointing_func = was, function
-
-        return undo
+        on = {"_gradient_checkpointing_func": again}
+        return switch((module, on | {"gradient_checkpointing": id(module) in chosen}) for module in ready)
     blocks = find_blocks(model)
     blocks = blocks if count is None else _first(blocks, count)
-    for block in blocks:
-        block.forward = partial(again, block.forward)
-
-    def unwrap() -> None:
-        for block in blocks:
-            del block.__dict__["forward"]
-
-    return unwrap
+    return switch((block, {"forward": partial(again, block.forward)}) for block in blocks)
 
 
 def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, device: torch.device) -> int:

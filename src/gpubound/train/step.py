@@ -12,6 +12,7 @@ frozen parameters and buffers stay as they are. `close()` takes everything off a
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from ..models import Decoder
 from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
-from .device_step import DeviceStep, Loss, Mail, Reduce, StepResult
+from .device_step import DeviceStep, Loss, Reduce, StepResult
 from .flat_buffers import Members, Weights
 from .foreign import Foreign
-from .graphs import MODES as GRAPH_MODES, WindowGraphs, gather, take_apart
+from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
@@ -85,28 +86,22 @@ class TrainStep:
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._members = Members(model, layout)
         self._closed = False
-        self._undo: list[Callable[[], Any]] = []
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
-        try:
-            self._undo.append(recompute_as(model, recompute))
+        with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
+            undo.callback(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
-                self._undo.append(_cast_inputs(model, numbers.dtype).remove)
-            side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
-            accumulators = Accumulators(layout, side)
-            self._undo.append(accumulators.release)
+                undo.callback(_cast_inputs(model, numbers.dtype).remove)
+            accumulators = Accumulators(layout, Side(layout.device) if overlap and layout.device.type == "cuda" else None)
+            undo.callback(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
             if self._fp8 is not None:
-                self._undo.append(self._fp8.release)
+                undo.callback(self._fp8.release)
             self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
             self._optimizer = config.flat(self._weights, numbers, clip, schedule or Schedule(), seed)
-        except BaseException:  # out of memory, no blocks to recompute: the model must not be left half prepared
-            self._unwind()
-            raise
-        device_step = DeviceStep(
-            model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, reduce, self._fp8, side
-        )  # fmt: skip
+            self._optimizer.hasten()
+            self._undo = undo.pop_all()
+        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, reduce, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
-        self._mail = Mail(self.device)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
@@ -120,10 +115,10 @@ class TrainStep:
             return None
         self._members.check()
         self._weights.check()
-        result = self._graphs.run([take_apart(batch, self.device) for batch in batches])
+        result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
-        return self._mail.post(result)
+        return StepResult(result)
 
     @property
     def lr(self) -> float:
@@ -183,12 +178,7 @@ class TrainStep:
         """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""
         self._closed = True
         self._graphs.drop()
-        self._unwind()
-
-    def _unwind(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        self._undo.close()
 
 
 def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
