@@ -128,50 +128,44 @@ def from_file(path: str) -> Train:
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
-        options = Train(**typed(found, "config"))
+        options = Train(**typed(found))
         options.recipe()
         return options
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def typed(found: dict[Any, Any], where: str) -> dict[str, Any]:
-    """Keys and values as the options' fields want them; what they do not want is refused by name."""
+def typed(found: dict[Any, Any]) -> dict[str, Any]:
+    """Values as the options' fields want them. An unknown key is refused; a value of another kind, by the recipe."""
     known = {f.name: f for f in dataclasses.fields(Train)}
-    values = {}
+    own = known.keys() - {f.name for f in dataclasses.fields(Recipe)}
     for key, value in found.items():
-        if key == "phases":
-            if not isinstance(value, list) or not all(isinstance(phase, dict) for phase in value):
-                raise ValueError("phases must be a list, each with keys and values such as 'steps: 2000'.")
-            values[key] = tuple(_phase(phase, number) for number, phase in enumerate(value, 1))
-        elif key == "objective_options":
-            values[key] = value  # the objective's to check
-        elif key not in known:
-            raise ValueError(f"{where}: {shown(key)} is unknown; {hint(key, known, 'the keys are')}")
-        else:
-            values[key] = _as(known[key], value)
-    return values
+        if key not in known:
+            raise ValueError(f"config: {shown(key)} is unknown; {hint(key, known, 'the keys are')}")
+        if key in own:
+            check_kind(known[key], value)
+    return {key: _as(known[key], value) for key, value in found.items()}
 
 
-def _phase(phase: dict[str, Any], number: int) -> dict[str, Any]:
-    """A phase's own keys; which of them a phase may have is the recipe's to say."""
-    known = {f.name for f in dataclasses.fields(Recipe)} - {"phases"}
-    own = {key: value for key, value in phase.items() if key in known}
-    return phase | typed(own, f"phase {phase.get('name', number)}")
+def _phase(phase: Any) -> Any:
+    """A phase's own values; which of them a phase may have is the recipe's to say."""
+    if not isinstance(phase, dict):
+        return phase
+    known = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "phases"}
+    return {key: _as(known[key], value) if key in known else value for key, value in phase.items()}
 
 
 def _as(field: dataclasses.Field, value: Any) -> Any:
-    """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number. Else refused by name."""
+    """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
     wanted = (get_args(field.type) or (field.type,))[0]
     if field.name == "data":
-        value = tuple(value) if isinstance(value, list) else (value,)
-    elif wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError, OverflowError):  # the sentence below names the field
-            value = float(value)
-    elif wanted is str and type(value) is int:
-        value = str(value)
-    check_kind(field, value)
-    return value
+        return tuple(value) if isinstance(value, list) else (value,)
+    if field.name == "phases":
+        return tuple(map(_phase, value)) if isinstance(value, list) else value
+    if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # the recipe's sentence names the field
+            return float(value)
+    return str(value) if wanted is str and type(value) is int else value
 
 
 def presets() -> str:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
+from types import UnionType
 from typing import Any, get_args
 
 import torch
@@ -24,7 +24,16 @@ from .step import TrainStep
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
-KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    bool: (bool, "true or false"),
+    dict[str, Any]: (dict, "keys and values"),
+    tuple[str, ...]: (tuple, "a path or a list of them"),
+    tuple[dict[str, Any], ...]: (tuple, "a list, each with keys and values such as 'steps: 2000'"),
+}
+"""A field's type -> what its values are, and in words."""
 
 PHASED = (
     "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
@@ -219,26 +228,18 @@ class Recipe:
 
 def check_kind(field: Field, value: Any) -> None:
     """Refuse what is not of the field's kind, or not usable whatever the field."""
-    name, kinds = field.name, get_args(field.type) or (field.type,)
-    if name == "phases":
-        if not isinstance(value, tuple):
-            raise ValueError(f"recipe: phases must be a tuple of dicts, got {shown(value)}.")
+    name, optional = field.name, isinstance(field.type, UnionType)
+    if optional and value is None:
         return
-    if name == "objective_options":
-        if not isinstance(value, dict):
-            raise ValueError(f"recipe: {name} must have keys and values, got {shown(value)}.")
-        return
-    if name == "data" and not (isinstance(value, tuple) and all(isinstance(part, str) for part in value)):
-        raise ValueError(f"recipe: data must be a path or a list of them, got {shown(value)}.")
-    if value is None and NoneType in kinds:
-        return
-    wanted = kinds[0]
-    right = isinstance(value, {float: Real, int: Integral}.get(wanted, wanted)) if name != "data" else True
-    if not right or (wanted is not bool and isinstance(value, bool)):
-        raise ValueError(f"recipe: {name} must be {KINDS[wanted]}, got {shown(value)}.")
-    if wanted is float and not abs(value) <= sys.float_info.max:
+    kind = get_args(field.type)[0] if optional else field.type
+    wanted, words = KINDS[kind]
+    texts = value if name == "data" and isinstance(value, tuple) else (value,) if kind is str else ()
+    right = isinstance(value, wanted) and all(isinstance(text, str) for text in texts)
+    if not right or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"recipe: {name} must be {words}, got {shown(value)}.")
+    if kind is float and not abs(value) <= sys.float_info.max:
         raise ValueError(f"recipe: {name} must be a finite number, got {value}.")
-    for text in (value,) if isinstance(value, str) else value if name == "data" else ():
+    for text in texts:
         if not text.strip() or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text):
             raise ValueError(f"recipe: {name} must be UTF-8 text, not empty, without control characters, got {shown(text)}.")
 
