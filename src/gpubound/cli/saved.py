@@ -21,6 +21,7 @@ from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
 from ..device import label
 from ..errors import DataError
+from ..layers.vocabulary import head_of
 from ..models import load_hf
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
@@ -254,13 +255,7 @@ def build(
 def settings_of(options: "Generate", saved: Saved) -> dict[str, Any]:
     """What the decoder's generate() takes. A special token's name among the stops is its number: texts leave it out."""
     special = {token.content: i for i, token in saved.tokenizer.inner.get_added_tokens_decoder().items() if token.special}
-    ends = [] if options.ignore_eos else [i for i in saved.ends if i < vocabulary(saved)]
+    ends = [] if options.ignore_eos else [i for i in saved.ends if i < head_of(saved.model).weight.shape[0]]
     stops = [*ends, *options.stop_id, *(special.get(text, text) for text in options.stop)]
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n", "logprobs", "max_new_tokens")
     return {name: getattr(options, name) for name in names} | {"stop": tuple(dict.fromkeys(stops))}
-
-
-def vocabulary(saved: Saved) -> int:
-    model: Any = saved.model
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.lm_head
-    return head.weight.shape[0]

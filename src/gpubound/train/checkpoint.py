@@ -13,9 +13,9 @@ import json
 import os
 import re
 import shutil
-import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class Checkpoints:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
         self.folder, self.keep, self.keep_every, self.first = Path(folder), keep, keep_every, first
         self._snapshot: tuple[Any, ...] | None = None
-        self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubound-checkpoint")
+        self._writing: Future | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False) -> None:
         """Snapshot now, write in the background. A lower `score` is better: a number, or a list that is compared as lists are.
@@ -86,16 +86,13 @@ class Checkpoints:
         """Write the snapshot, if there is one, in the background."""
         if self._snapshot:
             work, self._snapshot = self._snapshot, None
-            self._writer = threading.Thread(target=self._write_safely, args=work, name="gpubound-checkpoint", daemon=False)
-            self._writer.start()
+            self._writing = self._thread.submit(self._write, *work)
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk. Raises what its writing raised."""
-        if self._writer:
-            self._writer.join()
-            self._writer = None
-        if self._failure:
-            failure, self._failure = self._failure, None
+        failure = self._writing.exception() if self._writing else None
+        self._writing = None
+        if failure:
             raise DataError(
                 f"the checkpoint could not be written: {failure}; earlier checkpoints in {self.folder} are intact. "
                 f"Free space or choose another folder."
@@ -122,12 +119,6 @@ class Checkpoints:
 
     def _paths(self) -> list[Path]:
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
-
-    def _write_safely(self, *work: Any) -> None:
-        try:
-            self._write(*work)
-        except BaseException as error:  # carried to the training thread, which raises it at the next save or wait
-            self._failure = error
 
     def _write(self, step: int, snapshot: dict[str, Tensor], done: torch.cuda.Event | None, facts: dict[str, Any]) -> None:
         final = self._place(step)

@@ -18,8 +18,8 @@ wait only when that step is still running. Read one step late, as in
 and the device always has the next step queued while the host looks at the last one.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,10 @@ class DeviceStep:
     def calibrate(self, batch: Any) -> None:
         """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
         assert self.fp8 is not None
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.fp8.calibrating():
+        with torch.random.fork_rng(devices), put_back(self.model.buffers()), self.fp8.calibrating():
             self.accumulators.zero()
             self.add(batch)
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step writes, beside the model's own buffers."""
@@ -116,6 +113,17 @@ class DeviceStep:
             return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
         total, items = _checked(self.loss(self.model, batch), self.device)
         return total if scale is None else total.float() * scale.float(), items
+
+
+@contextmanager
+def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """What is written into these tensors inside is undone behind it. None of them may require grad."""
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, before in kept:
+            tensor.copy_(before)
 
 
 def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:

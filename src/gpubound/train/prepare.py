@@ -49,10 +49,11 @@ def prepare(
     check_model(recipe.model)
     check_data(recipe)
     found = _found(checkpoints, resume)
-    if found is not None and auto_batch:  # it was tried when the run began
-        recipe = replace(recipe, **{k: found.facts["recipe"][k] for k in ("micro_batch", "accumulate")})
-    for said in check_same(found, recipe) if found is not None else ():
-        notice(said)
+    if found is not None:
+        old = _recipe(found)
+        if auto_batch:  # it was tried when the run began
+            recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
+        check_same(found, old, recipe)
     stages = [
         Stage(name, own, *hold_out(corpus, own.validation))
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
@@ -70,7 +71,7 @@ def prepare(
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
-        run.over = run.over and not reopened(found, recipe)
+        run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
     return run
 
 
@@ -158,14 +159,13 @@ def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], devic
     )
 
 
-def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
-    """ValueError when `recipe` would have made other steps than those that `found` has behind it; else what changes, in words.
+def check_same(found: Checkpoint, old: Recipe, new: Recipe) -> None:
+    """ValueError when `new` would have made other steps than those that `found`, of a run by `old`, has behind it.
 
     FREE may change, the number of steps of the phase under way, and everything about phases that have not begun.
     """
-    old, phase = _recipe(found.facts["recipe"]), found.facts["phase"]
-    before, after = old.stages(), recipe.stages()
-    changed = _differences(old, recipe, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
+    phase, before, after = found.facts["phase"], old.stages(), new.stages()
+    changed = _differences(old, new, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
     for number, (name, own) in enumerate(before[: phase + 1]):
         there = after[number][0] if number < len(after) else None
         if there != name:
@@ -178,38 +178,32 @@ def check_same(found: Checkpoint, recipe: Recipe) -> list[str]:
         raise ValueError(
             f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
         )
-    return _more_steps(found, before[phase][1], after[phase][1])
+    _check_steps(found, before[phase][1], after[phase][1])
 
 
-def reopened(found: Checkpoint, recipe: Recipe) -> bool:
-    """Whether the phase of `found` has more steps now, which may have been over."""
-    phase = found.facts["phase"]
-    return recipe.stages()[phase][1].steps > _recipe(found.facts["recipe"]).stages()[phase][1].steps
-
-
-def _more_steps(found: Checkpoint, old: Recipe, new: Recipe) -> list[str]:
-    """What another number of steps does to the learning rate."""
+def _check_steps(found: Checkpoint, old: Recipe, new: Recipe) -> None:
+    """Say what another number of steps does to the learning rate."""
     done = found.step - found.facts["began"]
     if new.steps == old.steps:
-        return []
+        return
     if new.steps < done:
         raise ValueError(f"resume: steps: {done:,} are done, got {new.steps:,}; give at least so many.")
     was, will = (own.lr * own.rates.factor(at) for own, at in ((old, max(done, 1)), (new, done + 1)))
-    return [
+    notice(
         f"resume: steps was {old.steps:,}, is {new.steps:,}: from here on the {new.schedule} schedule is that of {new.steps:,} "
         f"steps, and the learning rate goes from {was:.2e} to {will:.2e}."
-    ]
+    )
 
 
-def _recipe(facts: dict[str, Any]) -> Recipe:
-    known = {field.name for field in fields(Recipe)}
-    values = _with_tuples({name: value for name, value in facts.items() if name in known})
-    return Recipe(**values | {"phases": tuple(map(_with_tuples, values.get("phases", ())))})
+def _recipe(found: Checkpoint) -> Recipe:
+    """The recipe of a checkpoint's run: a tuple again where JSON made a list."""
 
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Of what JSON made lists."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    known = {"name", *(field.name for field in fields(Recipe))}
+    facts = found.facts["recipe"]
+    return Recipe(**read(facts) | {"phases": tuple(map(read, facts.get("phases", ())))})
 
 
 def _differences(old: Recipe, new: Recipe, keys: set[str]) -> list[str]:

@@ -19,6 +19,7 @@ from ..models.registry import family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
+from .device_step import put_back
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
@@ -119,13 +120,14 @@ class Run:
             self.done += 1
             if self.average:
                 self.average.update()
-            improved = False
-            if self.done == last or (recipe.evaluate_every and self.done % recipe.evaluate_every == 0):
-                improved = self._evaluate(loop)
-            if self.done < last and (improved or (recipe.save_every and self.done % recipe.save_every == 0)):
+            improved = (self.done == last or self._due(recipe.evaluate_every)) and self._evaluate(loop)
+            if self.done < last and (improved or self._due(recipe.save_every)):
                 self.save()
         loop.finish()
         self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.done % every == 0
 
     def _heard(self, on_record: Callable[[Record], None]) -> Callable[[Record], None]:
         """`on_record`, told the phase too; notices when step after step is skipped."""
@@ -184,19 +186,16 @@ class Run:
         """
         best = self.best or self.done
         with self.average.applied() if self.average else nullcontext():
-            kept = None
-            if best != self.done:
-                kept = {name: t.clone() for name, t in self.model.state_dict().items()}
+            if best == self.done:
+                yield best
+                return
+            with put_back(self.model.state_dict().values()):
                 tensors = self.checkpoints.at(best).tensors()
                 self.model.load_state_dict(_part(tensors, "model."))
                 with torch.no_grad():
                     for name, parameter in self.model.named_parameters():
                         parameter.copy_(tensors.get(f"average.{name}", parameter))
-            try:
                 yield best
-            finally:
-                if kept is not None:
-                    self.model.load_state_dict(kept)
 
     def export(self, path: str | Path) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder."""
@@ -280,12 +279,10 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        kept = [w.clone() for w in self._weights]
-        self.settle()
-        try:
+        """Inside, the average is the weights."""
+        with put_back(self._weights):
+            self.settle()
             yield
-        finally:
-            torch._foreach_copy_(self._weights, kept)
 
     def settle(self) -> None:
         """Make the average the weights, for good."""
