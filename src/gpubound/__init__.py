@@ -15,19 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
-    BudgetError as BudgetError,
-    DataError as DataError,
-    DeviceError as DeviceError,
-    FallbackError as FallbackError,
-    GenerateError as GenerateError,
-    GpuboundError as GpuboundError,
-    GraphError as GraphError,
-    KernelError as KernelError,
-    MeasureError as MeasureError,
-    PlaceError as PlaceError,
-    StallError as StallError,
-)
+from .errors import *  # noqa: F403
 from .trace import strict as strict
 from .version import __version__ as __version__
 
@@ -45,24 +33,13 @@ if TYPE_CHECKING:
 # Imported when first used: torch takes two seconds, and the pytest plugin is loaded in projects that may never ask for it.
 _HOMES = {
     "Corpus": "corpus",
-    "Feed": "feed",
-    "feed": "feed",
-    "Draft": "decode",
-    "FastDecoder": "decode",
-    "decoder": "decode",
-    "Captured": "graph",
-    "Certificate": "graph",
-    "capture": "graph",
-    "Decoder": "models",
-    "DecoderConfig": "models",
-    "Placement": "place",
-    "place": "place",
-    "AdamW": "train",
-    "Schedule": "train",
-    "TrainStep": "train",
-    "Ledger": "watch",
-    "no_stall": "watch",
-    "watch": "watch",
+    **dict.fromkeys(("Feed", "feed"), "feed"),
+    **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
+    **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
+    **dict.fromkeys(("Decoder", "DecoderConfig"), "models"),
+    **dict.fromkeys(("Placement", "place"), "place"),
+    **dict.fromkeys(("AdamW", "Schedule", "TrainStep"), "train"),
+    **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),
 }
 
 __all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "strict"])

@@ -12,6 +12,7 @@ A GPU that fails the test never becomes the CPU: a broken set-up that trains slo
 import glob
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -102,13 +103,18 @@ def _hidden(name: str) -> str | None:
     return None
 
 
+def _failure(attempt: Callable[[], object]) -> str | None:
+    """The first line of what CUDA raises in `attempt`; None when it raises nothing."""
+    try:
+        attempt()
+    except (RuntimeError, AssertionError, OSError) as error:
+        return str(error).strip().partition("\n")[0] or repr(error)
+    return None
+
+
 def _none_visible() -> str:
     """Why CUDA shows no GPU where the hardware is: starting it raises with the cause, such as a driver that is too old."""
-    try:
-        torch.cuda.init()
-        cause = "it started, with no device"
-    except (RuntimeError, AssertionError, OSError) as error:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    cause = _failure(torch.cuda.init) or "it started, with no device"
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"no GPU is visible to CUDA ({cause.rstrip('.')}{'' if asked is None else f'; CUDA_VISIBLE_DEVICES={asked!r}'})"
 
@@ -143,17 +149,21 @@ def look() -> Sight:
     return Sight(count, f"{count} visible")
 
 
-# What CUDA says when it fails, and what the user can do about it. First match wins.
+# What CUDA or torch says when it fails, and what the user can do about it. First match wins.
 CURES = (
     (
         "out of memory",
         "another process holds its memory: stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>",
     ),
     ("no kernel image", "this build of torch has no code for this GPU: install a torch whose CUDA version supports it"),
-    ("driver version is insufficient", "update the NVIDIA driver, or install a torch built for an older CUDA"),
-    ("driver on your system is too old", "update the NVIDIA driver, or install a torch built for an older CUDA"),
-    ("libcu", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
-    ("undefined symbol", "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"),
+    (
+        "driver version is insufficient|driver on your system is too old",
+        "update the NVIDIA driver, or install a torch built for an older CUDA",
+    ),
+    (
+        "libcu|undefined symbol",
+        "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment",
+    ),
     ("exclusive", "the GPU is in exclusive mode and another process holds it: stop that process"),
     ("CUDA_VISIBLE_DEVICES=", "let CUDA_VISIBLE_DEVICES name GPUs that nvidia-smi lists, counted from 0, or unset it"),
     ("CPU build", "install a CUDA build of torch (see the selector on pytorch.org)"),
@@ -161,15 +171,13 @@ CURES = (
         "no GPU is visible to CUDA",
         "check that nvidia-smi lists the GPU here; in a container, start it with the GPU passed through",
     ),
+    ("", "check driver, CUDA and torch against each other (python -m torch.utils.collect_env), or pass device='cpu'"),
 )
 
 
 def cure(cause: str) -> str:
     """The fix for a failure that CUDA or torch reports in `cause`."""
-    for sign, fix in CURES:
-        if sign.lower() in cause.lower():
-            return fix
-    return "check driver, CUDA and torch against each other (python -m torch.utils.collect_env), or pass device='cpu'"
+    return next(fix for signs, fix in CURES if re.search(signs, cause, re.IGNORECASE))
 
 
 def exercise(device: torch.device) -> None:
@@ -187,11 +195,7 @@ def exercise(device: torch.device) -> None:
 @cache
 def _tested(index: int) -> str | None:
     """None when GPU `index` passes `exercise`, else the cause. Tested once a process: a broken GPU stays broken."""
-    try:
-        exercise(torch.device("cuda", index))
-    except (RuntimeError, AssertionError, OSError) as error:
-        return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    return None
+    return _failure(lambda: exercise(torch.device("cuda", index)))
 
 
 def resolve(spec: str | torch.device = "auto") -> torch.device:

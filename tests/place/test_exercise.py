@@ -7,6 +7,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.place import exercise
 from gpubound.place.fused import Fused
+from gpubound.place.verify import Named
 
 from .models import OPTIONS, tiny, tokens
 
@@ -22,14 +23,14 @@ def test_a_model_whose_own_rounding_is_large_is_placed():
     assert {p.dtype for p in model.parameters()} == {BF16}
 
 
-def sketch(spread: float, seed: int, of: exercise.Sketch | None = None) -> exercise.Sketch:
+def sketch(spread: float, seed: int, of: Named | None = None) -> Named:
     """An output and two gradients, each `spread` of its norm away from those of `of`."""
     g = torch.Generator().manual_seed(seed)
     names = ["loss", "gradient of a", "gradient of b"]
     drawn = [torch.randn(400, generator=g) for _ in names]
     if of is None:
-        return list(zip(names, drawn))
-    return [(name, t + spread * t.norm() / d.norm() * d) for (name, t), d in zip(of, drawn)]
+        return dict(zip(names, drawn))
+    return {name: t + spread * t.norm() / d.norm() * d for (name, t), d in zip(of.items(), drawn)}
 
 
 @pytest.mark.parametrize("off, right", [(0.05, True), (0.09, True), (0.13, False), (0.4, False)])

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpubound import device as facts
 from gpubound.place import Placement
+from gpubound.place.verify import Verdict
 
 from .models import batch, place, tiny, tokens, training_run
 
@@ -105,10 +106,13 @@ def test_fuse_false_swaps_nothing():
 def test_gpu_ready_is_said_only_of_a_verified_gpu():
     def summary(device, verified, monkey):
         monkey.setattr(facts, "label", str)
-        return Placement(nn.Linear(1, 1), torch.device(device), [], "loss off by 0", verified, 1.0).summary
+        verdict = Verdict("loss", 0.0, 1e-3) if verified else Verdict(why="loss missing")
+        return Placement(nn.Linear(1, 1), torch.device(device), [], verdict, 1.0).summary
 
     with pytest.MonkeyPatch.context() as monkey:
-        assert summary("cuda", True, monkey).startswith("GPU ready: cuda. Whole model, forward and backward: loss off by 0.")
+        assert summary("cuda", True, monkey).startswith(
+            "GPU ready: cuda. Whole model, forward and backward: loss off by 0.0e+00 (allowed 1.0e-03)."
+        )
         assert summary("cuda", False, monkey).startswith("On cuda, not verified as a whole: ")
         assert summary("cpu", True, monkey).startswith("cpu: torch. Whole model, forward and backward: ")
         assert summary("cpu", False, monkey).startswith("On cpu, not verified as a whole: ")

@@ -8,7 +8,7 @@ from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
 from gpubound.models import stack
-from gpubound.place import placer, verify
+from gpubound.place import exercise, placer, verify
 from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
@@ -69,14 +69,14 @@ def test_a_wrong_loop_is_taken_back(monkeypatch):
 def test_a_wrong_whole_is_taken_back(monkeypatch):
     """Right alone, wrong together: everything goes back, and no line says ready."""
     model = tiny()
-    real, calls = placer.exercise.compare, []
+    real, calls = exercise.compare, []
 
     def last_one_fails(after, before, dtype):
         calls.append(1)
         verdict = real(after, before, dtype)
         return verdict if len(calls) < 3 else verify.Verdict("loss", 0.5, 1e-3)
 
-    monkeypatch.setattr(placer.exercise, "compare", last_one_fails)
+    monkeypatch.setattr(exercise, "compare", last_one_fails)
     placement = place(model)
     assert not any(isinstance(m, Fused) for m in model.modules())
     assert not placement.verified and "not verified as a whole" in placement.summary

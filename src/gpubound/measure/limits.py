@@ -23,6 +23,8 @@ from .timing import time
 
 MIB = 1 << 20
 
+Seconds = Callable[[Callable[[], Any]], float]  # of one call, measured
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -105,17 +107,20 @@ def _cpu_name() -> str:
 
 
 def _host_memory() -> int | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    stated = "SC_PHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if stated else None
 
 
 def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:
     """The fields of Ceilings that a GPU has. Medians: sustained clocks, as a training run sees them."""
     with torch.cuda.device(device), _explained(device):
         runs = 5 if quick else 15
-        found = _gpu_memory(device, 256 if quick else 1024, runs)
-        found |= _gpu_products(device, 4096 if quick else 8192, runs)
+
+        def median(fn: Callable[[], Any]) -> float:
+            return time(fn, runs=runs, device=device).median_s
+
+        found = _memory(_gpu_buffer_bytes(device, quick), device, median)
+        found |= _gpu_products(device, 4096 if quick else 8192, median)
         found |= _transfers(device, 64 if quick else 256)
         return found | _gpu_host_costs(device, 500 if quick else 2000)
 
@@ -128,14 +133,10 @@ def of_cpu(quick: bool = False) -> dict[str, Any]:
     def best(fn: Callable[[], Any]) -> float:
         return time(fn, warmup=1, runs=runs, device=cpu).low_s
 
-    source = _random_floats(_cpu_buffer_bytes(quick), cpu)
-    target = torch.empty_like(source)
-    found: dict[str, Any] = {"copy_bytes_per_s": 2 * source.nbytes / best(lambda: target.copy_(source))}
-    found["read_bytes_per_s"] = source.nbytes / best(source.sum)
+    found = _memory(_cpu_buffer_bytes(quick), cpu, best)
     size = 1024 if quick else 2048
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        found[f"{name}_flops_per_s"] = 2 * size**3 / best(partial(torch.matmul, a, b))
+        found[f"{name}_flops_per_s"] = _product_rate(size, dtype, cpu, best)
     return found | {"launch_us": _launch_us(cpu, 5_000)}
 
 
@@ -155,43 +156,45 @@ def _random_floats(size_bytes: int, device: torch.device) -> Tensor:
     return torch.randn(MIB // 4).repeat(max(1, count // (MIB // 4)))
 
 
-def _gpu_memory(device: torch.device, wanted_mib: int, runs: int) -> dict[str, Any]:
+def _gpu_buffer_bytes(device: torch.device, quick: bool) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    size = min(wanted_mib * MIB, free_bytes // 4)
+    size = min(256 * MIB if quick else 1024 * MIB, free_bytes // 4)
     if size < 64 * MIB:
         raise MeasureError(
             f"ceilings: only {free_bytes // MIB} MiB are free on {device}, 256 are needed; stop what holds them."
         )
-    source = _random_floats(size, device)
+    return size
+
+
+def _memory(size_bytes: int, device: torch.device, seconds: Seconds) -> dict[str, Any]:
+    source = _random_floats(size_bytes, device)
     target = torch.empty_like(source)
-    copy = time(lambda: target.copy_(source), runs=runs, device=device).median_s
-    read = time(source.sum, runs=runs, device=device).median_s
+    copy, read = seconds(lambda: target.copy_(source)), seconds(source.sum)
     return {"copy_bytes_per_s": 2 * source.nbytes / copy, "read_bytes_per_s": source.nbytes / read}
 
 
-def _gpu_products(device: torch.device, size: int, runs: int) -> dict[str, Any]:
+def _product_rate(size: int, dtype: torch.dtype, device: torch.device, seconds: Seconds) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / seconds(partial(torch.matmul, a, b))
+
+
+def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str, Any]:
     """Square products of `size`; half that for fp32 without tf32, which is more than ten times slower."""
-
-    def rate(fn: Callable[[], Any], n: int = size) -> float:
-        return 2 * n**3 / time(fn, runs=runs, device=device).median_s
-
     found: dict[str, Any] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        found[f"{name}_flops_per_s"] = rate(partial(torch.matmul, a, b))
+        found[f"{name}_flops_per_s"] = _product_rate(size, dtype, device, seconds)
     for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
-        a, b = (torch.randn(size // 2, size // 2, device=device) for _ in range(2))
         with _fp32_products(mode):
-            found[f"{name}_flops_per_s"] = rate(partial(torch.matmul, a, b), size // 2)
+            found[f"{name}_flops_per_s"] = _product_rate(size // 2, torch.float32, device, seconds)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return found | {"missing": {"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"}}
     one = torch.ones((), device=device)
     a8, b8 = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     try:  # the second operand must be column-major
-        fp8 = rate(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+        fp8 = seconds(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     except (RuntimeError, TypeError) as error:  # a private function: its demands differ between builds
         return found | {"missing": {"fp8_flops_per_s": str(error).strip().splitlines()[0]}}
-    return found | {"fp8_flops_per_s": fp8}
+    return found | {"fp8_flops_per_s": 2 * size**3 / fp8}
 
 
 @contextmanager

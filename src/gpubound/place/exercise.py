@@ -17,7 +17,8 @@ them.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,17 +28,43 @@ from torch.utils._pytree import tree_map_only
 from ..layers import LMLoss
 from ..models.placing import TOKENS, made_up, mode, noise, reads_tokens
 from .fused import Fused, adopt, release
-from .verify import FACTOR, GRADIENT, UNIT, Verdict, bare, noise_floor, worst
+from .verify import GRADIENT, Named, Verdict, bare, coarsest, distances, judge, missing, said, worst
 
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 LOOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # a single gradient's
 ELEMENTS = 4096
 
-Sketch = list[tuple[str, Tensor | None]]
-Exercise = Callable[[], Sketch]
+
+class Exercise:
+    """A model on its device and its run as it came, which later ones are compared with. `trouble`: why there was no run."""
+
+    def __init__(self, model: nn.Module, example: Any = None) -> None:
+        self.model, self.trouble = model, ""
+        self.run = run_of(model, example)
+        self.before: Named = {}
+        if self.run is None:
+            self.trouble = "nobody knows what to feed it; pass example=<a batch>"
+            return
+        try:
+            self.before = self.run()
+            self.trouble = "" if self.before else "it gives no floating-point output"
+        except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
+            self.trouble = f"its own forward and backward raised {said(error)}"
+
+    def again(self) -> Verdict:
+        """The model as it is now, against what it was."""
+        assert self.run is not None
+        dtype, after = coarsest(self.model), self.run()
+        verdict = compare(after, self.before, dtype)
+        if verdict.ok or not rounding_may_be_it(verdict, dtype):
+            return verdict
+        try:
+            return judge_by_truth(self.model, self.run, after, self.before, dtype)
+        except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
+            return verdict
 
 
-def exercise_for(model: nn.Module, example: Any = None) -> Exercise | None:
+def run_of(model: nn.Module, example: Any = None) -> Callable[[], Named] | None:
     """How to run `model` forward and backward, or None when nobody knows what to feed it."""
     if example is not None:
         return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
@@ -46,48 +73,24 @@ def exercise_for(model: nn.Module, example: Any = None) -> Exercise | None:
     if not reads_tokens(model):
         return None
     if hasattr(model, "lm_head") or "ForCausalLM" in type(model).__name__:
-        return lambda: _sketched(model, lambda: _language_loss(model), training=True) + _padded_logits(model)
+        return lambda: _sketched(model, lambda: _language_loss(model), training=True) | _padded_logits(model)
     return lambda: _sketched(model, lambda: _call(model, {"input_ids": made_up(model)[:1]}), training=True)
 
 
-def compare(after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
+def compare(after: Named, before: Named, dtype: torch.dtype) -> Verdict:
     """The worst of all outputs, all gradients, and all gradients taken as one."""
-    for (name, a), (_, b) in zip(after, before):
-        if (a is None) != (b is None):
-            return Verdict(why=f"{name} is {'missing' if a is None else 'there'}, unlike the original's")
-    names, errors = distances(after, before)
-    limits = [(LOOSE if name.startswith(GRADIENT) else LIMIT)[dtype] for name in names]
-    return worst(names, list(zip(errors, limits)))
+    if why := missing(after, before):
+        return Verdict(why=why)
+    limits = {name: (LOOSE if name.startswith(GRADIENT) else LIMIT)[dtype] for name in before}
+    return worst(distances(after, before), limits)
 
 
-def distances(run: Sketch, other: Sketch) -> tuple[list[str], list[float]]:
-    """What was compared, and how far `run` is from `other` there, for its size. The device is read once, at the end."""
-    names, errors, floor = [], [], noise_floor(other)
-    apart, whole = [], []
-    for (name, a), (_, b) in zip(run, other):
-        if a is None or b is None:
-            continue
-        gradient = name.startswith(GRADIENT)
-        distance, norm = (a - b).norm().float(), b.norm().float()
-        if gradient:
-            apart.append(distance)
-            whole.append(norm)
-        names.append(name)
-        errors.append(distance / (torch.maximum(norm, floor.float()) if gradient else norm).clamp_min(1e-12))
-    if apart:
-        names.append("all gradients together")
-        errors.append(torch.stack(apart).norm() / torch.stack(whole).norm().clamp_min(1e-12))
-    return names, torch.stack(errors).tolist()
-
-
-def judge_by_truth(model: nn.Module, run: Exercise, after: Sketch, before: Sketch, dtype: torch.dtype) -> Verdict:
+def judge_by_truth(model: nn.Module, run: Callable[[], Named], after: Named, before: Named, dtype: torch.dtype) -> Verdict:
     """After and before against the model as it came in fp32, on the same input."""
     with as_it_came(model), in_fp32(model):
         truth = run()
-    (names, new), (_, own) = distances(after, truth), distances(before, truth)
-    loose = [LOOSE[dtype] if name.startswith(GRADIENT) else 0.0 for name in names]
-    limits = [max(least, FACTOR * error + UNIT[dtype]) for least, error in zip(loose, own)]
-    return worst([f"{name}, from fp32," for name in names], list(zip(new, limits)))
+    verdict = judge(after, before, truth, dtype, loose=LOOSE[dtype])
+    return replace(verdict, where=f"{verdict.where}, from fp32,")
 
 
 def rounding_may_be_it(verdict: Verdict, dtype: torch.dtype) -> bool:
@@ -95,24 +98,21 @@ def rounding_may_be_it(verdict: Verdict, dtype: torch.dtype) -> bool:
     return not verdict.why and dtype in (torch.float16, torch.bfloat16) and verdict.error <= 5 * LIMIT[dtype]
 
 
-def _sketched(model: nn.Module, outputs: Callable[[], tuple[list, list]], training: bool) -> Sketch:
+def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], training: bool) -> Named:
     """Outputs and gradients of one forward and backward. `outputs` gives named outputs, and inputs that want a gradient."""
-    with ExitStack() as stack:
-        stack.enter_context(_quietly(model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(mode(model, training))
+    with _quietly(model), torch.enable_grad(), mode(model, training):
         named, inputs = outputs()
-        leaves = [*inputs, *((GRADIENT + name, p) for name, p in model.named_parameters() if p.requires_grad)]
-        total = sum((t.float() * noise(t.shape, t.float(), seed=1)).sum() for _, t in named if t.requires_grad)
+        leaves = inputs | {GRADIENT + name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = sum((t.float() * noise(t.shape, t.float(), seed=1)).sum() for t in named.values() if t.requires_grad)
         gradients: tuple = ()
         if leaves and isinstance(total, Tensor):
-            gradients = torch.autograd.grad(total, [t for _, t in leaves], allow_unused=True)
-        return [(name, _sample(t)) for name, t in named] + [
-            (name, None if g is None else _sample(g)) for (name, _), g in zip(leaves, gradients)
-        ]
+            gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+        found = {name: _sample(g) for name, g in zip(leaves, gradients) if g is not None}
+        together = {"all gradients together": torch.cat([*found.values()])} if found else {}
+        return {name: _sample(t) for name, t in named.items()} | found | together
 
 
-def _language_loss(model: Any) -> tuple[list, list]:
+def _language_loss(model: Any) -> tuple[Named, Named]:
     """The training path: a loss over labels of which some are ignored, with a gradient back to the embeddings."""
     ids = made_up(model)
     embeddings = model.get_input_embeddings()(ids)
@@ -121,25 +121,25 @@ def _language_loss(model: Any) -> tuple[list, list]:
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
     loss = model(inputs_embeds=embeddings, labels=labels).loss
-    return [("loss", loss)], [(GRADIENT + "the embeddings", embeddings)]
+    return {"loss": loss}, {GRADIENT + "the embeddings": embeddings}
 
 
-def _own_loss(model: Any) -> tuple[list, list]:
+def _own_loss(model: Any) -> tuple[Named, Named]:
     """A model of gpubound's own (models/): `loss(ids, labels)`."""
     ids = made_up(model)
-    return [("loss", model.loss(ids, ids))], []
+    return {"loss": model.loss(ids, ids)}, {}
 
 
-def _padded_logits(model: Any) -> Sketch:
+def _padded_logits(model: Any) -> Named:
     """The reading path: eval mode, one row shorter than the other."""
     ids = made_up(model)
     mask = torch.ones_like(ids)
     mask[1, -TOKENS // 3 :] = 0
     with torch.no_grad(), _quietly(model), mode(model, training=False):
-        return [("logits of a padded batch", _sample(model(input_ids=ids, attention_mask=mask).logits))]
+        return {"logits of a padded batch": _sample(model(input_ids=ids, attention_mask=mask).logits)}
 
 
-def _call(model: nn.Module, example: Any) -> tuple[list, list]:
+def _call(model: nn.Module, example: Any) -> tuple[Named, Named]:
     """Any model on the user's example: a dict of keywords, a tuple of arguments, or one argument."""
     device = next((p.device for p in model.parameters()), None)
     example = example if device is None else tree_map_only(Tensor, lambda t: t.to(device), example)
@@ -147,7 +147,7 @@ def _call(model: nn.Module, example: Any) -> tuple[list, list]:
         result = model(**example)
     else:
         result = model(*example) if isinstance(example, tuple) else model(example)
-    return [(f"output {name}".strip(), t) for name, t in _tensors(result)], []
+    return {f"output {name}".strip(): t for name, t in _tensors(result)}, {}
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -193,7 +193,7 @@ def _quietly(model: nn.Module) -> Iterator[None]:
 def as_it_came(model: nn.Module) -> Iterator[None]:
     """Every swapped module is its old self for as long as the block lasts."""
     swapped = [module for module in model.modules() if isinstance(module, Fused)]
-    held = [(module, module.part, {name: module.__dict__[name] for name in module.__dict__["_added"]}) for module in swapped]
+    held = [(module, module.part, {name: module.__dict__[name] for name in module._added}) for module in swapped]
     for module in swapped:
         release(module)
     try:

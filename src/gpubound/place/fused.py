@@ -24,6 +24,7 @@ class Fused:
 
     part: type
     original: Any
+    _added: tuple[str, ...]  # the attributes that it got beside its own
 
     def _get_name(self) -> str:  # what print(model) shows
         return f"Fused{self.original.__name__}"
@@ -62,17 +63,13 @@ def adopt(module: Any, part: type, attributes: dict[str, Any]) -> None:
     module.__class__ = fused_class(part, original)
 
 
-def release(module: Any) -> None:
-    """The exact reverse of `adopt`. The parameters stay where they lie."""
-    original = module.original
-    for name in (*module.__dict__["_added"], "_added"):
-        del module.__dict__[name]
-    module.__class__ = original
-
-
-def release_if_fused(module: Any) -> None:
+def release(module: nn.Module) -> None:
+    """The exact reverse of `adopt`, where a module is swapped. The parameters stay where they lie."""
     if isinstance(module, Fused):
-        release(module)
+        original = module.original
+        for name in (*module._added, "_added"):
+            del module.__dict__[name]
+        module.__class__ = original
 
 
 class _Norm:

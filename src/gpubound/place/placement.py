@@ -12,7 +12,7 @@ from torch import nn
 from .. import device as facts
 from ..layers import RMSNorm
 from ..models.registry import fused_types
-from .fused import Fused, release_if_fused
+from .fused import Fused, release
 from .verify import Verdict
 
 
@@ -41,28 +41,44 @@ class Note:
     refused: bool = False
     verdict: Verdict | None = None
 
+    def counters(self) -> list[Counter[str]]:
+        """Where a module of ours counts its calls that took a slower path, by reason."""
+        own = self.module.__dict__
+        return [*([own["delegated"]] if "delegated" in own else []), *([own["stacked"].fallbacks] if "stacked" in own else [])]
 
+    def row(self) -> PlacedModule:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        where = _joined(str(t.device) for t in tensors)
+        dtypes = _joined(str(p.dtype).removeprefix("torch.") for p in self.module.parameters())
+        reasons: Counter[str] = sum(self.counters(), Counter())
+        why = self.why
+        for reason, often in reasons.most_common(1):
+            why += f"; {often} calls: {reason}"
+        kind = self.module._get_name()
+        error, limit = (self.verdict.error, self.verdict.limit) if self.verdict else (None, None)
+        name, often = self.name or "(the model)", reasons.total()
+        return PlacedModule(name, kind, where, dtypes, self.kernel, why, error, limit, often, dict(reasons))
+
+
+@dataclass(eq=False, repr=False)
 class Placement:
     """What `place` did. `str()` is the table. `undo()` gives the model its own classes back."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        notes: list[Note],
-        verdict: str,
-        verified: bool,
-        seconds: float,
-        unsupported: str | None = None,
-    ) -> None:
-        self.model, self.device, self.verified, self.seconds = model, device, verified, seconds
-        self.unsupported = unsupported  # the model_type of a transformers model whose attention and MLP have no parts here
-        self._notes, self._verdict = notes, verdict
+    model: nn.Module
+    device: torch.device
+    _notes: list[Note]
+    _verdict: Verdict  # of the whole model
+    seconds: float
+    unsupported: str | None = None  # the model_type of a transformers model whose attention and MLP have no parts here
+
+    @property
+    def verified(self) -> bool:
+        return self._verdict.ok
 
     @property
     def rows(self) -> list[PlacedModule]:
         """A row for each module that has parameters of its own or was swapped, in its present state."""
-        return [_row(note) for note in self._notes]
+        return [note.row() for note in self._notes]
 
     @property
     def swapped(self) -> int:
@@ -110,7 +126,7 @@ class Placement:
     def undo(self) -> None:
         """Give every swapped module its own class again. The weights stay on their device, in the same memory."""
         for note in self._notes:
-            release_if_fused(note.module)
+            release(note.module)
 
     def __str__(self) -> str:
         columns = ("module", "device", "dtype", "kernel", "fallbacks", "why")
@@ -118,36 +134,6 @@ class Placement:
         widths = [max(len(line[i]) for line in lines) for i in range(len(columns) - 1)]
         text = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines]
         return "\n".join([*text, self.summary])
-
-
-def _row(note: Note) -> PlacedModule:
-    tensors = [*note.module.parameters(), *note.module.buffers()]
-    where = _joined(str(t.device) for t in tensors)
-    dtypes = _joined(str(p.dtype).removeprefix("torch.") for p in note.module.parameters())
-    reasons = slow_calls(note.module)
-    why = note.why
-    if reasons:
-        reason, often = reasons.most_common(1)[0]
-        why = f"{why}; {often} calls: {reason}"
-    kind = note.module._get_name()
-    error, limit = (note.verdict.error, note.verdict.limit) if note.verdict else (None, None)
-    name, often = note.name or "(the model)", sum(reasons.values())
-    return PlacedModule(name, kind, where, dtypes, note.kernel, why, error, limit, often, dict(reasons))
-
-
-def slow_calls(module: nn.Module) -> Counter[str]:
-    """Calls of a module of ours that took a slower path, by reason."""
-    return sum(_counters(module), Counter())
-
-
-def forget_slow_calls(module: nn.Module) -> None:
-    for counter in _counters(module):
-        counter.clear()
-
-
-def _counters(module: nn.Module) -> list[Counter[str]]:
-    own = module.__dict__
-    return [*([own["delegated"]] if "delegated" in own else []), *([own["stacked"].fallbacks] if "stacked" in own else [])]
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -7,7 +7,6 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +14,16 @@ import torch
 from torch import nn
 
 from .. import device as facts
-from ..errors import FallbackError, GpuboundError, PlaceError
+from ..errors import PlaceError
 from ..kernels.choose import hasten, runs
 from ..layers import MLP, Attention
 from ..trace import fallback
-from . import candidates, exercise
+from . import candidates
 from .candidates import Candidate
-from .fused import Fused, adopt, release_if_fused
-from .placement import Note, Placement, forget_slow_calls
-from .verify import Verdict, verify
+from .exercise import Exercise
+from .fused import Fused, adopt, release
+from .placement import Note, Placement
+from .verify import Verdict, coarsest, judged, verify
 
 
 def place(
@@ -47,72 +47,29 @@ def place(
         candidates.check_movable(model, there)
         model.to(there)
     if fuse:
-        hasten(candidates.calls_of(model), there, _dtype(model))
-    run, before, trouble = _first_run(model, example)
-    placer, verdict, verified = _Placer(strict), trouble, False
+        hasten(candidates.calls_of(model), there, coarsest(model))
+    whole, placer = Exercise(model, example), _Placer(strict)
+    verdict = Verdict(why=whole.trouble)
     try:
         if fuse:
             placer.leaves(model)
             placer.wholes(model)
-        if run is not None and before is not None:
-            verdict, verified = _last_run(model, run, before, placer)
+        if not whole.trouble:
+            verdict = placer.last(whole)
         placer.report()
     except BaseException:  # strict, or Ctrl-C: nothing stays half swapped
         placer.release_all()
         raise
     notes = placer.notes(model)
-    for note in notes:
-        forget_slow_calls(note.module)  # the exercises' own
+    for counter in [counter for note in notes for counter in note.counters()]:
+        counter.clear()  # the exercises' own
     unsupported = candidates.unsupported(model) if fuse else None
-    return Placement(model, there, notes, verdict, verified, time.perf_counter() - begin, unsupported)
-
-
-def _first_run(model: nn.Module, example: Any) -> tuple[exercise.Exercise | None, exercise.Sketch | None, str]:
-    """The whole model as it came, on its device: how to run it, what came out, or why nothing did."""
-    run = exercise.exercise_for(model, example)
-    if run is None:
-        return None, None, "nobody knows what to feed it; pass example=<a batch>"
-    try:
-        before = run()
-        return (run, before, "") if before else (None, None, "it gives no floating-point output")
-    except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
-        return None, None, f"its own forward and backward raised {_said(error)}"
-
-
-def _last_run(model: nn.Module, run: exercise.Exercise, before: exercise.Sketch, placer: "_Placer") -> tuple[str, bool]:
-    """The whole model as it is now, against what it was. Taken back whole when it differs."""
-    verdict = _judged("", lambda: _compared(run, before, model))
-    if verdict.ok:
-        return str(verdict), True
-    why = f"the whole model with every swap in it: {verdict}"
-    placer.take_back(why)
-    return why, False
-
-
-def _compared(run: exercise.Exercise, before: exercise.Sketch, model: nn.Module) -> Verdict:
-    dtype = _dtype(model)
-    after = run()
-    verdict = exercise.compare(after, before, dtype)
-    if verdict.ok or not exercise.rounding_may_be_it(verdict, dtype):
-        return verdict
-    try:
-        return exercise.judge_by_truth(model, run, after, before, dtype)
-    except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
-        return verdict
+    return Placement(model, there, notes, verdict, time.perf_counter() - begin, unsupported)
 
 
 def _trials_refusal(c: Candidate) -> str:
     trial = c.swap.trial
-    return "" if trial is None else _judged("its trial", lambda: Verdict(why=trial() or "")).why
-
-
-def _judged(what: str, judge: Callable[[], Verdict]) -> Verdict:
-    try:
-        return judge()
-    except FallbackError:
-        raise
-    except Exception as error:  # a kernel's compiler can raise anything, and so can the user's model; the reason is reported
-        return Verdict(why=f"{what} raised {_said(error)}".lstrip())
+    return "" if trial is None else judged("its trial", lambda: Verdict(why=trial() or "")).why
 
 
 class _Placer:
@@ -133,7 +90,7 @@ class _Placer:
                 continue
             verdict = self._verified(found)
             if not verdict.ok and found.swap.otherwise is not None:
-                release_if_fused(found.module)
+                release(found.module)
                 found = found._replace(swap=replace(found.swap, part=found.swap.otherwise))
                 verdict = self._verified(found)
             self.settle(found, verdict)
@@ -147,15 +104,15 @@ class _Placer:
                 self.settle(found, self._exercised(found))
 
     def _verified(self, c: Candidate) -> Verdict:
-        return _judged("its verification", lambda: verify(c.module, c.swap.cases, lambda: self._adopt(c)))
+        return judged("its verification", lambda: verify(c.module, c.swap.cases, lambda: self._adopt(c)))
 
     def _exercised(self, c: Candidate) -> Verdict:
         """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
-        run, before, trouble = _first_run(c.module, None)
-        if run is None or before is None:
-            return Verdict(why=trouble)
+        inside = Exercise(c.module)
+        if inside.trouble:
+            return Verdict(why=inside.trouble)
         self._adopt(c)
-        return _judged("", lambda: _compared(run, before, c.module))
+        return judged("", inside.again)
 
     def _adopt(self, c: Candidate) -> None:
         adopt(c.module, c.swap.part, c.swap.attributes)
@@ -167,7 +124,7 @@ class _Placer:
             why = "; ".join([f"verified: {verdict}", *(stacked.fallbacks if stacked else ())])
             self.decided[c.name] = Note(c.name, c.module, _kernel(c.module), why, verdict=verdict)
             return
-        release_if_fused(c.module)
+        release(c.module)
         self.refuse(c, str(verdict))
 
     def refuse(self, c: Candidate, why: str) -> None:
@@ -176,7 +133,12 @@ class _Placer:
         self.decided[c.name] = Note(c.name, c.module, "torch", f"not swapped: {why}", refused=True)
         self.refusals[type(c.module).__name__, why] += 1
 
-    def take_back(self, why: str) -> None:
+    def last(self, whole: Exercise) -> Verdict:
+        """The whole model as it is now, against what it was. Taken back whole when it differs."""
+        verdict = judged("", whole.again)
+        if verdict.ok:
+            return verdict
+        why = f"the whole model with every swap in it: {verdict}"
         if self.strict:
             raise PlaceError(f"place: {why}; every swap was taken back.")
         self.release_all()
@@ -184,10 +146,11 @@ class _Placer:
             if not note.refused:
                 self.decided[name] = Note(name, note.module, "torch", f"taken back: {why}", refused=True)
         self.refusals["the model", why] += 1
+        return Verdict(why=why)
 
     def release_all(self) -> None:
         for module in self.adopted:
-            release_if_fused(module)
+            release(module)
 
     def report(self) -> None:
         """One fallback for each kind of module and reason, however many layers there are."""
@@ -234,15 +197,3 @@ def _kernel(module: Any) -> str:
     for op in ops:
         chosen.setdefault(runs(op, p.device, p.dtype), []).append(op)
     return words.format("; ".join(f"{source} {', '.join(ops)}" for source, ops in chosen.items()) or "no positions")
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """The coarsest dtype of the model's parameters: it decides how far two right runs may differ."""
-    found = {p.dtype for p in model.parameters()}
-    return max(found & set(exercise.LIMIT), key=exercise.LIMIT.__getitem__, default=torch.float32)
-
-
-def _said(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    known = isinstance(error, GpuboundError)
-    return f"{type(error).__name__}: {text[0]}" if text and not known else (text[0] if text else type(error).__name__)

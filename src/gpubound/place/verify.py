@@ -6,18 +6,21 @@ limit grows where rounding is large (long sums, deep inside a module) and is tig
 by orders of magnitude.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import FallbackError, GpuboundError
 from ..layers import recompute
 from ..models.placing import Case, mode, noise
 
 FACTOR = 2.0
+GRADIENT = "gradient of "
 
 # One unit in the last place, relative, and a little for the order of sums. The fp64 figure is not fp64's: Hugging Face's
 # norms and rotary angles are computed in fp32 whatever the model's dtype.
@@ -29,7 +32,8 @@ WIDER = {
     torch.float64: torch.float64,
 }
 
-Named = list[tuple[str, Tensor | None]]
+Named = dict[str, Tensor]
+"""Outputs and gradients of a run; a gradient that there is none of is not in it"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,7 @@ class Verdict:
 
 def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Verdict:
     """Run `module` on every case, call `swap`, run it again, and judge the second run by the first."""
-    cases = list(cases)
-    dtype = max({p.dtype for p in module.parameters()}, key=UNIT.__getitem__, default=torch.float32)
+    cases, dtype = list(cases), coarsest(module)
     config = getattr(module, "config", None)
     wide = deepcopy(module, {id(config): config}).to(WIDER[dtype])
     truth, own = run(wide, cases, WIDER[dtype]), run(module, cases, dtype)
@@ -63,16 +66,19 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     return judge(run(module, cases, dtype), own, truth, dtype)
 
 
+def coarsest(model: nn.Module) -> torch.dtype:
+    """The coarsest dtype of its parameters: it decides how far two right runs may differ."""
+    found = {p.dtype for p in model.parameters()}
+    return max(found & set(UNIT), key=UNIT.__getitem__, default=torch.float32)
+
+
 def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
     """Outputs and gradients by name, in eval mode (dropout off), with fixed upstream gradients.
 
     Leaves no trace on the parameters.
     """
-    named: Named = []
-    with ExitStack() as stack:
-        stack.enter_context(bare(module, all_train=True))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(mode(module, training=False))
+    named: Named = {}
+    with bare(module, all_train=True), torch.enable_grad(), mode(module, training=False):
         parameters = dict(module.named_parameters())
         for number, case in enumerate(cases):
             x, keywords = case(dtype)
@@ -83,40 +89,66 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
             gradients = torch.autograd.grad(y, [x, *parameters.values()], upstream, allow_unused=True)
             names = ["output", "input gradient", *(GRADIENT + name for name in parameters)]
             label = f" (case {number + 1})" if number else ""
-            named += [(name + label, t) for name, t in zip(names, [y.detach(), *gradients])]
+            named |= {name + label: t for name, t in zip(names, [y.detach(), *gradients]) if t is not None}
     return named
 
 
-def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype) -> Verdict:
-    """The worst pair. Nothing is read from the device until all is computed."""
-    errors, names, floor = [], [], noise_floor(truth)
-    for (name, n), (_, o), (_, t) in zip(new, own, truth):
-        if (n is None) != (o is None):
-            return Verdict(why=f"{name} is {'missing' if n is None else 'there'}, unlike the original's")
-        if n is None or o is None or t is None:
-            continue
-        if n.dtype != o.dtype or n.shape != o.shape:
+def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype, loose: float = 0.0) -> Verdict:
+    """`new` against `truth`, which `own` misses too. `loose`: a single gradient may always be off by so much."""
+    if why := missing(new, own):
+        return Verdict(why=why)
+    for name, n in new.items():
+        if n.dtype != (o := own[name]).dtype or n.shape != o.shape:
             return Verdict(why=f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
-        scale = torch.maximum(t.norm(), floor) if name.startswith(GRADIENT) else t.norm()
-        scale = scale.clamp_min(1e-12)  # all of it may be zero, as at weights of zeros
-        errors.append(torch.stack([(a.to(t.dtype) - t).norm() / scale for a in (n, o)]))
-        names.append(name)
-    return worst(names, [(e, FACTOR * before + UNIT[dtype]) for e, before in torch.stack(errors).tolist()])
+    before = distances(own, truth)
+    limits = {name: FACTOR * error + UNIT[dtype] for name, error in before.items()}
+    limits |= {name: max(loose, limit) for name, limit in limits.items() if name.startswith(GRADIENT)}
+    return worst(distances(new, truth), limits)
 
 
-GRADIENT = "gradient of "
+def missing(new: Named, own: Named) -> str:
+    """What only one of the two runs has; empty when nothing."""
+    for name in (*own, *new):
+        if name not in new or name not in own:
+            return f"{name} is {'missing' if name in own else 'there'}, unlike the original's"
+    return ""
 
 
-def noise_floor(named: Named) -> Tensor:
-    """A gradient that is zero in exact arithmetic is nothing but rounding: measure it against a thousandth of the largest."""
-    norms = [t.norm() for name, t in named if t is not None and name.startswith(GRADIENT)]
-    return 1e-3 * torch.stack(norms).max() if norms else torch.zeros(())
+def distances(run: Named, other: Named) -> dict[str, float]:
+    """How far `run` is from `other`, each for its size. The device is read once, at the end.
+
+    A gradient that is zero in exact arithmetic is nothing but rounding: it is measured against a thousandth of the largest.
+    """
+    norms = {name: t.norm().float() for name, t in other.items()}
+    gradients = [norm for name, norm in norms.items() if name.startswith(GRADIENT)]
+    floor = 1e-3 * torch.stack(gradients).max() if gradients else torch.zeros(())
+    errors = {}
+    for name in (name for name in other if name in run):
+        scale = torch.maximum(norms[name], floor) if name.startswith(GRADIENT) else norms[name]
+        # all of it may be zero, as at weights of zeros
+        errors[name] = (run[name] - other[name]).norm().float() / scale.clamp_min(1e-12)
+    return dict(zip(errors, torch.stack([*errors.values()]).tolist()))
 
 
-def worst(names: list[str], pairs: list[tuple[float, float]]) -> Verdict:
+def worst(errors: dict[str, float], limits: dict[str, float]) -> Verdict:
     """The name whose error is largest for its limit; one that is no number is the largest of all."""
-    i = max(range(len(names)), key=lambda i: pairs[i][0] / pairs[i][1] if pairs[i][0] == pairs[i][0] else float("inf"))
-    return Verdict(names[i], *pairs[i])
+    where = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name] / limits[name])
+    return Verdict(where, errors[where], limits[where])
+
+
+def judged(what: str, judge: Callable[[], Verdict]) -> Verdict:
+    """The verdict, or what was raised on the way to it: a kernel's compiler can raise anything, and so can the user's model."""
+    try:
+        return judge()
+    except FallbackError:
+        raise
+    except Exception as error:  # the reason is reported
+        return Verdict(why=f"{what} raised {said(error)}".lstrip())
+
+
+def said(error: BaseException) -> str:
+    line, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    return line if line and isinstance(error, GpuboundError) else f"{kind}: {line}" if line else kind
 
 
 @contextmanager
