@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from gpubound.feed.choose import SHARE, allowance, concrete, free_bytes, parse_bytes, target
+from gpubound import device as policy
+from gpubound.device import Sight
+from gpubound.feed.choose import SHARE, allowance, free_bytes, parse_bytes, target
 from gpubound.words import readable
 
 
@@ -13,7 +15,14 @@ from gpubound.words import readable
 )
 def test_devices_as_tensors_report_them(spec, current, want, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert concrete(torch.device(spec)) == torch.device(want)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(policy, "look", lambda: Sight(3, "3 visible"))
+    monkeypatch.setattr(policy, "_tested", lambda index: None)
+    assert target(torch.device(spec)) == torch.device(want)
+
+
+def test_another_device_is_taken_as_tensors_report_it():
+    assert target("meta") == target("meta:0") == torch.ones(1, device="meta").device
 
 
 def test_target_on_this_machine():

@@ -9,7 +9,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError, FallbackError
 from gpubound.feed import choose, feed
-from gpubound.feed.choose import fits
+from gpubound.feed.choose import resident
 
 from .conftest import Counts, batches, seen
 
@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_be_had_now_is_not_lost(monkeypatch):
     loop = iter(served)
     next(loop)
     with monkeypatch.context() as capturing:
-        capturing.setattr(served, "admit", lambda: (_ for _ in ()).throw(ValueError("not now")))
+        capturing.setattr(served._store, "admit", lambda: (_ for _ in ()).throw(ValueError("not now")))
         with pytest.raises(ValueError, match="not now"):
             next(loop)
     assert seen(loop) == list(range(1, 7))
@@ -264,5 +264,8 @@ def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
     assert said() == "gpubound: feed: 3.0 MB resident on cpu (of 3.0 MB allowed).\n"
 
 
-def test_fits():
-    assert fits(5, 5) and not fits(6, 5) and fits(6, None) and fits(0, 0) and not fits(1, 0)
+@pytest.mark.parametrize("need, budget, fits", [(5, 5, True), (6, 5, False), (6, "auto", True), (0, 0, True), (1, 0, False)])
+def test_what_fits_a_budget(monkeypatch, need, budget, fits):
+    monkeypatch.setattr(choose, "free_bytes", lambda device: None)  # "auto" is no limit where nothing measures the memory
+    made = resident("feed", torch.device("cpu"), "auto", budget, None, lambda: (need, lambda: "uploaded"))
+    assert made == ("uploaded" if fits else None)

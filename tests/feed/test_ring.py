@@ -213,7 +213,7 @@ def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
 
 def test_every_leaf_is_looked_at_not_the_first():
     parcel = pack({"there": torch.ones(2), "meta": torch.ones(2, device="meta"), "also": torch.ones(3)}, CPU, Padding())
-    assert parcel.passed == 2 and [leaf for leaf, _, _ in parcel.copied] == [1]
+    assert parcel.passed == 2 and [leaf for leaf, _ in parcel.copied] == [1]
 
 
 @pytest.mark.parametrize(

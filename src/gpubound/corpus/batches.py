@@ -5,7 +5,7 @@ from it. `fetch()` may therefore stand inside a captured CUDA graph, and each re
 code cuts the same batches on the host, and the ring brings them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,7 +149,7 @@ class _DeviceCut(Store):
         self.drawn += 1
         return batch
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
         self.move(epoch * self.cutter.steps + start)
         for _ in range(start, self.cutter.steps):
             batch = self.next()

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,14 +24,6 @@ SHARE = 4
 Made = TypeVar("Made")
 
 MODES = ("auto", "resident", "ring", "direct")
-
-
-@runtime_checkable
-class MakesFeed(Protocol):
-    """A source that makes its own feed: a Corpus, whose batches are cut on the device, is one."""
-
-    def make_feed(self, device: str | torch.device | None, **options: Any) -> Feed:
-        """`options` are all those of `feed`; what has no effect here is refused."""
 
 
 def feed(
@@ -77,7 +69,7 @@ def feed(
         raise ValueError(f"feed: mode: got {mode!r}, wanted one of {', '.join(MODES)}.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
         raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
-    if isinstance(source, MakesFeed):
+    if hasattr(source, "make_feed"):  # a Corpus, whose batches are cut on the device
         return source.make_feed(
             device, budget=budget, keep=keep, mode=mode, slots=slots, seq=seq, batch_size=batch_size, shuffle=shuffle,
             seed=seed, drop_last=drop_last, collate=collate, pad=pad, bucket=bucket, rows=rows,
@@ -121,9 +113,9 @@ def resident(
     need, cure = 0, "pass mode='ring'"
     try:
         need, upload = plan()
-        if not fits(need, limit):
+        if need and limit is not None and need > limit:  # what is there already needs nothing
             cure = "raise budget= or pass mode='ring'"
-            raise CannotStay(f"its {readable(need)} do not fit the budget of {readable(limit or 0)} on {where}")
+            raise CannotStay(f"its {readable(need)} do not fit the budget of {readable(limit)} on {where}")
         made = upload()
     except CannotStay as error:
         if mode == "resident":
@@ -139,11 +131,6 @@ def resident(
     return made
 
 
-def fits(need: int, limit: int | None) -> bool:
-    """Whether `need` bytes may be resident. What is there already needs nothing and always fits."""
-    return need == 0 or limit is None or need <= limit
-
-
 def _plan(source: Source, where: torch.device, padding: Padding, guard: bool) -> tuple[int, Callable[[], Store]]:
     """(bytes an upload would take, the upload). Raises CannotStay."""
     if isinstance(source, Items) and source.collate is torch.utils.data.default_collate:
@@ -155,26 +142,14 @@ def _plan(source: Source, where: torch.device, padding: Padding, guard: bool) ->
 
 
 def target(device: str | torch.device | None) -> torch.device:
-    """The device to serve: None and the policies of gpubound.device go through its test; any other torch device is taken as
-    it is."""
+    """The device to serve, as tensors report it. None and the policies of gpubound.device go through its test; any other torch
+    device is taken as it is."""
     if device is None:
-        return concrete(resolve("auto"))
-    if isinstance(device, torch.device) and device.type == "cpu":
-        return concrete(device)
-    if str(device).partition(":")[0] in ("auto", "require", "cpu", "cuda"):
-        return concrete(resolve(device))
-    return concrete(torch.device(device))
-
-
-def concrete(device: torch.device) -> torch.device:
-    """The device as tensors report it: 'cuda' is 'cuda:0' (or the current one), 'cpu:0' is 'cpu'. Compared as given, they are
-    unequal."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.index is not None:
-        return device
-    current = getattr(getattr(torch, device.type, None), "current_device", lambda: 0)
-    return torch.device(device.type, current())
+        return resolve("auto")
+    cpu = isinstance(device, torch.device) and device.type == "cpu"  # perhaps with an index, which no policy has
+    if not cpu and str(device).partition(":")[0] in ("auto", "require", "cpu", "cuda"):
+        return resolve(device)
+    return torch.empty(0, device=device).device
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Store:
     mode: str
     length: int | None  # batches in an epoch
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
         raise NotImplementedError
 
     def admit(self) -> None:
@@ -56,7 +56,7 @@ class Direct(Store):
         self.source, self.device, self.padding = source, device, padding
         self.length = source.length
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
         batches = self.source.read(epoch, start)
         while True:
             began = time.perf_counter()
@@ -64,7 +64,7 @@ class Direct(Store):
                 return
             waited = time.perf_counter() - began
             parcel = pack(batch, self.device, self.padding)
-            for i, _, _ in parcel.copied:
+            for i, _ in parcel.copied:
                 parcel.tree.leaves[i] = parcel.tree.leaves[i].to(self.device)
             batch = parcel.tree.rebuild(parcel.tree.leaves)
             yield Served(batch, 0, parcel.passed, len(parcel.copied), parcel.payload, waited)
@@ -127,8 +127,8 @@ class Feed:
         self._identity = dict(identity)  # what must be the same for a saved position to mean the same
         self._stats = Stats(store.mode)
         self._continue = True  # the next loop starts at the position, instead of at the next epoch
-        self._running: weakref.ref[Epoch] | None = None
-        self._drawing: Epoch | None = None
+        self._running: weakref.ref[Generator[Served]] | None = None
+        self._drawing: Generator[Served] | None = None  # what take() takes from
 
     @property
     def mode(self) -> str:
@@ -141,30 +141,46 @@ class Feed:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begin(lambda: self)
+        return Epoch(self, self._begin())
 
-    def _begin(self, owner: "Callable[[], Feed | None]") -> "Epoch":
+    def _begin(self) -> Generator[Served]:
         if not self._continue and self.batch > 0:
             self.epoch, self.batch = self.epoch + 1, 0
         self._continue = False
         self.close()
-        epoch = Epoch(owner, self._store.serve(self.epoch, self.batch))
-        self._running = weakref.ref(epoch)  # weak: a loop left by `break` must end its thread at once
-        return epoch
+        served = self._store.serve(self.epoch, self.batch)
+        self._running = weakref.ref(served)  # weak: a loop left by `break` must end its thread at once
+        return served
 
     def take(self) -> Any:
         """The next batch, in this epoch or the next."""
         for _ in range(2):
-            if self._drawing is None or not self.runs(self._drawing):
-                self._drawing = self._begin(weakref.ref(self))  # weak: else both would keep each other, and the thread
+            if self._drawing is None:
+                self._drawing = self._begin()
             try:
-                return next(self._drawing)
+                return self.draw(self._drawing)
             except StopIteration:
                 self._drawing = None
         raise DataError("feed: an epoch had no batches left and the next had none; wanted at least one.")
 
-    def runs(self, epoch: "Epoch") -> bool:
-        return self._running is not None and self._running() is epoch
+    def draw(self, running: Generator[Served]) -> Any:
+        """The next batch of the running epoch; StopIteration at its end."""
+        if self._running is None or self._running() is not running:
+            raise DataError(
+                "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
+            )
+        self._store.admit()  # here and not in the ring: an exception inside its generator would end that, and lose the place
+        try:
+            served = next(running)
+        except StopIteration:
+            if self.batch == 0:
+                raise DataError(f"feed: source: epoch {self.epoch} had no batches, wanted at least one.") from None
+            self.epoch, self.batch = self.epoch + 1, 0
+            raise
+        self.batch += 1
+        count_copied(served.bytes)
+        self._stats.add_served(served)
+        return served.batch
 
     def close(self) -> None:
         """End the current iteration and its thread. A later loop begins a new one."""
@@ -193,10 +209,6 @@ class Feed:
                 )
         self.seek(state["epoch"], state["batch"])
 
-    def admit(self) -> None:
-        """Raise if no batch can come now: the ring gives none inside a graph capture."""
-        self._store.admit()
-
     def seek(self, epoch: int, batch: int = 0) -> None:
         """Continue at batch `batch` of epoch `epoch`."""
         if epoch < 0 or batch < 0 or (self._length is not None and batch > self._length):
@@ -209,8 +221,8 @@ class Feed:
 class Epoch:
     """One loop over a feed."""
 
-    def __init__(self, owner: Callable[[], Feed | None], served: Iterator[Served]):
-        self._owner, self._served = owner, served
+    def __init__(self, feed: Feed, running: Generator[Served]):
+        self._feed, self._running = feed, running
         self._left = True
 
     def __iter__(self) -> "Epoch":
@@ -219,24 +231,8 @@ class Epoch:
     def __next__(self) -> Any:
         if not self._left:
             raise StopIteration
-        feed = self._owner()
-        if feed is None or not feed.runs(self):
-            raise DataError(
-                "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
-            )
-        feed.admit()  # here and not in the ring: an exception inside its generator would end that, and lose the place
         try:
-            served = next(self._served)
+            return self._feed.draw(self._running)
         except StopIteration:
             self._left = False
-            if feed.batch == 0:
-                raise DataError(f"feed: source: epoch {feed.epoch} had no batches, wanted at least one.") from None
-            feed.epoch, feed.batch = feed.epoch + 1, 0
             raise
-        feed.batch += 1
-        count_copied(served.bytes)
-        feed._stats.add_served(served)
-        return served.batch
-
-    def close(self) -> None:
-        self._served.close()  # type: ignore[attr-defined]

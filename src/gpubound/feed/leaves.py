@@ -76,8 +76,6 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
     if kind is dict:
         keys = list(node)
         return lambda values: dict(zip(keys, values)), list(node.items())
-    if kind is list or kind is tuple:
-        return kind, list(enumerate(node))
     if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
@@ -90,7 +88,7 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
     if isinstance(node, tuple):
         return (kind._make if hasattr(kind, "_make") else kind), list(enumerate(node))
     if isinstance(node, list):
-        return _refill(node, setitem, list(range(len(node)))), list(enumerate(node))
+        return (list if kind is list else _refill(node, setitem, list(range(len(node))))), list(enumerate(node))
     if is_dataclass(node) and not isinstance(node, type):
         names = [part.name for part in fields(node)]
         return _refill(node, object.__setattr__, names), [(key, getattr(node, key)) for key in names]
@@ -210,7 +208,7 @@ class Parcel:
     """A host batch made ready to send: which leaves must be copied, and where each lies in one flat run of bytes."""
 
     tree: Tree
-    copied: Sequence[tuple[int, int, tuple[int, ...]]]  # (leaf, offset, strides)
+    copied: Sequence[tuple[int, int]]  # (leaf, offset)
     size: int  # bytes of the run
     payload: int  # bytes of the leaves themselves
     passed: int  # leaves already on the device
@@ -219,15 +217,14 @@ class Parcel:
         """Write the leaves into host memory. One copy then takes them all: launching nine small ones would cost more than it
         moves."""
         with torch.no_grad():
-            for leaf, offset, strides in self.copied:
-                tensor = self.tree.leaves[leaf]
-                _place(staged, offset, tensor, strides).copy_(tensor)
+            for leaf, offset in self.copied:
+                _place(staged, offset, self.tree.leaves[leaf]).copy_(self.tree.leaves[leaf])
 
     def unpack(self, sent: Tensor) -> Any:
         """The batch, its copied leaves being views of `sent`."""
         leaves = list(self.tree.leaves)
-        for leaf, offset, strides in self.copied:
-            leaves[leaf] = _place(sent, offset, leaves[leaf], strides)
+        for leaf, offset in self.copied:
+            leaves[leaf] = _place(sent, offset, leaves[leaf])
         return self.tree.rebuild(leaves)
 
 
@@ -246,26 +243,17 @@ def pack(batch: Any, device: torch.device, padding: Padding, always: bool = Fals
                 f"feed: got a leaf with layout {leaf.layout}, wanted plain dense tensors; send its indices and values, or put "
                 f"it on the device in the source."
             )
-        copied.append((i, offset, _strides(leaf)))
+        copied.append((i, offset))
         size = leaf.numel() * leaf.element_size()
         payload += size
         offset += -(-size // ALIGN) * ALIGN
     return Parcel(tree, copied, offset, payload, passed)
 
 
-def _strides(leaf: Tensor) -> tuple[int, ...]:
-    """Its own strides where the memory format means something (channels_last), else contiguous ones."""
-    if leaf.dim() in (4, 5):
-        form = torch.channels_last if leaf.dim() == 4 else torch.channels_last_3d
-        if leaf.is_contiguous(memory_format=form):
-            return leaf.stride()
-    strides, step = [], 1
-    for size in reversed(leaf.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _place(run: Tensor, offset: int, like: Tensor, strides: tuple[int, ...]) -> Tensor:
-    piece = run[offset : offset + like.numel() * like.element_size()]
-    return piece.view(like.dtype).as_strided(like.shape, strides)
+def _place(run: Tensor, offset: int, leaf: Tensor) -> Tensor:
+    """The leaf's place in the run: with its own strides where its memory format means something, else contiguous."""
+    piece = run[offset : offset + leaf.numel() * leaf.element_size()].view(leaf.dtype)
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
+    if form is not None and leaf.is_contiguous(memory_format=form):
+        return piece.as_strided(leaf.shape, leaf.stride())
+    return piece.view(leaf.shape)

@@ -8,7 +8,8 @@ harms nothing.
 What the counters cannot see: writes through `.data`, `numpy()`, or a custom kernel that does not tell autograd.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from torch.utils.data import TensorDataset
 
 from ..errors import DataError
 from .epochs import Served, Store, count_copied
-from .leaves import Padding, Tree, flatten, name, pack
+from .leaves import Padding, Parcel, flatten, name, pack
 from .source import BatchList, Items
 
 
 class HeldBatch:
     """One resident batch under guard."""
 
-    def __init__(self, tree: Tree, resident: int, passed: int, guard: bool):
-        self.tree, self.resident, self.passed = tree, resident, passed
+    def __init__(self, parcel: Parcel, guard: bool):
+        self.tree, self.resident, self.passed = parcel.tree, len(parcel.copied), parcel.passed
         # Inference tensors have no version counter, and in-place writes to them are their owner's stated intention.
-        self.watched = [(i, leaf) for i, leaf in tree.tensors() if guard and not leaf.is_inference()]
+        self.watched = [(i, leaf) for i, leaf in self.tree.tensors() if guard and not leaf.is_inference()]
         self.marks = self._look()
         self.last_use = "before its first use"
 
@@ -63,22 +64,23 @@ class Resident(Store):
         self.held = []
         for batch in source.batches:
             if id(batch) not in held:
-                held[id(batch)] = _hold(batch, device, padding, guard)
+                held[id(batch)] = HeldBatch(_uploaded(batch, device, padding), guard)
             self.held.append(held[id(batch)])
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
-        for number, i in enumerate(self.source.order(epoch)[start:], start):
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
+        for number, i in enumerate(self.source.order(epoch).tolist()[start:], start):
             yield self.held[i].serve(epoch, number)
             self.held[i].check_unwritten()
 
 
-def _hold(batch: Any, device: torch.device, padding: Padding, guard: bool) -> HeldBatch:
+def _uploaded(batch: Any, device: torch.device, padding: Padding) -> Parcel:
+    """The batch, every leaf on the device."""
     parcel = pack(batch, device, padding)
     with torch.inference_mode(False):  # a tensor made inside inference_mode would have no version counter
-        for i, _, _ in parcel.copied:
+        for i, _ in parcel.copied:
             parcel.tree.leaves[i] = parcel.tree.leaves[i].detach().to(device)
     count_copied(parcel.payload)
-    return HeldBatch(parcel.tree, len(parcel.copied), parcel.passed, guard)
+    return parcel
 
 
 class ResidentItems(Store):
@@ -89,17 +91,13 @@ class ResidentItems(Store):
     def __init__(self, source: Items, device: torch.device, padding: Padding):
         self.source, self.device, self.padding = source, device, padding
         self.length = source.length
-        self.tree = stacked(source)
-        for i, leaf in self.tree.tensors():
-            if leaf.device != device:
-                self.tree.leaves[i] = leaf.detach().to(device)
-                count_copied(leaf.numel() * leaf.element_size())
+        self.tree = _uploaded(stacked(source), device, Padding()).tree
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
         size, wanted = self.source.batch_size, self.source.order(epoch, self.device)
         for number in range(start, self.source.length):
             rows = wanted[number * size : (number + 1) * size]
-            tree = Tree([leaf.index_select(0, rows) for leaf in self.tree.leaves], self.tree.paths, self.tree._form)
+            tree = replace(self.tree, leaves=[leaf.index_select(0, rows) for leaf in self.tree.leaves])
             self.padding.apply(tree)
             yield Served(tree.rebuild(tree.leaves), resident=len(tree.leaves))
 
@@ -108,17 +106,17 @@ class CannotStay(Exception):
     """Why a source cannot be resident."""
 
 
-def stacked(source: Items) -> Tree:
+def stacked(source: Items) -> Any:
     """All items as one batch, or CannotStay."""
     if isinstance(source.items, TensorDataset):
-        return flatten(list(source.items.tensors))  # as default_collate returns them
+        return list(source.items.tensors)  # as default_collate returns them
     try:
-        tree = flatten(source.collate([source.items[i] for i in range(len(source.items))]))
+        batch = source.collate([source.items[i] for i in range(len(source.items))])
     except (RuntimeError, TypeError) as error:
         raise CannotStay(f"its items cannot be stacked ({str(error).splitlines()[0]})") from error
-    if any(not isinstance(leaf, Tensor) or leaf.dim() == 0 for leaf in tree.leaves):
+    if any(not isinstance(leaf, Tensor) or leaf.dim() == 0 for leaf in flatten(batch).leaves):
         raise CannotStay("its items hold more than tensors and numbers")
-    return tree
+    return batch
 
 
 def bytes_needed(batches: Sequence[Any], device: torch.device, padding: Padding) -> int:

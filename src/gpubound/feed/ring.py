@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -115,7 +115,6 @@ class CudaLane(Lane):
 class Slot:
     staged: Tensor | None = None
     event: Any = None  # ends the last copy out of `staged`
-    sent: bool = False
 
 
 @dataclass
@@ -166,14 +165,13 @@ class _Reader:
             self.ready.put(self._send(parcel, slot) if parcel.copied else Delivery(parcel))
 
     def _send(self, parcel: Parcel, slot: Slot) -> Delivery:
-        if slot.sent:
+        if slot.staged is not None:
             self.lane.wait(slot.event)
         if slot.staged is None or slot.staged.numel() < parcel.size:
             slot.staged = self.lane.staging(parcel.size)
         staged = slot.staged[: parcel.size]
         parcel.stage(staged)
         sent, slot.event = self.lane.send(staged, slot.event)
-        slot.sent = True
         return Delivery(parcel, sent, slot.event)
 
     def end(self, thread: threading.Thread) -> None:
@@ -243,7 +241,7 @@ class Ringed(Store):
     def admit(self) -> None:
         self.lane.admit()
 
-    def serve(self, epoch: int, start: int) -> Iterator[Served]:
+    def serve(self, epoch: int, start: int) -> Generator[Served]:
         ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
         try:
             while (served := ring.take()) is not None:

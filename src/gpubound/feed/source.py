@@ -44,6 +44,10 @@ class Source:
     steady = False
     shuffle = False  # by the feed; a loader's own sampler may
     seed: int
+    count: int  # of what `order` puts in order, where there is such a thing
+
+    def order(self, epoch: int, device: torch.device | str = "cpu") -> Tensor:
+        return order(self.count, self.seed, epoch, device) if self.shuffle else torch.arange(self.count, device=device)
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
         raise NotImplementedError
@@ -58,13 +62,10 @@ class BatchList(Source):
         if len(batches) == 0:
             raise ValueError(f"feed: source: got an empty {type(batches).__name__}, wanted at least one batch.")
         self.batches, self.seed, self.shuffle = batches, seed, shuffle
-        self.length = len(batches)
-
-    def order(self, epoch: int) -> list[int]:
-        return order(self.length, self.seed, epoch).tolist() if self.shuffle else list(range(self.length))
+        self.length = self.count = len(batches)
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
-        return (self.batches[i] for i in self.order(epoch)[start:])
+        return (self.batches[i] for i in self.order(epoch).tolist()[start:])
 
 
 class Items(Source):
@@ -82,16 +83,12 @@ class Items(Source):
             )
         self.items, self.batch_size, self.seed, self.shuffle = items, batch_size, seed, shuffle
         self.collate = collate or default_collate
-        count = len(items)
-        self.length = count // batch_size if drop_last else -(-count // batch_size)
+        self.count = len(items)
+        self.length = self.count // batch_size if drop_last else -(-self.count // batch_size)
         if self.length == 0:
-            raise ValueError(f"feed: source: {count} items make no batch of {batch_size}; wanted at least one batch.")
+            raise ValueError(f"feed: source: {self.count} items make no batch of {batch_size}; wanted at least one batch.")
         # Transforms of an unknown dataset may be random; tensors and a plain list of items are what they are.
         self.steady = collate is None and (isinstance(items, list | tuple) or _is_tensors(items))
-
-    def order(self, epoch: int, device: torch.device | str = "cpu") -> Tensor:
-        count = len(self.items)
-        return order(count, self.seed, epoch, device) if self.shuffle else torch.arange(count, device=device)
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
         fetch = getattr(self.items, "__getitems__", None) or (lambda indices: [self.items[i] for i in indices])
