@@ -78,6 +78,15 @@ def read_json(path: Path, cure: str = "restore the file") -> dict[str, Any]:
     return found
 
 
+def read_text(path: Path, cure: str) -> str:
+    """The text in `path`. `cure` tells the user what to do about a file that holds none."""
+    try:
+        with reading(path):
+            return regular(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not a text in UTF-8: {error}; {cure}.") from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write: `path` holds its old content or all of this one, whenever the process or the machine stops."""

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from .errors import FallbackError
 
@@ -75,6 +76,26 @@ def prints(level: int = logging.INFO) -> bool:
     if any(h is not _nowhere and not type(h).__module__.startswith("_pytest.") for h in handlers):
         return False
     return level >= (logger.level or logging.INFO) and level > logging.root.manager.disable and not logger.disabled
+
+
+def bar(console: Any, title: str, total: float | None, *columns: Any) -> Any:
+    """A bar of rich's, and below it the figures: beside it they would leave neither any room on 80 columns.
+
+    It has one task, 0; `update` takes its figures as `line`.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.text import Text
+
+    class Two(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            yield from (Text(task.fields["line"]) for task in self.tasks)
+
+    name = TextColumn("{task.description}", markup=False)  # [b] in a name is part of the name
+    made = Two(name, BarColumn(bar_width=24), *columns, console=console)
+    made.add_task(title, total=total, line="")
+    made.start()
+    return made
 
 
 fallbacks: Counter[tuple[str, str]] = Counter()

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..trace import printable, prints, say
+from ..trace import bar, printable, prints, say
 from ..words import readable
 from .documents import (
     ROWS,
@@ -157,9 +157,10 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self.wanted and prints() and sys.stderr.isatty():
-            self._bar = _bar()
-            self._task = self._bar.add_task(self.title, total=self.size, line="")
-            self._bar.start()
+            from rich.console import Console
+            from rich.progress import TimeElapsedColumn
+
+            self._bar = bar(Console(stderr=True), self.title, self.size, TimeElapsedColumn())
         return self
 
     @property
@@ -191,7 +192,7 @@ class Progress:
 
     def _print(self, done: int | None) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, line=self._line)
+            self._bar.update(0, completed=done, line=self._line)
         else:
             say(f"{self.title}: {self._line}", stacklevel=4)
 
@@ -200,21 +201,6 @@ class Progress:
             self._print(self.size)  # the last state, however short the time since the one before
         if self._bar is not None:
             self._bar.stop()
-
-
-def _bar() -> Any:
-    """A bar, and below it the figures: beside it they would leave neither any room on 80 columns."""
-    from rich.console import Console, RenderableType
-    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class Two(Bar):
-        def get_renderables(self) -> Iterable[RenderableType]:
-            yield self.make_tasks_table(self.tasks)
-            yield from (Text(task.fields["line"]) for task in self.tasks)
-
-    title = TextColumn("{task.description}", markup=False)  # [b] in a folder's name is part of the name
-    return Two(title, BarColumn(bar_width=24), TimeElapsedColumn(), console=Console(stderr=True))
 
 
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test", "pydoc_data"}

@@ -13,11 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
-from ..files import read_json, reading, regular, write_whole
+from ..files import read_json, read_text, regular, write_whole
 from .texts import Progress, Several, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CURE = "copy the tokenizer again"
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -37,29 +38,24 @@ class Encoder(Protocol):
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, and what its tokenizer.json lacks: end of text and chat template."""
+    """A tokenizer of the `tokenizers` library, and what its tokenizer.json lacks: end of text, chat template, and other special
+    tokens by their names (bos_token, pad_token, unk_token and the like)."""
 
-    def __init__(
-        self,
-        inner: Any,
-        eos_token: str | None,
-        chat_template: str | None = None,
-        bos_token: str | None = None,
-        special: dict[str, str] | None = None,
-    ):
+    def __init__(self, inner: Any, eos_token: str | None, chat_template: Any = None, **special: str | None):
         if inner.truncation or inner.padding:  # set for a model's inputs; here it would cut documents short in silence
             inner = _library().Tokenizer.from_str(inner.to_str())
             inner.no_truncation()
             inner.no_padding()
-        self.inner, self.eos_token, self.chat_template, self.bos_token = inner, eos_token, chat_template, bos_token
-        self.special = ({"bos_token": bos_token} if bos_token else {}) | (special or {})  # pad_token, unk_token and the like
+        self.inner, self.eos_token = inner, eos_token
+        self.chat_template = chat_template if isinstance(chat_template, str) else None  # elsewhere it may be several
+        self.special = {name: token for name, token in special.items() if token is not None}
         self.eos = inner.token_to_id(eos_token) if eos_token is not None else None
         if eos_token is not None and self.eos is None:
             raise ValueError(f"tokenizer: the end-of-text token {eos_token!r} is not in its vocabulary; name one that is.")
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not self.vocab_size:
             raise ValueError("tokenizer: its vocabulary is empty, wanted at least one token.")
-        said = json.dumps([inner.to_str(), eos_token, chat_template])
+        said = json.dumps([inner.to_str(), eos_token, self.chat_template])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -104,7 +100,7 @@ class Tokenizer:
         """The chat as text. With `prompt` it ends where the assistant's answer begins."""
         if self.chat_template is None:
             raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
-        names = {"eos_token": self.eos_token or "", "bos_token": self.bos_token or ""} | self.special
+        names = {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
         return render(self.chat_template, messages, prompt, **names)
 
     def save(self, folder: str | Path) -> None:
@@ -116,10 +112,9 @@ class Tokenizer:
             "eos_token": self.eos_token,
             "chat_template": self.chat_template,
         }
-        config |= self.special
         for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
             (folder / name).unlink(missing_ok=True)  # of a tokenizer that was here before: they would be read, too
-        write_whole(folder / "tokenizer_config.json", json.dumps(config))
+        write_whole(folder / "tokenizer_config.json", json.dumps(about | self.special))
         write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 
     @staticmethod
@@ -134,15 +129,15 @@ class Tokenizer:
             inner = _library().Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}") from error
-        file = folder / "tokenizer_config.json"
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(file)
-        special = {name: token for name in SPECIAL_NAMES if (token := _content(name, config.get(name), file)) is not None}
+        config: dict[str, Any] = {}
+        for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+            config |= read_json(file, CURE) if file.exists() else {}
+        special = {name: _content(name, config.get(name), file) for name in SPECIAL_NAMES}
         template = folder / "chat_template.jinja"
-        chat = _read_text(template) if template.exists() else config.get("chat_template")
-        eos, bos = special.pop("eos_token", None), special.get("bos_token")
+        chat = read_text(template, CURE) if template.exists() else config.get("chat_template")
         if isinstance(chat, list):  # several by their names
             chat = next((t.get("template") for t in chat if isinstance(t, dict) and t.get("name") == "default"), None)
-        return Tokenizer(inner, eos, chat if isinstance(chat, str) else None, bos, special)
+        return Tokenizer(inner, special.pop("eos_token"), chat, **special)
 
 
 def _library() -> Any:
@@ -159,22 +154,10 @@ def _content(name: str, token: Any, file: Path) -> str | None:
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, "copy the tokenizer again") if path.exists() else {}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with reading(path):
-            return regular(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not a text in UTF-8: {error}; copy the tokenizer again.") from error
-
-
 def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
     """1 for each token that begins inside one of `spans`, which are in order."""
     begins = np.array([begin for begin, _ in offsets], dtype=np.int64)
-    edges = np.array([edge for span in spans for edge in span], dtype=np.int64)
+    edges = np.array(spans, dtype=np.int64).reshape(-1)
     return (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
 
 
@@ -186,7 +169,7 @@ def adapt(tokenizer: Any) -> Encoder:
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is not None:
         chat = getattr(tokenizer, "chat_template", None)
-        return Tokenizer(inner, tokenizer.eos_token, chat if isinstance(chat, str) else None, tokenizer.bos_token)
+        return Tokenizer(inner, tokenizer.eos_token, chat, bos_token=tokenizer.bos_token)
     if hasattr(tokenizer, "encode_batch_fast"):
         return Tokenizer(tokenizer, END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
     if isinstance(tokenizer, Encoder):

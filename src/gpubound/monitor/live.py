@@ -8,18 +8,18 @@ prints would say 100 % of a GPU on which one SM works.
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..trace import notice, printable
+from ..trace import bar, notice, printable
 from ..words import quantity, readable
 
 PERIOD = 1.0  # seconds between two readings
@@ -148,14 +148,6 @@ def describe(record: dict[str, Any]) -> str:
     return "  ".join(part for part in said if part)
 
 
-class _Bar(Progress):
-    """The bar, and below it the figures: beside it they would leave neither any room on 80 columns."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield from (Text(task.fields["line"]) for task in self.tasks)
-
-
 class LiveLine:
     """`with LiveLine(steps) as live: live.show(record)`. A bar on a terminal, plain lines elsewhere."""
 
@@ -163,18 +155,14 @@ class LiveLine:
         self.steps, self.title = steps, printable(title)
         self.console = console or Console(file=sys.stderr)
         self._every = max(1, steps // LINES)
-        self._bar: Progress | None = None
+        self._bar: Any = None
         self._shown = False
         self._seldom: dict[str, Any] = {}
         self._phase: str | None = None
 
     def __enter__(self) -> "LiveLine":
         if self.console.is_terminal:
-            named = TextColumn("{task.description}", markup=False)  # [b] in a name is part of the name
-            columns = (named, BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = _Bar(*columns, console=self.console)
-            self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.steps, line="")
+            self._bar = bar(self.console, self.title, self.steps, MofNCompleteColumn(), TimeRemainingColumn())
         return self
 
     def show(self, record: dict[str, Any]) -> None:
@@ -184,7 +172,7 @@ class LiveLine:
         self._seldom |= {key: record[key] for key in SELDOM if key in record}
         record = self._seldom | record
         if self._bar:
-            self._bar.update(self._task, completed=record["step"], line=describe(record))
+            self._bar.update(0, completed=record["step"], line=describe(record))
         elif record["step"] % self._every == 0 or record["step"] == self.steps or not self._shown:
             line = f"{self.title} {record['step']}/{self.steps}  {describe(record)}"
             self.console.print(Text(line), highlight=False, soft_wrap=True)

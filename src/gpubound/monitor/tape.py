@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import read_json, reading, regular, write_whole
+from ..files import read_json, read_text, write_whole
 from ..trace import notice
 from ..words import shown
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
+CURE = "restore it or run again"
 LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps apart
 FIGURES = (
     "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
@@ -112,11 +113,7 @@ class Tape:
         file = self.path / STEPS
         if not file.exists():
             return
-        try:
-            with reading(file):
-                *whole, cut = regular(file).read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file} is not a text in UTF-8: {error}; restore it or run again.") from error
+        *whole, cut = read_text(file, CURE).split("\n")
         for number, line in enumerate(whole, 1):
             yield _record(line, f"{file}, line {number}")
         if cut:  # a run killed in the middle of a write leaves half a line
@@ -125,17 +122,17 @@ class Tape:
 
 def _about(path: Path) -> dict[str, Any]:
     """run.json, each entry of the kind that it must be."""
-    file, cure = path / ABOUT, "restore it or run again"
-    about = read_json(file, cure)
+    file = path / ABOUT
+    about = read_json(file, CURE)
     for key, kind in KINDS.items():
         value = about.get(key)
         if value is not None and not isinstance(value, kind):
-            raise DataError(f"{file}: {key} is {_kind(value)}, wanted {WORDS[kind]}; {cure}.")
+            raise DataError(f"{file}: {key} is {_kind(value)}, wanted {WORDS[kind]}; {CURE}.")
     for key, fields in ROWS.items():
         for row in about.get(key) or []:
             if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in fields.items()):
                 wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in fields.items())
-                raise DataError(f"{file}: {key} holds {shown(row)}, wanted objects with {wanted}; {cure}.")
+                raise DataError(f"{file}: {key} holds {shown(row)}, wanted objects with {wanted}; {CURE}.")
     return about
 
 
