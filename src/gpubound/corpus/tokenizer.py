@@ -114,7 +114,7 @@ class Tokenizer:
         }
         for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
             (folder / name).unlink(missing_ok=True)  # of a tokenizer that was here before: they would be read, too
-        write_whole(folder / "tokenizer_config.json", json.dumps(about | self.special))
+        write_whole(folder / "tokenizer_config.json", json.dumps(config | self.special))
         write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 
     @staticmethod
