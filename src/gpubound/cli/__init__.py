@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version", "version"):
         return guarded("version", lambda _: _answer(f"gpubound {__version__}"), rest)
     if name not in COMMANDS:
-        print(f"gpubound: {printable(_unknown(name))}", file=sys.stderr)
+        near = hint(name, COMMANDS, "the commands are")
+        print(printable(f"gpubound: there is no command {name!r}; {near} See gpubound --help."), file=sys.stderr)
         return 2
     return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
 
@@ -72,7 +73,8 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
             return 141
         if os.environ.get("GPUBOUND_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"gpubound {name}: {_one_line(error)}", file=sys.stderr)
+        said = " ".join(printable(str(error)).split()) or type(error).__name__
+        print(f"gpubound {name}: {said}", file=sys.stderr)
         return 1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2
 
 
@@ -96,15 +98,6 @@ def _nobody_reads() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(printable(str(error)).split())
-    return text or type(error).__name__
-
-
-def _unknown(name: str) -> str:
-    return f"there is no command {name!r}; {hint(name, COMMANDS, 'the commands are')} See gpubound --help."
 
 
 def _help() -> str:
@@ -144,6 +137,7 @@ def _in_words(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
         return None
     (kind,) = kinds
     optional, (metavar, wanted) = len(members) > 1, KINDS[kind]
+    accepted = (kind, *([type(None)] if optional else []), *([int] if kind is float else []))
 
     def read(words: list[str]) -> Any:
         (text,) = words
@@ -158,8 +152,6 @@ def _in_words(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
         nargs=1,
         metavar=metavar,
         instance_from_str=read,
-        is_instance=lambda value: (
-            isinstance(value, kind) or (optional and value is None) or (kind is float and type(value) is int)
-        ),
+        is_instance=lambda value: isinstance(value, accepted),
         str_from_instance=lambda value: [UNSET if value is None else str(value)],
     )

@@ -24,7 +24,6 @@ from .speed import Speed
 if TYPE_CHECKING:
     from .generate import Generate
 
-Message = dict[str, str]
 LENGTH = 4096  # tokens that a conversation may have, unless asked otherwise
 HELP = "/clear forgets what was said, /help says this; Ctrl-C ends a reply, Ctrl-D the conversation."
 
@@ -38,57 +37,58 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
     if not options.ignore_eos:
         settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
     made = build(options, saved, [[0] * 8], length, device, begun)
-    chat = Chat(made, saved.tokenizer, settings, options.system, Speed(device))
-    chat.quiet = options.json
-    if sys.stdout.isatty():
-        chat.safe = HARMLESS
-    live = sys.stdin.isatty()
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if live:
+    chat = Chat(options, made, saved.tokenizer, settings, Speed(device))
+    if chat.live:
         # A shell starts a background job with Ctrl-C ignored; whoever types here expects it to end a reply.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print(HELP, style="dim", markup=False)
-    for text in typed(console) if live else stdin_lines():
-        chat.take(text.rstrip("\n"), console, live)
+        chat.note(HELP)
+    for text in chat.typed() if chat.live else stdin_lines():
+        chat.take(text.rstrip("\n"))
     if options.json:
         about = {"model": str(saved.folder), "device": label(device), "messages": chat.messages}
         print(json.dumps(about | chat.speed.as_dict(), indent=1))
     print(chat.speed.line(), file=sys.stderr, flush=True)
-    return 2 if chat.failed and not live else 0
-
-
-def typed(console: Console) -> Iterator[str]:
-    """What the user types, until Ctrl-D."""
-    import readline  # noqa: F401 (arrow keys and history for input())
-
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            console.print()
-            return
-        except KeyboardInterrupt:
-            console.print("\nCtrl-D ends the conversation.", style="dim")
+    return 2 if chat.failed and not chat.live else 0
 
 
 class Chat:
     """What was said, and how the next reply comes about."""
 
-    def __init__(self, decoder: FastDecoder, tokenizer: Tokenizer, settings: dict[str, Any], system: str | None, speed: Speed):
+    def __init__(self, options: "Generate", decoder: FastDecoder, tokenizer: Tokenizer, settings: dict[str, Any], speed: Speed):
         self.decoder, self.tokenizer, self.settings, self.speed = decoder, tokenizer, settings, speed
-        self.start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.start = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.start)
-        self.quiet = self.failed = False
-        self.safe: dict[int, str] = {}
+        self.quiet, self.live, self.failed = options.json, sys.stdin.isatty(), False
+        self.safe = HARMLESS if sys.stdout.isatty() else {}
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def take(self, text: str, console: Console, live: bool) -> None:
+    def note(self, text: str, style: str = "dim") -> None:
+        self.console.print(text, style=style, markup=False)
+
+    def typed(self) -> Iterator[str]:
+        """What the user types, until Ctrl-D."""
+        import readline  # noqa: F401 (arrow keys and history for input())
+
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                self.console.print()
+                return
+            except KeyboardInterrupt:
+                self.note("\nCtrl-D ends the conversation.")
+
+    def take(self, text: str) -> None:
         """One turn. Whatever goes wrong in it is said, and the turn is forgotten."""
-        if live and text.strip() in ("/clear", "/help"):
-            if text.strip() == "/clear":
-                self.messages = list(self.start)
-            console.print("forgotten" if text.strip() == "/clear" else HELP, style="dim", markup=False)
+        command = text.strip()
+        if not command:
             return
-        if not text.strip():
+        if self.live and command == "/help":
+            self.note(HELP)
+            return
+        if self.live and command == "/clear":
+            self.messages = list(self.start)
+            self.note("forgotten")
             return
         before = list(self.messages)
         try:
@@ -96,12 +96,12 @@ class Chat:
         except (GpuboundError, ValueError, torch.OutOfMemoryError) as error:
             self.messages, self.failed = before, True
             said = " ".join(str(error).removeprefix("generate: ").split())
-            console.print(f"gpubound generate: {said}", style="red", markup=False)
+            self.note(f"gpubound generate: {said}", style="red")
             if len(before) > len(self.start):
-                console.print("/clear forgets what was said before.", style="dim", markup=False)
+                self.note("/clear forgets what was said before.")
             return
-        if live:
-            console.print(speed.line(), style="dim", markup=False)
+        if self.live:
+            self.note(speed.line())
 
     def reply(self, text: str) -> Speed:
         """Say `text`, print the answer while it is written, and remember both. Ctrl-C keeps what is there."""

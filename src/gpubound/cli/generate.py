@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +204,7 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
             if options.json:
                 deque(pieces, maxlen=0)
             else:
-                InOrder(rows, len(ids) * options.n > 1, options).print(pieces, run.sequences)
+                print_in_order(rows, len(ids) * options.n > 1, options, pieces, run.sequences)
         speed.add(run.result())
         found += [
             vars(sequence) | {"prompt": prompt, "prompt_tokens": sequence.prompt}
@@ -216,41 +216,24 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
     return 0
 
 
-class InOrder:
+def print_in_order(
+    rows: list[tuple[int, str, int]], many: bool, options: Generate, pieces: Iterator[tuple[int, str]], found: list[Generated]
+) -> None:
     """Sequences on stdout one after the other: the first as it arrives, the next once it has ended."""
-
-    def __init__(self, rows: list[tuple[int, str, int]], many: bool, options: Generate):
-        self.rows, self.many, self.options = rows, many, options
-        self.safe = HARMLESS if sys.stdout.isatty() else {}
-        self.waiting = [""] * len(rows)
-        self.at = -1
-
-    def print(self, pieces: Iterable[tuple[int, str]], sequences: Sequence[Generated]) -> None:
-        """All of a request, as it comes."""
-        self.next()
-        for row, piece in pieces:
-            self.waiting[row] += piece
-            if row == self.at:
-                self.show()
-            while self.at < len(self.rows) - 1 and sequences[self.at].finish:
-                self.next()
-        while self.at < len(self.rows):
-            self.next()
-
-    def next(self) -> None:
-        """End this sequence's text and begin the next one's."""
-        if self.at >= 0:
-            print(flush=True)
-        self.at += 1
-        if self.at < len(self.rows):
-            number, prompt, copy = self.rows[self.at]
-            if self.many:
-                which = f"{number + 1}.{copy + 1}" if self.options.n > 1 else str(number + 1)
-                print(f"--- {which}: {prompt[:60]!r}{'...' if len(prompt) > 60 else ''}")
-            if self.options.echo:
-                print(prompt.translate(self.safe), end="")
-            self.show()
-
-    def show(self) -> None:
-        print(self.waiting[self.at].translate(self.safe), end="", flush=True)
-        self.waiting[self.at] = ""
+    safe = HARMLESS if sys.stdout.isatty() else {}
+    waiting, last = [""] * len(rows), len(rows) - 1
+    for at, (number, prompt, copy) in enumerate(rows):
+        if many:
+            which = f"{number + 1}.{copy + 1}" if options.n > 1 else str(number + 1)
+            print(f"--- {which}: {prompt[:60]!r}{'...' if len(prompt) > 60 else ''}")
+        if options.echo:
+            print(prompt.translate(safe), end="")
+        print(waiting[at].translate(safe), end="", flush=True)
+        while at == last or not found[at].finish:
+            row, piece = next(pieces, (None, ""))
+            if row is None:
+                break
+            waiting[row] += piece
+            if row == at:
+                print(piece.translate(safe), end="", flush=True)
+        print(flush=True)

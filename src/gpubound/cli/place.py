@@ -90,7 +90,9 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
 def _random(folder: Path, about: dict[str, Any], dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    _check_size(folder, about)
+    for name, layers in layer_counts(about):  # no tensors bound them here: a billion layers would be built for ever
+        if not 1 <= layers <= MOST_LAYERS:
+            raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype or config.dtype, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
@@ -102,13 +104,6 @@ def _random(folder: Path, about: dict[str, Any], dtype: torch.dtype | None, trus
             "Take a smaller configuration."
         )
     return AutoModelForCausalLM.from_config(config, **options)
-
-
-def _check_size(folder: Path, about: dict[str, Any]) -> None:
-    """No tensors bound the sizes here: a model of a billion layers would be built for ever."""
-    for name, layers in layer_counts(about):
-        if not 1 <= layers <= MOST_LAYERS:
-            raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
 
 
 def _built(target: str) -> Any:

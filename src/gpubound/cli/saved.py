@@ -6,10 +6,12 @@ The model is a Hugging Face folder, one by its name on the hub, a run of `gpubou
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,26 +216,14 @@ def stdin_lines() -> Iterator[str]:
         raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
-class Spoken:
-    """The tokenizer for the decoder's texts: special tokens are left out of them, unless asked for."""
-
-    def __init__(self, inner: Tokenizer, special: bool):
-        self.inner, self.special = inner, special
-
-    def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(ids, skip_special=not self.special)
-
-
 def build(
     options: "Generate", saved: Saved, probe: list[list[int]], length: int, device: torch.device, begun: float
 ) -> FastDecoder:
     """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
     # On a CPU a launch of many steps saves nothing, and the first token would wait for the last.
     k = int(options.k) if options.k != "auto" else 1 if device.type == "cpu" else "auto"
-    tokenizer = Spoken(saved.tokenizer, options.special)
+    decode = partial(saved.tokenizer.decode, skip_special=not options.special)
+    tokenizer = SimpleNamespace(encode=saved.tokenizer.encode, decode=decode)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
     way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
     made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)

@@ -126,10 +126,8 @@ class _DeviceCut(Store):
 
     def __init__(self, cutter: Cutter, device: torch.device):
         self.cutter, self.length = cutter, cutter.steps
-        self.counter = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # batches drawn since the beginning, known to the device
-        self.drawn = 0  # the same, as the host believes
+        # Batches drawn since the beginning: known to the device, and as the host believes.
+        self.counter, self.drawn = torch.zeros((), dtype=torch.int64, device=device), 0
         self._ahead = torch.arange(AHEAD, device=device)
         self._rows: Tensor | None = None  # of the batches from `_from` on
         self._from = 0
@@ -139,20 +137,16 @@ class _DeviceCut(Store):
             self.counter.fill_(number)
             self.drawn = number
 
-    def next(self) -> dict[str, Tensor]:
-        """The batch of the counter; its rows are worked out for AHEAD batches at once."""
-        nth = self.drawn - self._from
-        if self._rows is None or not 0 <= nth < AHEAD:
-            self._rows, self._from, nth = self.cutter.rows(self.counter + self._ahead), self.drawn, 0
-        batch = self.cutter.cut(self._rows[nth])
-        self.counter.add_(1)
-        self.drawn += 1
-        return batch
-
     def serve(self, epoch: int, start: int) -> Generator[Served]:
+        """The batches of the counter; their rows are worked out for AHEAD batches at once."""
         self.move(epoch * self.cutter.steps + start)
         for _ in range(start, self.cutter.steps):
-            batch = self.next()
+            nth = self.drawn - self._from
+            if self._rows is None or not 0 <= nth < AHEAD:
+                self._rows, self._from, nth = self.cutter.rows(self.counter + self._ahead), self.drawn, 0
+            batch = self.cutter.cut(self._rows[nth])
+            self.counter.add_(1)
+            self.drawn += 1
             yield Served(batch, resident=len(batch))
 
 

@@ -1,8 +1,7 @@
 """Building a corpus: texts are tokenised once, in parallel, into shards that are each written whole.
 
 A build that was interrupted goes on after its last whole shard: every shard says how many texts had been read when it was
-closed, and their checksum, so that other texts are noticed. Nothing that is not a corpus of the same settings is ever written
-over.
+closed, and their checksum, so that other texts are noticed. Only a corpus of the same settings is ever written over.
 """
 
 import fcntl
@@ -69,7 +68,8 @@ def build(
 
 
 def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any], workers: int, progress: bool) -> None:
-    sources = _describe(source)  # before they are read: what changes later must not look the same
+    # Before they are read: what changes later must not look the same. The same files need not be read again to be known.
+    sources: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
     if _finished(path, settings, source, sources, progress):
         return
     state, texts = _resume(path, settings, encoder), iter(source)
@@ -121,13 +121,6 @@ def _dtype(wanted: str, vocab_size: int) -> str:
     if wanted == "uint16" and vocab_size > 1 << 16:
         raise ValueError(f"Corpus.build: dtype: uint16 holds 65536 ids, the vocabulary has {vocab_size}; pass dtype='uint32'.")
     return ("uint16" if vocab_size <= 1 << 16 else "uint32") if wanted == "auto" else wanted
-
-
-def _describe(source: Texts) -> list[list[Any]] | None:
-    """The files to be read, with size and time: the same ones need not be read again to know that nothing has changed."""
-    if source.files is None:
-        return None
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
 
 
 def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any, progress: bool) -> bool:

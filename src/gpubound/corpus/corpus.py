@@ -30,18 +30,15 @@ class Corpus:
     def open(path: str | Path | Sequence[str | Path], verify: bool = True) -> "Corpus":
         """Open the corpus in the folder `path`, or one made of the listed shards. `verify` reads every byte and compares
         checksums (about 2 GB/s per core). Without it only headers and sizes are checked."""
-        folder = None if isinstance(path, list | tuple) else Path(path)  # type: ignore[arg-type]
-        if folder is not None and folder.is_dir():
-            names = listed_shards(folder)
-        else:
-            names = [Path(name) for name in ([folder] if folder is not None else path)]  # type: ignore[list-item, union-attr]
+        folder = Path(path) if isinstance(path, str | Path) and Path(path).is_dir() else None
+        names = listed_shards(folder) if folder else [Path(name) for name in ([path] if isinstance(path, str | Path) else path)]
         if not names:
             raise ValueError("Corpus.open: got no shards, wanted the folder of a corpus or a list of its shards.")
         with ThreadPoolExecutor() as pool:
             shards = list(pool.map(lambda name: read_shard(name, verify), names))
         _check_alike(shards)
         header = shards[0].header
-        return Corpus(shards, header.vocab_size, header.tokenizer, folder if folder is not None and folder.is_dir() else None)
+        return Corpus(shards, header.vocab_size, header.tokenizer, folder)
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
@@ -138,24 +135,24 @@ class Corpus:
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """The tokens at `index`, read from the disk."""
-        return self._gather(index, [part.tokens for part in self.parts], self.dtype)
+        return self._gather(index, [part.tokens for part in self.parts])
 
     def read_mask(self, index: np.ndarray) -> np.ndarray:
-        return self._gather(index, self.masks(), np.dtype(np.uint8))
+        return self._gather(index, self.masks())
 
     def masks(self) -> list[np.ndarray]:
         """The loss mask of each part. Where none was stored, the loss counts every token."""
         every = np.ones(1, np.uint8)
         return [part.mask if part.mask is not None else np.broadcast_to(every, len(part.tokens)) for part in self.parts]
 
-    def _gather(self, index: np.ndarray, runs: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    def _gather(self, index: np.ndarray, runs: list[np.ndarray]) -> np.ndarray:
         if len(runs) == 1:
             return runs[0][index]
         flat = index.reshape(-1)
         owner = np.searchsorted(self.starts, flat, side="right") - 1
         grouped = np.argsort(owner, kind="stable")  # so that each part is read once, however many there are
         owners, first = np.unique(owner[grouped], return_index=True)
-        found = np.empty(flat.shape, dtype)
+        found = np.empty(flat.shape, runs[0].dtype)
         for number, here in zip(owners, np.split(grouped, first[1:])):
             found[here] = runs[number][flat[here] - self.starts[number]]
         return found.reshape(index.shape)
@@ -181,8 +178,7 @@ def _check_alike(shards: Sequence[Shard]) -> None:
 
 
 def choose(documents: int, count: int, seed: int) -> np.ndarray:
-    """Which `count` of the documents are held out: a mask. A document's place in the draw hangs on its number and the seed
-    alone."""
+    """Which `count` of the documents are held out: a mask. A document's place in the draw hangs on its number and `seed`."""
     length = -(-count // RUNS)
     chosen, left = np.zeros(documents, bool), count
     for run in order(-(-documents // length), seed, 0).tolist():

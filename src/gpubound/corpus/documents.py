@@ -52,10 +52,11 @@ def _without_text(row: Mapping, where: str, keys: tuple[str, ...]) -> str:
     there = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     if null := [key for key in keys if key in row]:
         return f"{where}: its {null[0]!r} is null, wanted a text or a chat; leave the row out."
-    wanted = " or ".join(map(repr, keys))
-    return (
-        f"{where}: has {'the keys ' + there if there else 'no keys'}, wanted {wanted}; name another with text_key (--text-key)."
-    )
+    return f"{where}: has {'the keys ' + there if there else 'no keys'}, {_wanted(keys)}"
+
+
+def _wanted(keys: tuple[str, ...]) -> str:
+    return f"wanted {' or '.join(map(repr, keys))}; name another with text_key (--text-key)."
 
 
 def _check_text(text: str, where: str) -> None:
@@ -177,12 +178,10 @@ def read_parquet(path: Path, text_key: str | None) -> Read:
     try:
         file = parquet.ParquetFile(path)
         there = file.schema_arrow.names
-        columns = [name for name in (KEYS if text_key is None else (text_key,)) if name in there]
+        keys = KEYS if text_key is None else (text_key,)
+        columns = [name for name in keys if name in there]
         if not columns:
-            wanted = "'text' or 'messages'" if text_key is None else repr(text_key)
-            raise DataError(
-                f"{path}: has the columns {', '.join(there)}, wanted {wanted}; name another with text_key (--text-key)."
-            )
+            raise DataError(f"{path}: has the columns {', '.join(there)}, {_wanted(keys)}")
         rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
         yield from _of_rows(rows, file.metadata.num_rows, path, path.stat().st_size, text_key)
     except (_load("pyarrow", path).ArrowException, UnicodeDecodeError) as error:

@@ -25,10 +25,8 @@ IGNORED = -100  # the label that losses skip
 STREAM_FIELDS = ("input_ids", "labels")
 FIELDS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens", "valid")
 
-# In `shift`: the place holds padding. Any index that this is added to stays negative.
-PADDING = -(1 << 48)
-# In `begins`, after a row's last piece: beyond every place of a batch.
-BEYOND = 1 << 48
+PADDING = -(1 << 48)  # in `shift`: the place holds padding. Any index that this is added to stays negative
+BEYOND = 1 << 48  # in `begins`, after a row's last piece: beyond every place of a batch
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Packing:
     begins: np.ndarray | None = None  # (pieces,)
     shift: np.ndarray | None = None  # (pieces,)
     most: int = 1  # pieces in the fullest row
-    padding: float = 0.0  # share of places that hold padding
 
     @property
     def size(self) -> int:
@@ -62,17 +59,16 @@ def plan_documents(offsets: np.ndarray, seq: int, most: int) -> Packing:
     """Whole documents packed into rows of `seq` places, at most `most` a row; longer ones are cut into pieces first.
 
     Best fit, longest first, over a histogram of lengths: the work depends on how many lengths there are, not on how many
-    documents, so ten million documents take as long as ten thousand. Documents of one token have nothing to learn and are
-    left out.
+    documents, so ten million take as long as ten thousand. Documents of one token have nothing to learn and are left out.
     """
     starts, lengths = _pieces(offsets.astype(np.int64), seq)
     if len(starts) == 0:
-        return Packing(seq, 0, np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    patterns = _patterns(np.bincount(lengths, minlength=seq + 1), seq, most)
+        return Packing(seq, 0)
+    counts = np.bincount(lengths, minlength=seq + 1)
     by_length = np.argsort(lengths, kind="stable")
-    next_of = np.concatenate([[0], np.cumsum(np.bincount(lengths, minlength=seq + 1))])  # where each length's pieces begin
-    firsts, begins, shifts = [np.zeros(1, np.int64)], [], []
-    for many, pattern in patterns:
+    next_of = np.concatenate([[0], np.cumsum(counts)])  # where each length's pieces begin
+    pieces, begins, shifts = [np.zeros(1, np.int64)], [], []
+    for many, pattern in _patterns(counts, seq, most):
         places = np.concatenate([[0], np.cumsum(pattern)])
         padded = places[-1] < seq
         begin = np.broadcast_to(places[: len(pattern) + padded], (many, len(pattern) + padded))
@@ -81,20 +77,12 @@ def plan_documents(offsets: np.ndarray, seq: int, most: int) -> Packing:
             taken = by_length[next_of[length] : next_of[length] + many]
             next_of[length] += many
             shift[:, j] = starts[taken] - places[j]
-        firsts.append(np.full(many, begin.shape[1]))
+        pieces.append(np.full(many, begin.shape[1]))
         begins.append(begin.reshape(-1))
         shifts.append(shift.reshape(-1))
-    counts = np.concatenate(firsts)
-    rows = len(counts) - 1
-    return Packing(
-        seq,
-        rows,
-        np.cumsum(counts),
-        np.concatenate(begins),
-        np.concatenate(shifts),
-        int(counts.max()),
-        1 - lengths.sum() / (rows * seq),
-    )
+    of_rows = np.concatenate(pieces)
+    tables = (np.cumsum(of_rows), np.concatenate(begins), np.concatenate(shifts))
+    return Packing(seq, len(of_rows) - 1, *tables, int(of_rows.max()))
 
 
 def _pieces(offsets: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +146,7 @@ class Order:
 
 
 class Cutter:
-    """`cut(rows(counter))` is the batch number `counter`. `read` fetches stored tokens, `read_mask` their loss mask, by
-    index."""
+    """`cut(rows(counter))` is batch number `counter`. `read` fetches stored tokens by index, `read_mask` their loss mask."""
 
     def __init__(
         self,
@@ -223,8 +210,7 @@ class Cutter:
         return begins_BM, self.shift[there_BM]
 
     def _boundaries(self, begins_BM: Tensor) -> Tensor:
-        """cu_seqlens of the rows laid end to end: where each piece begins, then the total over and over, B·M + 1 numbers
-        always."""
+        """cu_seqlens of the rows end to end: where each piece begins, then the total over and over, always B·M + 1 numbers."""
         starts = (begins_BM + self.row_start).clamp_max(self.total).flatten().sort().values
         return torch.cat([starts, self.total]).to(torch.int32)
 

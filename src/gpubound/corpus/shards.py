@@ -1,17 +1,14 @@
 """What a corpus is on the disk: a folder of shards, which its manifest lists.
 
-A shard is one file: a header that says what is inside and its checksums, then the tokens, the documents' offsets, and the loss
-mask.
+A shard is one file: a header that says what is inside, with checksums, then tokens, the documents' offsets and the loss mask.
 
     bytes 0..8    b"GBTOKENS"
     8..20         three little-endian uint32: format version, length of the JSON, CRC-32 of the JSON
     20..          JSON: dtype, counts, vocabulary, tokenizer, the section table {name: [offset, bytes, crc]}
-    4096..        tokens (uint16 or uint32), documents (uint64: where each begins, and the end), mask (uint8, one a token; may
-                  be absent)
+    4096..        tokens (uint16 or uint32), documents (uint64: where each begins, and the end), mask (uint8 a token; may lack)
 
-A shard is written under another name, flushed to the disk and then renamed, so a file with this name is whole or damaged,
-never half written. CRC-32 runs at 2.2 GB/s on one core, SHA-256 at 1.3: checking a billion 16-bit tokens takes about a
-second.
+A shard is written under another name and then renamed, so a file with this name is whole or damaged, never half written.
+CRC-32 runs at 2.2 GB/s on one core, SHA-256 at 1.3: checking a billion 16-bit tokens takes about a second.
 """
 
 import json
@@ -36,6 +33,7 @@ CLAIM = "building.json"  # written when it begins: this folder is a corpus's own
 CURE = "restore the file or build the corpus anew"
 _FIXED = struct.Struct("<8sIII")
 _PAGE = 4096
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 Encoded = tuple[np.ndarray, np.ndarray | None]  # a document's ids, and the loss mask where not all may be learnt
 
@@ -280,10 +278,8 @@ def listed_shards(folder: Path) -> list[Path]:
 
 def tokenizer_checksums(folder: Path) -> dict[str, int]:
     """CRC-32 of each file that a tokenizer is saved in; a file that is absent has none."""
-    files = [
-        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-    ]
-    return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files if file.exists()}
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    return {file.name: zlib.crc32(regular(file).read_bytes()) for file in files}
 
 
 def saved_files_are_intact(folder: Path) -> bool:

@@ -10,8 +10,7 @@ import sysconfig
 import time
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..words import readable
 from .documents import (
     ROWS,
     Document,
-    Read,
     as_document,
     files_of,
     is_dataset,
@@ -34,33 +32,39 @@ from .documents import (
 PROGRESS_SECONDS = 10.0  # between plain lines: a log file wants few
 
 
-@dataclass(frozen=True)
 class _Given:
-    """A path that was given, and the files there."""
+    """The documents of a path that was given, and how far its files have been read."""
 
-    path: Path
-    files: list[Path]
-    dataset: bool
+    def __init__(self, path: Path, separator: str | None, text_key: str | None):
+        if not path.exists():
+            said = repr(str(path) if len(str(path)) < 80 else str(path)[:77] + "...")
+            raise ValueError(
+                f"texts: {said} does not exist, wanted the path of a file or folder; pass a single text as a list of one."
+            )
+        refuse_splits(path)
+        if is_dataset(path):
+            self.files, self.rows = tables_of(path), True
+            self.readers = [partial(read_dataset, path, text_key)]
+        else:
+            self.files = files_of(path)
+            self.rows = any(file.suffix in ROWS for file in self.files)
+            self.readers = [partial(read_file, file, separator, text_key) for file in self.files]
+        self.path, self.size, self.read = path, sum(file.stat().st_size for file in self.files), 0
 
-    @property
-    def rows(self) -> bool:
-        return self.dataset or any(file.suffix in ROWS for file in self.files)
-
-    def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
-
-    def read(self, separator: str | None, text_key: str | None) -> Iterator[Read]:
-        """A reader for each file."""
-        if self.dataset:
-            return iter([read_dataset(self.path, text_key)])
-        return (read_file(file, separator, text_key) for file in self.files)
+    def __iter__(self) -> Iterator[Document]:
+        self.read = 0
+        for reader in self.readers:
+            before = self.read
+            for document, done in reader():
+                self.read = before + done
+                yield document
 
 
 class Texts:
     """The documents of `texts`, and how far they have been read.
 
     texts       a path or several (plain text, source code, jsonl, parquet, a folder of them, a saved Hugging Face dataset),
-                or an iterable of strings, chats, rows or paths
+                or an iterable of strings, chats, rows, paths or other Texts
     separator   splits a text file into documents, as in "<|endoftext|>"; without it a file is one document
     text_key    the key or column of a row that holds its text or chat; without it "text" or "messages"
 
@@ -80,14 +84,17 @@ class Texts:
         self.files: list[Path] | None = None
         self.size: int | None = None
         if isinstance(texts, list | tuple) and texts:
-            self.texts = [_given(item) for item in texts]
+            self.texts = [self._part(item) for item in texts]
             self._measure(self.texts)
 
+    def _part(self, item: Any) -> Any:
+        return _Given(item, self.separator, self.text_key) if isinstance(item, Path) else item
+
     def _measure(self, items: list[Any]) -> None:
+        sizes = [len(item) if isinstance(item, str) else item.size for item in items if isinstance(item, str | _Given | Texts)]
+        if len(sizes) == len(items) and None not in sizes:
+            self.size = sum(size or 0 for size in sizes)
         places = [item for item in items if isinstance(item, _Given)]
-        letters = [len(item) for item in items if isinstance(item, str)]
-        if len(places) + len(letters) == len(items):
-            self.size = sum(letters) + sum(place.bytes() for place in places)
         if len(places) < len(items):
             return
         self.files = [file for place in places for file in place.files]
@@ -98,49 +105,18 @@ class Texts:
 
     def __iter__(self) -> Iterator[Document]:
         self.read = 0
-        for number, item in enumerate(map(_given, self.texts)):
+        for number, item in enumerate(map(self._part, self.texts)):
             before = self.read
-            if isinstance(item, _Given):
-                for reader in item.read(self.separator, self.text_key):
-                    before = self.read
-                    for document, done in reader:
-                        self.read = before + done
-                        yield document
+            if isinstance(item, _Given | Texts):
+                for document in item:
+                    self.read = before + item.read
+                    yield document
+                self.read = before + item.read
                 continue
             if number == 0:
                 refuse_a_files_name(item)
             yield as_document(item, f"texts[{number}]", self.text_key)
             self.read = before + (len(item) if isinstance(item, str) else 0)
-
-
-class Several:
-    """Some Texts, one after another, as one."""
-
-    def __init__(self, parts: list[Texts]):
-        self.parts = parts
-        self.size = None if any(part.size is None for part in parts) else sum(part.size or 0 for part in parts)
-
-    @property
-    def read(self) -> int:
-        return sum(part.read for part in self.parts)
-
-    def __iter__(self) -> Iterator[Document]:
-        return chain.from_iterable(self.parts)
-
-
-def _given(item: Any) -> Any:
-    """What lies at a path; what is no path, as it is."""
-    if not isinstance(item, Path):
-        return item
-    if not item.exists():
-        said = repr(str(item) if len(str(item)) < 80 else str(item)[:77] + "...")
-        raise ValueError(
-            f"texts: {said} does not exist, wanted the path of a file or folder; pass a single text as a list of one."
-        )
-    if item.is_dir():
-        refuse_splits(item)
-    dataset = item.is_dir() and is_dataset(item)
-    return _Given(item, tables_of(item) if dataset else files_of(item), dataset)
 
 
 class Progress:

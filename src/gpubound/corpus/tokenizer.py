@@ -1,5 +1,4 @@
-"""Tokenizers: train a small byte-level BPE, load a Hugging Face one, and turn texts and chats into ids with the mask of what
-to learn."""
+"""Tokenizers: train a byte-level BPE, load a Hugging Face one, turn texts and chats into ids and the mask of what to learn."""
 
 import hashlib
 import json
@@ -14,7 +13,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, read_text, regular, write_whole
-from .texts import Progress, Several, Texts
+from .texts import Progress, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -82,8 +81,7 @@ class Tokenizer:
         return [(encoding.ids, _mask(encoding.offsets, spans)) for encoding, (_, spans) in zip(encodings, written)]
 
     def _write_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the spans of it that the assistant wrote: what each of its messages adds to the prompt before
-        it."""
+        """The chat as text, and the spans that the assistant wrote: what each of its messages adds to the prompt before it."""
         text, spans = self.render(messages), []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -162,8 +160,7 @@ def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.nd
 
 
 def adapt(tokenizer: Any) -> Encoder:
-    """`tokenizer` as an Encoder: ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or anything that
-    is one already."""
+    """An Encoder: from ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or what is one already."""
     if isinstance(tokenizer, str | Path):
         return Tokenizer.load(tokenizer)
     inner = getattr(tokenizer, "backend_tokenizer", None)
@@ -204,14 +201,14 @@ def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Toke
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,  # its bars and ours would write over each other
     )
-    source = texts if isinstance(texts, Texts | Several) else Texts(texts)
+    source = texts if isinstance(texts, Texts) else Texts(texts)
     with Progress("training a tokenizer", progress, source.size) as report:
         inner.train_from_iterator(_plain(source, report, vocab_size), trainer)
         report.say(f"{inner.get_vocab_size():,} tokens, after {report.seconds:.1f} s")
     return Tokenizer(inner, END_OF_TEXT, CHAT)
 
 
-def _plain(source: Texts | Several, report: Progress, vocab_size: int) -> Iterator[str]:
+def _plain(source: Texts, report: Progress, vocab_size: int) -> Iterator[str]:
     """Every text as the tokenizer is to learn it, and then the word that it is learning."""
     number = 0
     for number, text in enumerate(source, 1):

@@ -30,12 +30,10 @@ class Gauges:
 
     def __init__(self, device: torch.device, period: float = PERIOD):
         self.device, self.period = device, period
-        self._chip: _Chip | None = None
         self._last = float("-inf")
 
     def __enter__(self) -> "Gauges":
-        if self.device.type == "cuda":
-            self._chip = _open_chip(self.device)
+        self._chip = _open_chip(self.device) if self.device.type == "cuda" else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,18 +47,14 @@ class Gauges:
             return {}
         self._last = now
         if self.device.type != "cuda":
-            return {"memory_bytes": _resident_bytes()}
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB, macOS in bytes
+            return {"memory_bytes": most * (1 if sys.platform == "darwin" else 1024)}
         found = {
             "memory_bytes": torch.cuda.max_memory_allocated(self.device),
             "memory_allocated_bytes": torch.cuda.memory_allocated(self.device),
             "memory_reserved_bytes": torch.cuda.memory_reserved(self.device),
         }
         return found | (self._chip.read() if self._chip is not None else {})
-
-
-def _resident_bytes() -> int:
-    """The most that this process has held. Linux counts in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _open_chip(device: torch.device) -> "_Chip | None":

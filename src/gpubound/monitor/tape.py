@@ -1,10 +1,7 @@
 """The tape of a run: a folder with run.json (what it is) and steps.jsonl (a line for each step). The report reads nothing else.
 
-A step's line holds what was measured, under names with their units. The report knows these:
-    step, loss, held_out, grad_norm, lr, tokens, seconds, tokens_per_s, mfu, gpu_busy, host_lead_ms, syncs, h2d_bytes,
-    memory_bytes, memory_allocated_bytes, memory_reserved_bytes, power_w, sm_active, skipped
-and elapsed_s, the seconds since training began, and in a run of several phases, phase: its name.
-What was not measured is left out, never written as zero.
+A step's line holds its number as step, what was measured (FIGURES: names with their units), and in a run of several phases the
+phase's name as phase. What was not measured is left out, never written as zero.
 """
 
 import json
@@ -29,7 +26,7 @@ LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps
 FIGURES = (
     "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
-    "elapsed_s",
+    "elapsed_s",  # since training began
 )  # fmt: skip
 TEXTS = ("name", "verdict", "sample", "placement", "mfu")
 KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}

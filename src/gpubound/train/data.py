@@ -10,7 +10,7 @@ from ..corpus import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_s
 from ..corpus.build import building_alone
 from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
-from ..corpus.texts import Several, Texts
+from ..corpus.texts import Texts
 from ..errors import DataError
 from ..models.registry import is_named
 from ..trace import notice
@@ -96,7 +96,7 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
             return Tokenizer.load(built / name)
     every = [Texts(_texts(own), text_key=_key(own)) for _, own in recipe.stages()]
-    return train_tokenizer(Several(every), recipe.vocabulary, progress)
+    return train_tokenizer(every, recipe.vocabulary, progress)
 
 
 def _texts(recipe: Recipe) -> list[Any]:
