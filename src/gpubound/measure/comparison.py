@@ -5,8 +5,7 @@ median over rounds. Timing one thing fully and then the other would book the dri
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,14 +86,16 @@ def compare(
     order = list(works)
     handles: dict[str, list[Any]] = {name: [] for name in works}
     shuffle = random.Random(seed).shuffle
-    for name in order:
-        with _naming(name):
-            clock.warm(name, works[name], warmup)
-    for _ in range(rounds):
-        shuffle(order)
+    try:
         for name in order:
-            with _naming(name):
+            clock.warm(name, works[name], warmup)
+        for _ in range(rounds):
+            shuffle(order)
+            for name in order:
                 handles[name].append(clock.run(name, works[name]))
+    except Exception as error:
+        error.add_note(f"compare: raised by {name!r}")
+        raise
     return compare_samples({name: clock.read(handles[name]) for name in works}, clock=clock.name)
 
 
@@ -119,13 +120,3 @@ def _interval(per_round: np.ndarray) -> Ratio:
     medians = np.median(per_round[picks], axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])
     return Ratio(float(np.median(per_round)), float(low), float(high))
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """An error inside says which of the works raised it."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"compare: raised by {name!r}")
-        raise

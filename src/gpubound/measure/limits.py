@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,35 +36,6 @@ class Gpu:
     sms: int
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Versions and hardware by name. None: this machine has no such thing."""
-
-    system: str
-    python: str
-    torch: str
-    cuda: str | None
-    driver: str | None
-    triton: str | None
-    cpu: str
-    threads: int
-    host_memory_bytes: int | None
-
-
-def machine() -> Machine:
-    return Machine(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        driver=_driver(),
-        triton=_installed("triton"),
-        cpu=_cpu_name(),
-        threads=torch.get_num_threads(),
-        host_memory_bytes=_host_memory(),
-    )
-
-
 def gpus() -> list[Gpu]:
     """The GPUs that CUDA shows. This starts CUDA; device.resolve says beforehand whether that works."""
     found = []
@@ -74,9 +45,9 @@ def gpus() -> list[Gpu]:
     return found
 
 
-def _installed(package: str) -> str | None:
+def _triton() -> str | None:
     try:
-        return version(package)
+        return version("triton")
     except PackageNotFoundError:
         return None
 
@@ -109,6 +80,25 @@ def _cpu_name() -> str:
 def _host_memory() -> int | None:
     stated = "SC_PHYS_PAGES" in os.sysconf_names
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if stated else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Versions and hardware by name. None: this machine has no such thing."""
+
+    system: str = field(default_factory=lambda: f"{platform.system()} {platform.release()} {platform.machine()}")
+    python: str = field(default_factory=platform.python_version)
+    torch: str = field(default_factory=lambda: torch.__version__)
+    cuda: str | None = field(default_factory=lambda: torch.version.cuda)
+    driver: str | None = field(default_factory=_driver)
+    triton: str | None = field(default_factory=_triton)
+    cpu: str = field(default_factory=_cpu_name)
+    threads: int = field(default_factory=lambda: torch.get_num_threads())
+    host_memory_bytes: int | None = field(default_factory=_host_memory)
+
+
+def machine() -> Machine:
+    return Machine()
 
 
 def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:

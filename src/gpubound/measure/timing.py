@@ -12,6 +12,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -76,37 +77,35 @@ def time(
     """
     check_counts("time", warmup=(warmup, 0), runs=(runs, 1))
     where = place_of(device)
-    if not graph:
-        clock = clock_for("time", where, cold_l2, host_ahead)
-        clock.warm("fn", fn, warmup)
-        seconds = clock.read([clock.run("fn", fn) for _ in range(runs)])
-        return Timing.of(seconds, clock.name)
-    if where.type != "cuda" or cold_l2 or host_ahead or isinstance(fn, Prepared):
+    if graph and (where.type != "cuda" or cold_l2 or host_ahead or isinstance(fn, Prepared)):
         raise ValueError(
             f"time: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got {type(fn).__name__} "
             f"on {where}, cold_l2={cold_l2}, host_ahead={host_ahead}; leave one of them out."
         )
-    clock = DeviceClock(where, host_ahead=True)
-    replay = _captured(fn, where, max(1, warmup))
-    clock.warm("replay", replay, 1)
-    seconds = [s / GRAPH_CALLS for s in clock.read([clock.run("replay", replay) for _ in range(runs)])]
-    return Timing.of(seconds, f"{clock.name}, around a graph of {GRAPH_CALLS} calls")
+    if graph:
+        fn, warmup = _captured(fn, where, max(1, warmup)), 1
+    clock = clock_for("time", where, cold_l2, host_ahead or graph)
+    clock.warm("fn", fn, warmup)
+    seconds = clock.read([clock.run("fn", fn) for _ in range(runs)])
+    if graph:
+        return Timing.of([s / GRAPH_CALLS for s in seconds], f"{clock.name}, around a graph of {GRAPH_CALLS} calls")
+    return Timing.of(seconds, clock.name)
 
 
-def _captured(fn: Callable[[], Any], device: torch.device, warmup: int) -> Callable[[], Any]:
+def _captured(work: Work, device: torch.device, warmup: int) -> Callable[[], Any]:
     """The replay of a graph of GRAPH_CALLS calls, captured on a stream of its own on that very device."""
     here = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         for _ in range(warmup):
-            fn()
+            run_once(work)
     here.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
             for _ in range(GRAPH_CALLS):
-                fn()
+                run_once(work)
     except RuntimeError as error:
         cause = str(error).strip().splitlines()[0]
         raise MeasureError(f"time: graph=True, but this work cannot be captured: {cause}. Time it without graph.") from error
@@ -123,9 +122,9 @@ class HostClock:
             run_once(work)
 
     def run(self, name: str, work: Work) -> float:
-        prepared, go = _ready(work)
+        go = _ready(work)
         start = perf_counter()
-        go(*prepared)
+        go()
         return perf_counter() - start
 
     def read(self, handles: list[Any]) -> list[float]:
@@ -145,22 +144,19 @@ class DeviceClock:
     def warm(self, name: str, work: Work, times: int) -> None:
         """Run `times` times (and once more under host_ahead), and note how long the host takes to queue one warm run."""
         for _ in range(times + self.host_ahead):
-            prepared, go = _ready(work)
-            start = perf_counter()
-            go(*prepared)
-            self.queue_s[name] = perf_counter() - start
+            self.queue_s[name] = HostClock().run(name, work)
         torch.cuda.synchronize(self.device)
 
     def run(self, name: str, work: Work) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         with torch.cuda.device(self.device):
-            prepared, go = _ready(work)
+            go = _ready(work)
             if self.flush is not None:
                 self.flush.fill_(1)
             if self.host_ahead:  # twice what the last warm run took; a work that synchronises is still timed whole
                 torch.cuda._sleep(int(2 * min(self.queue_s[name], 0.01) * SLEEP_CYCLES_PER_S))
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            go(*prepared)
+            go()
             end.record()
         return begin, end
 
@@ -169,17 +165,14 @@ class DeviceClock:
         return [begin.elapsed_time(end) / 1e3 for begin, end in handles]
 
 
-def _ready(work: Work) -> tuple[tuple, Callable[..., Any]]:
-    """The arguments of this run, prepared now, and what to call with them."""
-    if isinstance(work, Prepared):
-        return (work.prepare(),), work.run
-    return (), work
+def _ready(work: Work) -> Callable[[], Any]:
+    """What to call for this run, prepared now."""
+    return partial(work.run, work.prepare()) if isinstance(work, Prepared) else work
 
 
 def run_once(work: Work) -> Any:
     """Run the work once, untimed, and return its result."""
-    prepared, go = _ready(work)
-    return go(*prepared)
+    return _ready(work)()
 
 
 def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool) -> HostClock | DeviceClock:

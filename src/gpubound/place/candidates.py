@@ -17,7 +17,7 @@ from ..kernels.choose import Call
 from ..layers.stacked import overlapping
 from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
 from ..models.registry import role_of, swaps_of
-from .fused import TORCH_NORMS, Fused
+from .fused import TORCH_NORMS, Fused, adopt
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks
 WHOLES = (*STACKS, "ForCausalLM")  # verified by exercise, in this order, once their leaves are swapped
@@ -32,6 +32,9 @@ class Candidate(NamedTuple):
     name: str
     module: nn.Module
     swap: Swap
+
+    def adopt(self) -> None:
+        adopt(self.module, self.swap.part, self.swap.attributes)
 
 
 def leaves(model: nn.Module) -> Iterator[Candidate]:
@@ -151,19 +154,18 @@ def _check_tensors(model: nn.Module) -> None:
         )
 
 
-def devices(model: nn.Module) -> set[torch.device]:
-    return {t.device for t in (*model.parameters(), *model.buffers())}
-
-
-def check_movable(model: nn.Module, device: torch.device) -> None:
-    """Raise ValueError when the model is elsewhere and its quantised weights cannot follow."""
-    where = devices(model) - {device}
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move what is elsewhere. Raise ValueError when quantised weights cannot follow."""
+    elsewhere = {t.device for t in (*model.parameters(), *model.buffers())} - {device}
+    if not elsewhere:
+        return
     found = next((f"{name} ({why})" for name, m in model.named_modules() if (why := quantised(m))), None)
-    if where and found and getattr(model, "is_quantized", False):
+    if found and getattr(model, "is_quantized", False):
         raise ValueError(
-            f"place: the model is on {_listed(where)} and its quantised weights cannot be moved: {found}; "
+            f"place: the model is on {_listed(elsewhere)} and its quantised weights cannot be moved: {found}; "
             f"load it with device_map={{'': '{device}'}}."
         )
+    model.to(device)
 
 
 def quantised(module: nn.Module) -> str | None:

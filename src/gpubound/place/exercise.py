@@ -154,11 +154,8 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{name}.{key}".strip("."))
-    elif isinstance(value, list | tuple):
-        for key, item in enumerate(value):
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors(item, f"{name}.{key}".strip("."))
 
 

@@ -75,19 +75,10 @@ def release(module: nn.Module) -> None:
 class _Norm:
     """A norm of torch's own. Under autocast it runs as torch has it: autocast gives norms rules of their own."""
 
-    eps: Any  # these are of the module that it is swapped into
-    num_groups: int
-    weight: Tensor | None
-    bias: Tensor | None
-    original: Any
-
     op: str
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:  # self is the module that it is swapped into, too
         return self.original.forward(self, x) if torch.is_autocast_enabled(x.device.type) else self.normed(x)
-
-    def normed(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def fused_kernels(self) -> Kernels:
         return "{}", (self.op,)
@@ -96,21 +87,21 @@ class _Norm:
 class TorchRMSNorm(_Norm):
     op = "rms_norm"
 
-    def normed(self, x: Tensor) -> Tensor:
+    def normed(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
 
 
 class TorchLayerNorm(_Norm):
     op = "layer_norm"
 
-    def normed(self, x: Tensor) -> Tensor:
+    def normed(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class TorchGroupNorm(_Norm):
     op = "group_norm"
 
-    def normed(self, x: Tensor) -> Tensor:
+    def normed(self: Any, x: Tensor) -> Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 

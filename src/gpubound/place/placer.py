@@ -21,7 +21,7 @@ from ..trace import fallback
 from . import candidates
 from .candidates import Candidate
 from .exercise import Exercise
-from .fused import Fused, adopt, release
+from .fused import Fused, release
 from .placement import Note, Placement
 from .verify import Verdict, coarsest, judged, verify
 
@@ -43,24 +43,22 @@ def place(
     begin = time.perf_counter()
     candidates.check_placeable(model)
     there = facts.resolve(device)
-    if candidates.devices(model) - {there}:
-        candidates.check_movable(model, there)
-        model.to(there)
+    candidates.move(model, there)
     if fuse:
         hasten(candidates.calls_of(model), there, coarsest(model))
-    whole, placer = Exercise(model, example), _Placer(strict)
+    whole, placer = Exercise(model, example), _Placer(model, strict)
     verdict = Verdict(why=whole.trouble)
     try:
         if fuse:
-            placer.leaves(model)
-            placer.wholes(model)
+            placer.leaves()
+            placer.wholes()
         if not whole.trouble:
             verdict = placer.last(whole)
         placer.report()
     except BaseException:  # strict, or Ctrl-C: nothing stays half swapped
         placer.release_all()
         raise
-    notes = placer.notes(model)
+    notes = placer.notes()
     for counter in [counter for note in notes for counter in note.counters()]:
         counter.clear()  # the exercises' own
     unsupported = candidates.unsupported(model) if fuse else None
@@ -75,15 +73,14 @@ def _trials_refusal(c: Candidate) -> str:
 class _Placer:
     """Swaps candidates one by one and remembers what came of each."""
 
-    def __init__(self, strict: bool) -> None:
-        self.strict = strict
+    def __init__(self, model: nn.Module, strict: bool) -> None:
+        self.model, self.strict = model, strict
         self.decided: dict[str, Note] = {}
-        self.adopted: list[nn.Module] = []
         self.refusals: Counter[tuple[str, str]] = Counter()
 
-    def leaves(self, model: nn.Module) -> None:
-        shared = candidates.shared_memory(model)
-        for found in candidates.leaves(model):
+    def leaves(self) -> None:
+        shared = candidates.shared_memory(self.model)
+        for found in candidates.leaves(self.model):
             why = found.swap.refusal or candidates.leave_alone(found.module) or _torn(found, shared)
             if why:
                 self.refuse(found, why)
@@ -95,8 +92,8 @@ class _Placer:
                 verdict = self._verified(found)
             self.settle(found, verdict)
 
-    def wholes(self, model: nn.Module) -> None:
-        for found in candidates.wholes(model):
+    def wholes(self) -> None:
+        for found in candidates.wholes(self.model):
             why = found.swap.refusal or _trials_refusal(found)
             if why:
                 self.refuse(found, why)
@@ -104,19 +101,15 @@ class _Placer:
                 self.settle(found, self._exercised(found))
 
     def _verified(self, c: Candidate) -> Verdict:
-        return judged("its verification", lambda: verify(c.module, c.swap.cases, lambda: self._adopt(c)))
+        return judged("its verification", lambda: verify(c.module, c.swap.cases, c.adopt))
 
     def _exercised(self, c: Candidate) -> Verdict:
         """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
         inside = Exercise(c.module)
         if inside.trouble:
             return Verdict(why=inside.trouble)
-        self._adopt(c)
+        c.adopt()
         return judged("", inside.again)
-
-    def _adopt(self, c: Candidate) -> None:
-        adopt(c.module, c.swap.part, c.swap.attributes)
-        self.adopted.append(c.module)
 
     def settle(self, c: Candidate, verdict: Verdict) -> None:
         if verdict.ok:
@@ -149,7 +142,7 @@ class _Placer:
         return Verdict(why=why)
 
     def release_all(self) -> None:
-        for module in self.adopted:
+        for module in self.model.modules():
             release(module)
 
     def report(self) -> None:
@@ -157,15 +150,15 @@ class _Placer:
         for (kind, why), often in self.refusals.items():
             fallback(f"place: {kind} x{often}" if often > 1 else f"place: {kind}", why)
 
-    def notes(self, model: nn.Module) -> list[Note]:
+    def notes(self) -> list[Note]:
         """Every module that was decided on, and every other that holds parameters of its own, in the model's order."""
         notes = []
-        for name, module in model.named_modules():
+        for name, module in self.model.named_modules():
             if name in self.decided:
                 notes.append(self.decided[name])
             elif hasattr(type(module), "fused_kernels") and not isinstance(module, Fused):
                 notes.append(Note(name, module, _kernel(module), "gpubound's own, tested against the reference"))
-            elif module._parameters and not _within_ours(model, name):
+            elif module._parameters and not _within_ours(self.model, name):
                 notes.append(Note(name, module, "torch", "as it was"))
         return notes
 
