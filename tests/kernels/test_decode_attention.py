@@ -147,8 +147,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             {"cos": case.heads.cos[:9]},
-            "decode_attention: heads.cos must be torch.float32 (150, 8), got torch.float32 (9, 8); give one angle for each "
-            "place of the cache and pair.",
+            "decode_attention: heads.cos must be a contiguous torch.float32 (150, 8), got torch.float32 (9, 8); give one angle "
+            "for each place of the cache and pair.",
         ),
     ):
         with pytest.raises(ValueError) as caught:

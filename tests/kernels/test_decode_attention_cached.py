@@ -218,8 +218,8 @@ def test_wrong_arguments_are_named(device):
     for wrong, sentence in (
         (
             {"k": k.float(), "v": v.float()},
-            "quantized_decode_attention: caches must both be one of torch.int8, torch.float8_e4m3fn, got torch.float32 and "
-            "torch.float32; decode_attention takes the others.",
+            "quantized_decode_attention: caches must be one of torch.int8, torch.float8_e4m3fn, got torch.float32; "
+            "decode_attention takes the others.",
         ),
         (
             {"k_scale": k_scale.half()},
@@ -233,8 +233,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             {"pages": case.pages[:, :2].contiguous()},
-            "quantized_decode_attention: heads.cos must be torch.float32 (128, 8), got torch.float32 (150, 8); give one angle "
-            "for each place of the cache and pair.",
+            "quantized_decode_attention: heads.cos must be a contiguous torch.float32 (128, 8), got torch.float32 (150, 8); "
+            "give one angle for each place of the cache and pair.",
         ),
     ):
         with pytest.raises(ValueError) as caught:

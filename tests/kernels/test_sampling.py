@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.sampling import Rows, Settings
+from gpubound.kernels.sampling import Into, Rows, Settings
 from gpubound.kernels.triton import sampling as fast
 
 from .apart import apart
@@ -42,13 +42,12 @@ def marks(batch: int, words: int, device) -> Tensor:
     return (places % 3 == 0).to(torch.uint8)
 
 
-def outputs(batch: int, device, words: int | None = None) -> dict[str, Tensor]:
+def outputs(batch: int, device, words: int | None = None) -> Into:
     """Buffers that hold what no step leaves there; with `words`, an embedding too, whose rows all differ."""
-    filled = {"emitted": torch.full((batch,), -9, device=device, dtype=INT)}
-    if words is not None:
-        filled["embed"] = draw(device, torch.bfloat16, words, 70, seed=9)
-        filled["x"] = torch.full((batch, 70), 5.0, device=device)
-    return filled
+    emitted = torch.full((batch,), -9, device=device, dtype=INT)
+    if words is None:
+        return Into(emitted)
+    return Into(emitted, draw(device, torch.bfloat16, words, 70, seed=9), torch.full((batch, 70), 5.0, device=device))
 
 
 def copied(argument):
@@ -90,8 +89,8 @@ def test_pick_matches(parts, device, monkeypatch):
     best, arg = partials(4, parts, device)
     rows = rows_of(4, device, alive=[1, 0, 1, 1], limit=[100, 100, 100, 6], stops=[5, 2, -1])
     seen = marks(4, 500, device)
-    emitted, token, *_ = both("pick", best=best, arg=arg, rows=rows, seen=seen, **outputs(4, device, 500))
-    both("pick", best=best, arg=arg, rows=rows, **outputs(4, device))
+    emitted, token, *_ = both("pick", best=best, arg=arg, rows=rows, seen=seen, into=outputs(4, device, 500))
+    both("pick", best=best, arg=arg, rows=rows, into=outputs(4, device))
     lowest = [arg[b][best[b] == best[b].max()].min().item() for b in range(4)]
     assert emitted.tolist() == [lowest[0], -1, *lowest[2:]] and token.tolist() == [lowest[0], 1, *lowest[2:]]
 
@@ -123,7 +122,7 @@ def test_sample_matches(name, penalty, device, monkeypatch):
     logits[2, ::2] = -INF
     settings = settings_of(4, device, marks(4, 300, device), penalty=penalty, **SETTINGS[name])
     logprob = torch.zeros(4, device=device)
-    both("sample", logits=logits, rows=rows_of(4, device), settings=settings, logprob=logprob, **outputs(4, device, 300))
+    both("sample", logits=logits, rows=rows_of(4, device), settings=settings, logprob=logprob, into=outputs(4, device, 300))
 
 
 @BY
@@ -133,9 +132,9 @@ def test_of_equal_logits_the_lowest_token_is_taken(by, device, monkeypatch):
     best, picked, sampled = torch.zeros(3, 200, device=device), outputs(3, device), outputs(3, device)
     best[0, [7, 71, 135]], best[1, [60, 140]] = 1.0, 1.0
     tokens = torch.arange(199, -1, -1, device=device, dtype=INT).repeat(3, 1)
-    by.pick(best, tokens, rows_of(3, device), **picked)
-    by.sample(best, rows_of(3, device), settings_of(3, device, temperature=0.0), **sampled)
-    assert picked["emitted"].tolist() == [64, 59, 0] and sampled["emitted"].tolist() == [7, 60, 0]
+    by.pick(best, tokens, rows_of(3, device), picked)
+    by.sample(best, rows_of(3, device), settings_of(3, device, temperature=0.0), sampled)
+    assert picked.emitted.tolist() == [64, 59, 0] and sampled.emitted.tolist() == [7, 60, 0]
 
 
 @pytest.mark.parametrize("words", [1, 5, 64, 130])
@@ -145,12 +144,12 @@ def test_sample_of_any_size(batch, words, device, monkeypatch):
     settings = settings_of(batch, device, top_p=[0.9, 1.0][:batch])
     padded = torch.full((batch, words + 3), NAN, device=device)  # rows of a wider buffer
     padded[:, :words] = draw(device, torch.float32, batch, words)
-    wide = {"emitted": torch.zeros(batch, device=device, dtype=INT)}
+    wide = Into(torch.zeros(batch, device=device, dtype=INT))
     for by in (fast, reference):
         rows = rows_of(batch, device)
-        by.sample(padded[:, :words], rows, settings, **wide)
+        by.sample(padded[:, :words], rows, settings, wide)
         assert rows.bad.tolist() == [0] * batch
-    both("sample", logits=padded[:, :words].clone(), rows=rows_of(batch, device), settings=settings, **wide)
+    both("sample", logits=padded[:, :words].clone(), rows=rows_of(batch, device), settings=settings, into=wide)
 
 
 @pytest.mark.parametrize("op", ["pick", "sample"])
@@ -167,19 +166,19 @@ def test_the_life_of_a_row(by, op, device):
     seen, out = torch.zeros(8, 6, device=device, dtype=torch.uint8), outputs(8, device, 6)
     if op == "pick":
         tokens = torch.arange(6, device=device, dtype=INT).repeat(8, 1)
-        by.pick(best, tokens, rows, seen=seen, **out)
+        by.pick(best, tokens, rows, out, seen)
     else:
-        out["logprob"] = torch.zeros(8, device=device)
-        by.sample(best, rows, settings_of(8, device, seen, temperature=0.0), **out)
-        assert out["logprob"].isnan().tolist() == [False] * 3 + [True] * 5
-        same("logprob", out["logprob"][:3], best[:3].log_softmax(1).amax(1), 1e-6)
-    assert out["emitted"].tolist() == [2, 3, 4, -1, -1, -1, -1, -1]
+        logprob = torch.zeros(8, device=device)
+        by.sample(best, rows, settings_of(8, device, seen, temperature=0.0), out, logprob)
+        assert logprob.isnan().tolist() == [False] * 3 + [True] * 5
+        same("logprob", logprob[:3], best[:3].log_softmax(1).amax(1), 1e-6)
+    assert out.emitted.tolist() == [2, 3, 4, -1, -1, -1, -1, -1]
     assert rows.token.tolist() == [2, 3, 4, 1, 1, 1, 1, 1]
     assert rows.position.tolist() == [11, 10, 10, 10, 10, 10, 10, 10]
     assert rows.alive.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert rows.bad.tolist() == [0, 0, 0, 0, 11, 11, 4, 11]
     assert seen.nonzero().tolist() == [[0, 2], [1, 3], [2, 4]]
-    same("x", out["x"], out["embed"].float()[rows.token.long()], 0)
+    same("x", out.x, out.embed.float()[rows.token.long()], 0)
 
 
 def test_a_row_may_fill_its_limit_and_no_more(device):
@@ -187,7 +186,7 @@ def test_a_row_may_fill_its_limit_and_no_more(device):
     rows, emitted = rows_of(1, device, position=[4], limit=[8]), torch.zeros(1, device=device, dtype=INT)
     seen = []
     for _ in range(5):
-        fast.pick(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device, dtype=INT), rows, emitted)
+        fast.pick(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device, dtype=INT), rows, Into(emitted))
         seen.append(emitted.item())
     assert seen == [1, 1, 1, -1, -1] and rows.position.tolist() == [6] and rows.alive.tolist() == [0]
 
@@ -195,8 +194,8 @@ def test_a_row_may_fill_its_limit_and_no_more(device):
 def test_the_doors(device):
     """Through choice and self-test: a greedy row takes the same token by either."""
     logits, rows, out = draw(device, torch.float32, 2, 50), [rows_of(2, device) for _ in range(2)], outputs(2, device)
-    kernels.sample(logits, rows[0], settings_of(2, device, temperature=0.0), **out)
-    kernels.pick(logits, torch.arange(50, device=device, dtype=INT).repeat(2, 1), rows[1], **out)
+    kernels.sample(logits, rows[0], settings_of(2, device, temperature=0.0), out)
+    kernels.pick(logits, torch.arange(50, device=device, dtype=INT).repeat(2, 1), rows[1], out)
     assert rows[0].token.tolist() == rows[1].token.tolist() == logits.argmax(1).tolist()
 
 
@@ -206,10 +205,10 @@ def test_a_cpu_draws_no_noise_for_greedy_rows(monkeypatch):
 
     monkeypatch.setattr(module("sampling"), "_race", race)
     logits, rows, out = draw("cpu", torch.float32, 2, 50), rows_of(2, "cpu"), outputs(2, "cpu")
-    reference.sample(logits, rows, settings_of(2, "cpu", temperature=0.0), **out)
+    reference.sample(logits, rows, settings_of(2, "cpu", temperature=0.0), out)
     assert rows.token.tolist() == logits.argmax(1).tolist()
     with pytest.raises(RuntimeError, match="a race"):
-        reference.sample(logits, rows, settings_of(2, "cpu", temperature=[0.0, 1.0]), **out)
+        reference.sample(logits, rows, settings_of(2, "cpu", temperature=[0.0, 1.0]), out)
 
 
 def compile_all() -> None:
@@ -224,8 +223,8 @@ def compile_all() -> None:
         out = outputs(2, "cpu", words if whole else None)
         best, arg = torch.zeros(2, 600), torch.zeros(2, 600, dtype=INT)
         logprob = torch.zeros(2) if whole else None
-        fast.sample(torch.zeros(2, words), rows_of(2, "cpu"), settings, logprob=logprob, dependent=whole, **out)
-        fast.pick(best, arg, rows_of(2, "cpu", stops=[]), seen=settings.seen, dependent=whole, **out)
+        fast.sample(torch.zeros(2, words), rows_of(2, "cpu"), settings, out, logprob, whole)
+        fast.pick(best, arg, rows_of(2, "cpu", stops=[]), out, settings.seen, whole)
     print(*aot.compiled)
 
 
@@ -243,9 +242,9 @@ def test_large_vocabularies_on_the_gpu(words):
     options = {name: values * 8 for name, values in MIXED.items()} | {"penalty": [1.0, 1.2] * 16}
     settings = settings_of(32, device, marks(32, words, device), **options)
     logprob = torch.zeros(32, device=device)
-    both("sample", logits=logits, rows=rows_of(32, device), settings=settings, logprob=logprob, **outputs(32, device, words))
+    both("sample", logits=logits, rows=rows_of(32, device), settings=settings, logprob=logprob, into=outputs(32, device, words))
     best, arg = partials(32, words // 16, device)
-    both("pick", best=best, arg=arg, rows=rows_of(32, device), **outputs(32, device, words))
+    both("pick", best=best, arg=arg, rows=rows_of(32, device), into=outputs(32, device, words))
 
 
 @pytest.mark.gpu
@@ -258,8 +257,8 @@ def test_steps_in_a_graph_on_the_gpu(dependent):
 
     def steps(rows: Rows, ring: Tensor, dependent: bool) -> None:
         for i in range(0, 8, 2):
-            fast.sample(logits, rows, settings, ring[i], dependent=dependent)
-            fast.pick(best, arg, rows, ring[i + 1], dependent=dependent)
+            fast.sample(logits, rows, settings, Into(ring[i]), dependent=dependent)
+            fast.pick(best, arg, rows, Into(ring[i + 1]), dependent=dependent)
 
     eager, captured = rows_of(4, device), rows_of(4, device)
     steps(rows_of(4, device), rings[1], dependent)  # compiles
@@ -280,42 +279,42 @@ def message(call) -> str:
 
 def test_errors():
     logits, rows, settings, out = torch.zeros(2, 40), rows_of(2, "cpu"), settings_of(2, "cpu"), outputs(2, "cpu", 40)
-    best, arg, emitted = torch.zeros(2, 5), torch.zeros(2, 5, dtype=INT), out["emitted"]
+    best, arg, into = torch.zeros(2, 5), torch.zeros(2, 5, dtype=INT), Into(out.emitted)
     once = "; make it once, and change it in place."
-    assert message(lambda: kernels.sample(logits.half(), rows, settings, emitted)) == (
+    assert message(lambda: kernels.sample(logits.half(), rows, settings, into)) == (
         "sample: logits must be a torch.float32 matrix (B, V) whose rows are dense, got torch.float16 (2, 40) with strides "
         "(40, 1); cast or copy them into one buffer."
     )
-    assert message(lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, emitted)) == (
+    assert message(lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, into)) == (
         "sample: rows.alive must be a contiguous torch.int32 (2,), got torch.bool (2,)" + once
     )
-    assert message(lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), emitted)) == (
+    assert message(lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), into)) == (
         "sample: settings.seed must be a contiguous torch.int64 (2,), got torch.int32 (2,)" + once
     )
-    assert message(lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), emitted)) == (
+    assert message(lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), into)) == (
         "sample: settings.seen must be a contiguous torch.uint8 (2, 40), got torch.uint8 (2, 39)" + once
     )
-    assert message(lambda: kernels.sample(logits, rows, settings, emitted, torch.zeros(2, 2)[:, 0])) == (
+    assert message(lambda: kernels.sample(logits, rows, settings, into, torch.zeros(2, 2)[:, 0])) == (
         "sample: logprob must be a contiguous torch.float32 (2,), got torch.float32 (2,), not contiguous" + once
     )
-    assert message(lambda: kernels.pick(best, arg[:, :4], rows, emitted)) == (
+    assert message(lambda: kernels.pick(best, arg[:, :4], rows, into)) == (
         "pick: arg must be a contiguous torch.int32 (2, 5), got torch.int32 (2, 4), not contiguous" + once
     )
-    assert message(lambda: kernels.pick(best[0], arg, rows, emitted)) == (
+    assert message(lambda: kernels.pick(best[0], arg, rows, into)) == (
         "pick: best must be a contiguous torch.float32 (B, P), got torch.float32 (5,)" + once
     )
-    assert message(lambda: kernels.pick(best, arg, rows, emitted.to("meta"))) == (
+    assert message(lambda: kernels.pick(best, arg, rows, Into(out.emitted.to("meta")))) == (
         "pick: emitted must be a contiguous torch.int32 (2,) on cpu, got torch.int32 (2,) on meta" + once
     )
-    assert message(lambda: kernels.pick(best, arg, rows, emitted, x=out["x"])) == (
+    assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=None))) == (
         "pick: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
     )
-    assert message(lambda: kernels.sample(logits, rows, settings, emitted, embed=out["embed"][:30], x=out["x"])) == (
+    assert message(lambda: kernels.sample(logits, rows, settings, out._replace(embed=out.embed[:30]))) == (
         "sample: embed has 30 rows for a vocabulary of 40; a token beyond them would have no embedding."
     )
-    assert message(lambda: kernels.pick(best, arg, rows, emitted, embed=out["embed"].int(), x=out["x"])) == (
+    assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=out.embed.int()))) == (
         "pick: embed must be a contiguous floating-point tensor (V, H), got torch.int32 (40, 70); pass the model's own weight."
     )
-    assert message(lambda: kernels.pick(best, arg, rows, emitted, embed=out["embed"], x=out["x"].bfloat16())) == (
+    assert message(lambda: kernels.pick(best, arg, rows, out._replace(x=out.x.bfloat16()))) == (
         "pick: x must be a contiguous torch.float32 (2, 70), got torch.bfloat16 (2, 70)" + once
     )

@@ -75,8 +75,8 @@ def test_the_same_token_in_any_slot_batch_and_tile(by, device, monkeypatch):
         monkeypatch.setattr(fast, "TILE", tile)
         picked = {name: [values[i] for i in order] for name, values in options.items()}
         rows, out = rows_of(len(order), device, position=[3 + i for i in order]), outputs(len(order), device)
-        by.sample(logits[order], rows, settings_of(len(order), device, **picked), **out)
-        drawn.append(dict(zip(order, out["emitted"].tolist())))
+        by.sample(logits[order], rows, settings_of(len(order), device, **picked), out)
+        drawn.append(dict(zip(order, out.emitted.tolist())))
     assert drawn[0] == drawn[1] and drawn[2] == {2: drawn[0][2]}
 
 
@@ -86,8 +86,8 @@ def test_seed_row_and_position_each_matter(by, device):
     settings, drawn = settings_of(4, device, seed=[1, 2, 1, 1], row=[0, 0, 1, 0]), []
     for _ in range(2):
         out = outputs(4, device)
-        by.sample(logits, rows_of(4, device, position=[3, 3, 3, 4]), settings, **out)
-        drawn.append(out["emitted"].tolist())
+        by.sample(logits, rows_of(4, device, position=[3, 3, 3, 4]), settings, out)
+        drawn.append(out.emitted.tolist())
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
 
 
@@ -218,8 +218,8 @@ def drawn_by(by, logits: Tensor, draws: int, device, vary: str, **options) -> Te
     rows.limit.fill_(draws + 100)
     numbers = {"seed": 3, "row": [2] * draws} | ({vary: list(range(draws))} if vary != "position" else {}) | options
     out = outputs(draws, device)
-    by.sample(logits.to(device).repeat(draws, 1), rows, settings_of(draws, device, seen, **numbers), **out)
-    return out["emitted"]
+    by.sample(logits.to(device).repeat(draws, 1), rows, settings_of(draws, device, seen, **numbers), out)
+    return out.emitted
 
 
 FREQUENCIES = {

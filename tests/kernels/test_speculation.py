@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.sampling import Rows
+from gpubound.kernels.speculation import Chunk, Said
 from gpubound.kernels.triton import speculation as fast
 
 from .apart import apart
@@ -29,8 +29,8 @@ def both(op: str, monkeypatch, **arguments) -> list[Tensor]:
     return _both(op, **arguments)
 
 
-def outputs(batch: int, tokens: int, device) -> dict[str, Tensor]:
-    return {name: torch.full((batch, tokens), -9, device=device, dtype=INT) for name in ("chunk", "position", "alive")}
+def outputs(batch: int, tokens: int, device) -> Chunk:
+    return Chunk(*(torch.full((batch, tokens), -9, device=device, dtype=INT) for _ in Chunk._fields))
 
 
 TEXTS = {  # a text, and the four tokens that its end foretells
@@ -52,11 +52,11 @@ def test_what_a_text_foretells(by, device):
     ends = [len(tokens) - 1 for tokens, _ in TEXTS.values()]
     out = outputs(len(TEXTS), 5, device)
     rows = rows_of(len(TEXTS), device, position=ends, alive=[1, 0, 1, 1, 1, 1, 1])
-    by.propose(rows, text, **out)
-    assert dict(zip(TEXTS, out["chunk"][:, 1:].tolist())) == {name: wanted for name, (_, wanted) in TEXTS.items()}
-    assert out["chunk"][:, 0].tolist() == [tokens[-1] for tokens, _ in TEXTS.values()]
-    assert out["position"].tolist() == [[min(end + t, 13) for t in range(5)] for end in ends]
-    assert out["alive"].tolist() == [[alive] * 5 for alive in (1, 0, 1, 1, 1, 1, 1)]
+    by.propose(rows, text, out)
+    assert dict(zip(TEXTS, out.token[:, 1:].tolist())) == {name: wanted for name, (_, wanted) in TEXTS.items()}
+    assert out.token[:, 0].tolist() == [tokens[-1] for tokens, _ in TEXTS.values()]
+    assert out.position.tolist() == [[min(end + t, 13) for t in range(5)] for end in ends]
+    assert out.alive.tolist() == [[alive] * 5 for alive in (1, 0, 1, 1, 1, 1, 1)]
 
 
 @pytest.mark.parametrize("words", [2, 5])
@@ -67,7 +67,7 @@ def test_propose_matches(words, tokens, device, monkeypatch):
     text = torch.randint(words, (4, 100), generator=torch.Generator().manual_seed(words)).to(device, INT)
     rows = rows_of(4, device, position=[0, 31, 64, 98])
     embed, x = draw(device, torch.bfloat16, words, 70), torch.zeros(4 * tokens, 70, device=device)
-    chunk, *_, x = both("propose", monkeypatch, rows=rows, text=text, embed=embed, x=x, **outputs(4, tokens, device))
+    chunk, *_, x = both("propose", monkeypatch, rows=rows, text=text, chunk=outputs(4, tokens, device), embed=embed, x=x)
     assert torch.equal(x, embed[chunk.view(-1).long()].float())
 
 
@@ -75,17 +75,18 @@ def verified(device) -> dict:
     """Six rows of three tokens: all foreseen; none; one, then a stop; dead; not finite at once; not finite after one."""
     chosen = ints(device, [5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7], [-1, 6, 7], [5, -1, 7])
     going = ints(device, [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 0, 1])
-    chunk = ints(device, [1, 5, 6], [1, 6, 6], [1, 5, 6], [1, 5, 6], [1, 5, 6], [1, 5, 6])
-    return {"chosen": chosen, "going": going, "chunk": chunk, "text": torch.zeros(6, 13, device=device, dtype=INT)}
+    ran = ints(device, [1, 5, 6], [1, 6, 6], [1, 5, 6], [1, 5, 6], [1, 5, 6], [1, 5, 6])
+    chunk, text = Chunk(ran, torch.zeros_like(ran), going), torch.zeros(6, 13, device=device, dtype=INT)
+    numbers = torch.arange(18, device=device).view(6, 3) / 8
+    return {"chunk": chunk, "chosen": Said(chosen, numbers), "text": text}
 
 
 @BY
 def test_a_row_gets_what_was_foreseen_and_one_more(by, device):
     given, rows = verified(device), rows_of(6, device, position=[10, 9, 8, 7, 6, 5], alive=[1, 1, 1, 0, 1, 1])
     block = torch.full((5, 8), -7, device=device, dtype=INT)
-    numbers, seen = torch.arange(18, device=device).view(6, 3) / 8, torch.zeros(6, 9, device=device, dtype=torch.uint8)
-    logprob = torch.zeros(3, 6, device=device)
-    by.accept(**given, rows=rows, emitted=block[1:4, :6], seen=seen, chosen_logprob=numbers, logprob=logprob)
+    seen, logprob = torch.zeros(6, 9, device=device, dtype=torch.uint8), torch.zeros(3, 6, device=device)
+    by.accept(**given, rows=rows, emitted=Said(block[1:4, :6], logprob), seen=seen)
     assert block[1:4, :6].t().tolist() == [[5, 6, 7], [5, -1, -1], [5, 6, -1], [-1] * 3, [-1] * 3, [5, -1, -1]]
     block[1:4, :6] = -7
     assert (block == -7).all()
@@ -112,8 +113,8 @@ def test_accept_matches(tokens, device, monkeypatch):
     emitted, seen = torch.zeros(tokens, 60, device=device, dtype=INT), torch.zeros(60, 3, device=device, dtype=torch.uint8)
     numbers, logprob = draw(device, torch.float32, 60, tokens), torch.zeros(tokens, 60, device=device)
     emitted, *_ = both(
-        "accept", monkeypatch, chosen=chosen, going=going, chunk=chunk, rows=rows, text=text, emitted=emitted, seen=seen,
-        chosen_logprob=numbers, logprob=logprob,
+        "accept", monkeypatch, chunk=Chunk(chunk, torch.zeros_like(chunk), going), chosen=Said(chosen, numbers), rows=rows,
+        text=text, emitted=Said(emitted, logprob), seen=seen,
     )  # fmt: skip
     for row, column in zip(zip(alive, chosen.tolist(), chunk.tolist(), going.tolist()), emitted.t().tolist()):
         assert column == one_by_one(*row)
@@ -132,9 +133,9 @@ def test_the_doors(device):
     """Through choice and self-test, a round of both."""
     text, rows = ints(device, [5, 6, 7, 5, 0, 0, 0, 0]), rows_of(1, device, position=[3], token=[5])
     out, emitted = outputs(1, 3, device), torch.zeros(3, 1, device=device, dtype=INT)
-    kernels.propose(rows, text, **out)
-    assert out["chunk"].tolist() == [[5, 6, 7]]
-    kernels.accept(ints(device, [6, 8, 9]), out["alive"], out["chunk"], rows, text, emitted)
+    kernels.propose(rows, text, out)
+    assert out.token.tolist() == [[5, 6, 7]]
+    kernels.accept(out, Said(ints(device, [6, 8, 9])), rows, text, Said(emitted))
     assert emitted.tolist() == [[6], [8], [-1]] and text.tolist() == [[5, 6, 7, 5, 6, 8, 0, 0]]
     assert (rows.token.item(), rows.position.item(), rows.alive.item()) == (8, 5, 1)
 
@@ -150,11 +151,12 @@ def compile_all() -> None:
     for whole in (True, False):
         rows, text, out = rows_of(2, "cpu"), torch.zeros(2, 4096, dtype=INT), outputs(2, 5, "cpu")
         given = {"embed": torch.zeros(9, 1024, dtype=torch.bfloat16), "x": torch.zeros(10, 1024)} if whole else {}
-        fast.propose(rows, text, **out, **given, dependent=whole)
-        given = {"seen": torch.zeros(2, 9, dtype=torch.uint8), "logprob": torch.zeros(5, 2)} if whole else {}
-        given |= {"chosen_logprob": torch.zeros(2, 5)} if whole else {}
-        fast.accept(out["chunk"], out["alive"], out["chunk"], rows, text, torch.zeros(5, 4, dtype=INT)[:, :2],
-                    dependent=whole, **given)  # fmt: skip
+        fast.propose(rows, text, out, **given, dependent=whole)
+        seen, given, kept = (
+            (torch.zeros(2, 9, dtype=torch.uint8), torch.zeros(2, 5), torch.zeros(5, 2)) if whole else [None] * 3
+        )
+        emitted = torch.zeros(5, 4, dtype=INT)[:, :2]
+        fast.accept(out, Said(out.token, given), rows, text, Said(emitted, kept), seen, dependent=whole)
     several(Case("cpu", torch.bfloat16, [3, 9], width=64, normed=True), 5, "triton")
     print(*aot.compiled)
 
@@ -168,29 +170,29 @@ def test_they_compile():
 def test_errors():
     rows, out, text = rows_of(2, "cpu"), outputs(2, 3, "cpu"), torch.zeros(2, 9, dtype=INT)
     once = "; make it once, and change it in place."
-    assert message(lambda: kernels.propose(rows, text.long(), **out)) == (
+    assert message(lambda: kernels.propose(rows, text.long(), out)) == (
         "propose: text must be a contiguous torch.int32 (2, L), got torch.int64 (2, 9)" + once
     )
-    assert message(lambda: kernels.propose(rows, text, **{**out, "alive": out["alive"][:, :2]})) == (
-        "propose: alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
+    assert message(lambda: kernels.propose(rows, text, out._replace(alive=out.alive[:, :2]))) == (
+        "propose: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
     )
-    assert message(lambda: kernels.propose(rows, text, **out, x=torch.zeros(6, 4))) == (
+    assert message(lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4))) == (
         "propose: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
     )
-    assert message(lambda: kernels.propose(rows, text, **out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
+    assert message(lambda: kernels.propose(rows, text, out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
         "propose: x must be a contiguous torch.float32 (6, 4), got torch.float32 (2, 4)" + once
     )
-    chosen, emitted = out["chunk"], torch.zeros(3, 2, dtype=INT)
-    assert message(lambda: kernels.accept(chosen, chosen, chosen, rows, text, emitted.t())) == (
-        "accept: emitted must be torch.int32 (3, 2) with dense rows on cpu, got torch.int32 (2, 3) with strides (1, 2) on cpu; "
-        "a line for each token that a row may get."
+    chosen, emitted = Said(out.token), torch.zeros(3, 2, dtype=INT)
+    assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted.t()))) == (
+        "accept: emitted.token must be torch.int32 (3, 2) with dense rows on cpu, got torch.int32 (2, 3) with strides (1, 2) "
+        "on cpu; a line for each token that a row may get."
     )
-    assert message(lambda: kernels.accept(chosen, chosen, chosen, rows, text, emitted, logprob=emitted.float())) == (
-        "accept: chosen_logprob and logprob go together; pass both or neither."
+    assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted, emitted.float()))) == (
+        "accept: chosen.logprob and emitted.logprob go together; pass both or neither."
     )
-    assert message(lambda: kernels.accept(chosen, chosen.bool(), chosen, rows, text, emitted)) == (
-        "accept: going must be a contiguous torch.int32 (2, 3), got torch.bool (2, 3)" + once
+    assert message(lambda: kernels.accept(out._replace(alive=out.alive.bool()), chosen, rows, text, Said(emitted))) == (
+        "accept: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.bool (2, 3)" + once
     )
-    assert message(
-        lambda: kernels.accept(chosen, chosen, chosen, Rows(*rows[:4], rows.bad[:1], rows.stops), text, emitted)
-    ) == ("accept: rows.bad must be a contiguous torch.int32 (2,), got torch.int32 (1,)" + once)
+    assert message(lambda: kernels.accept(out, chosen, rows._replace(bad=rows.bad[:1]), text, Said(emitted))) == (
+        "accept: rows.bad must be a contiguous torch.int32 (2,), got torch.int32 (1,)" + once
+    )

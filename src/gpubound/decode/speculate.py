@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import accept, pick, propose, sample
-from ..kernels.sampling import Rows, Settings
+from ..kernels.sampling import Into, Rows, Settings
+from ..kernels.speculation import Chunk, Said
 from .contract import Body
 from .steps import LaunchWay, Slots, StepGraphs
 
@@ -85,31 +86,30 @@ class Speculator:
         """`steps` steps for each of the first `rows` rows: 1 to T tokens each, all on the device."""
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.first(rows), self._each(rows), self.text[:rows]
-        flat = self.chunk, self.chosen, each.position, each.alive
-        chunk, chosen, place, alive = (t[:n].view(rows, T) for t in flat)
-        chained, logprob = body.chained(n), self.logprob[:n] if way.logprobs else None
+        chunk = Chunk(*(t[:n].view(rows, T) for t in (self.chunk, each.position, each.alive)))
+        into, chained, logprob = Into(self.chosen[:n]), body.chained(n), self.logprob[:n] if way.logprobs else None
+        chosen = Said(into.emitted.view(rows, T), None if logprob is None else logprob.view(rows, T))
         by_parts = way.greedy and not way.logprobs and body.finds_best(n)
         settings = None if by_parts else self._spread(rows, way)
         text.scatter_(1, state.position[:, None].long(), state.token[:, None])
         for step in range(steps):
-            self.draft(state, chunk, place, alive, way)
-            logits = body.step(chunk, place)
+            self.draft(state, chunk, way)
+            logits = body.step(chunk.token, chunk.position)
             if settings is None:
-                pick(body.best[:n], body.arg[:n], each, self.chosen[:n], dependent=chained)
+                pick(body.best[:n], body.arg[:n], each, into, dependent=chained)
             else:
-                self._mark(settings, chunk)
-                sample(logits, each, settings, self.chosen[:n], logprob, dependent=chained)
+                self._mark(settings, chunk.token)
+                sample(logits, each, settings, into, logprob, chained)
             seen = slots.marks()[:rows] if way.penalty else None
             lines = range(step * T, (step + 1) * T)
-            given, kept = (None, None) if logprob is None else (logprob.view(rows, T), slots.logprob(lines, rows))
-            accept(chosen, alive, chunk, state, text, slots.emitted(lines, rows), seen, given, kept, chained)
+            emitted = Said(slots.emitted(lines, rows), None if logprob is None else slots.logprob(lines, rows))
+            accept(chunk, chosen, state, text, emitted, seen, chained)
 
-    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: LaunchWay) -> None:
-        """Fill chunk (B, T) with each row's last token and what may follow, place and alive with what `pick` shall know of
-        them, and the body's input."""
-        body = self.body
-        x = None if body.x is None else body.x[: chunk.numel()]
-        propose(state, self.text[: len(chunk)], chunk, place, alive, body.embed, x, body.chained(chunk.numel()))
+    def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
+        """Fill the chunk with each row's last token, what may follow and what `pick` shall know of it, and the body's input."""
+        body, (rows, T) = self.body, chunk.token.shape
+        x = None if body.x is None else body.x[: rows * T]
+        propose(state, self.text[:rows], chunk, body.embed, x, body.chained(rows * T))
 
     def _each(self, rows: int) -> Rows:
         """The state of the first rows' tokens, each as a row of its own."""
@@ -189,27 +189,28 @@ class Drafting(Speculator):
         super().prefill(ids, lengths)
         self.prompts.prefill(ids.clamp(max=self.drafting.vocab - 1), lengths)
 
-    def draft(self, state: Rows, chunk: Tensor, place: Tensor, alive: Tensor, way: LaunchWay) -> None:
-        rows, T, other = len(chunk), chunk.shape[1], self.drafting
+    def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
+        (rows, T), other = chunk.token.shape, self.drafting
         own = _first(self.own, rows)
         x = None if other.x is None else other.x[:rows]
         settings, by_parts = self._own_settings(rows, way), way.greedy and other.finds_best(rows)
         own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently
         own.position.copy_(state.position)
         own.alive.fill_(1)
-        chunk[:, 0] = state.token
+        chunk.token[:, 0] = state.token
+        into = Into(self.drawn[:rows], other.embed, x)
         other.begin(own.token)
         for t in range(1, T):
             logits = other.step(own.token, own.position)
             if by_parts:
-                pick(other.best[:rows], other.arg[:rows], own, self.drawn[:rows], None, other.embed, x, other.chained(rows))
+                pick(other.best[:rows], other.arg[:rows], own, into, dependent=other.chained(rows))
             else:
-                sample(logits, own, settings, self.drawn[:rows], None, other.embed, x, other.chained(rows))
-            chunk[:, t] = own.token.clamp(max=self.body.vocab - 1)
+                sample(logits, own, settings, into, dependent=other.chained(rows))
+            chunk.token[:, t] = own.token.clamp(max=self.body.vocab - 1)
         other.step(own.token, own.position)  # for its keys and values: if all were right, the next draft starts behind it
-        place.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))
-        alive.copy_(state.alive[:, None])
-        self.body.begin(chunk.view(-1))
+        chunk.position.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))
+        chunk.alive.copy_(state.alive[:, None])
+        self.body.begin(chunk.token.view(-1))
 
     def _own_settings(self, rows: int, way: LaunchWay) -> Settings:
         """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""

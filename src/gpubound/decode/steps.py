@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
-from ..kernels.sampling import Rows, Settings
+from ..kernels.sampling import Into, Rows, Settings
 from .request import STOPS, Request, draws, to_device
 
 RING = 3  # launches that the host may be ahead of what it has read
@@ -169,11 +169,11 @@ def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: LaunchWay) ->
     found_by_parts = way.greedy and not way.logprobs and body.finds_best(rows)
     for step in range(steps):
         logits = body.step(state.token, state.position)
-        emitted = slots.emitted(step, rows)
+        into = Into(slots.emitted(step, rows), embed, x)
         if found_by_parts:
-            pick(body.best[:rows], body.arg[:rows], state, emitted, None, embed, x, chained)
+            pick(body.best[:rows], body.arg[:rows], state, into, dependent=chained)
         else:
-            sample(logits, state, settings, emitted, slots.logprob(step, rows) if way.logprobs else None, embed, x, chained)
+            sample(logits, state, settings, into, slots.logprob(step, rows) if way.logprobs else None, chained)
 
 
 PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take

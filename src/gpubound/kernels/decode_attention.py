@@ -14,9 +14,7 @@ what a prompt leaves in a cache is what single steps would have left, were its k
 Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head, M pages a row.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,13 +86,22 @@ def decode_attention(
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
-@definition(lambda g, *shape: _example(g, _draw_cache(g, *shape), torch.zeros, *shape))
+@definition(lambda g, *shape: _example(g, False, *shape))
+@definition(lambda g, *shape: _example(g, True, *shape), "quantized_decode_attention")
 @torch.no_grad()
 def decode_attention_reference(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    _attend_all(qkv, position, cache, heads, out)
-    return out, cache.k, cache.v
+) -> tuple[Tensor, ...]:
+    tokens = position.numel() // len(position)
+    known = (position >= 0) & (position < len(heads.cos))  # a place that the cache has
+    first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))
+    known = known & first  # a place that the cache has, and so has its row's first token
+    at = torch.where(known, position, 0).long()
+    for t in range(tokens):
+        mine = slice(t, None, tokens)
+        here, there = at.flatten()[mine], known.flatten()[mine]
+        out[mine] = torch.where(there[:, None], _attend(qkv[mine], here, there, cache, heads), torch.nan).to(out.dtype)
+    return written(cache, out)
 
 
 def quantized_decode_attention(
@@ -115,25 +122,12 @@ def quantized_decode_attention(
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
-@definition(lambda g, *shape: _example(g, _coded(_draw_cache(g, *shape)), partial(draw, g), *shape))
-@torch.no_grad()
-def quantized_decode_attention_reference(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    _attend_all(qkv, position, cache, heads, out)
-    return out, cache.k, cache.v, cache.k_scale, cache.v_scale
+quantized_decode_attention_reference = decode_attention_reference
 
 
-def _attend_all(qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, out: Tensor) -> None:
-    tokens = position.numel() // len(position)
-    known = (position >= 0) & (position < len(heads.cos))  # a place that the cache has
-    first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))
-    known = known & first  # a place that the cache has, and so has its row's first token
-    at = torch.where(known, position, 0).long()
-    for t in range(tokens):
-        mine = slice(t, None, tokens)
-        here, there = at.flatten()[mine], known.flatten()[mine]
-        out[mine] = torch.where(there[:, None], _attend(qkv[mine], here, there, cache, heads), torch.nan).to(out.dtype)
+def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
+    """What both ops give back: out, and of the cache what they write."""
+    return out, *(part for part in cache[:4] if part is not None)
 
 
 def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
@@ -245,7 +239,7 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     B, K, places, D = shape
     H, tokens = out.shape[1] // D, position.shape[1:]
     if cache.pages is not None:
-        _check_pages(op, cache)
+        _check_pages(op, cache.pages, cache.k)
         B, places = len(cache.pages), min(len(heads.cos), places * cache.pages.shape[1])
     rows = B * tokens.numel()
     if shape != cache.v.shape or H % K or qkv.shape != (rows, (H + 2 * K) * D) or len(out) != rows:
@@ -254,14 +248,9 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
             f"{tuple(qkv.shape)} and a v cache {tuple(cache.v.shape)}; all three come from one model."
         )
     require(op, "position", position, torch.int32, (B, *tokens), device, "it says where each row stands")
-    pairs = min(D // 2, heads.cos.shape[-1])
+    angles = places, min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
-        if table.shape != (places, pairs) or table.dtype != torch.float32:
-            raise ValueError(
-                f"{op}: {name} must be torch.float32 ({places}, {pairs}), got {table.dtype} {tuple(table.shape)}; give one "
-                "angle for each place of the cache and pair."
-            )
-        require(op, name, table, torch.float32, (places, pairs), device, "the kernel reads row after row")
+        require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
     require(op, "qkv", qkv, None, tuple(qkv.shape), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
@@ -270,10 +259,9 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     _check_scratch(op, scratch, (rows, K, H // K, D), device)
 
 
-def _check_pages(op: str, cache: LayerCache) -> None:
-    pages, places = cache.pages, cache.k.shape[2]
-    assert pages is not None
-    fits = pages.dim() == 2 and pages.dtype == torch.int32 and pages.is_contiguous() and pages.device == cache.k.device
+def _check_pages(op: str, pages: Tensor, cache: Tensor) -> None:
+    places = cache.shape[2]
+    fits = pages.dim() == 2 and pages.dtype == torch.int32 and pages.is_contiguous() and pages.device == cache.device
     if not fits or places & (places - 1):
         raise ValueError(
             f"{op}: cache.pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power of two places, got "
@@ -282,11 +270,9 @@ def _check_pages(op: str, cache: LayerCache) -> None:
 
 
 def _check_codes(op: str, cache: LayerCache) -> None:
-    if cache.k.dtype not in LARGEST or cache.v.dtype != cache.k.dtype:
-        raise ValueError(
-            f"{op}: caches must both be one of {', '.join(map(str, LARGEST))}, got {cache.k.dtype} and "
-            f"{cache.v.dtype}; decode_attention takes the others."
-        )
+    if cache.k.dtype not in LARGEST:
+        kinds = ", ".join(map(str, LARGEST))
+        raise ValueError(f"{op}: caches must be one of {kinds}, got {cache.k.dtype}; decode_attention takes the others.")
     if cache.k_scale is None or cache.v_scale is None:
         raise ValueError(f"{op}: cache.k_scale and cache.v_scale belong to codes, got None; give one scale for each place.")
     for name, scales in (("cache.k_scale", cache.k_scale), ("cache.v_scale", cache.v_scale)):
@@ -310,8 +296,7 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
 def _check_scratch(op: str, scratch: Scratch, shape: tuple[int, int, int, int], device: torch.device) -> None:
     """It may hold more rows than the call has."""
     (sums, finished), (rows, K, group, D) = scratch, shape
-    splits = sums.shape[2] if sums.dim() == 5 else 1
-    wanted = (max(rows, len(sums)), K, max(1, splits), group, D + 2)
+    wanted = (max(rows, len(sums)), K, "splits", group, D + 2)
     require(op, "scratch.partial", sums, torch.float32, wanted, device, "it has (rows, kv heads, splits, group, D + 2)")
     counts = (max(rows * K, finished.numel()),)
     require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
@@ -328,8 +313,7 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
 
 def _example(
     generator: torch.Generator,
-    cache: LayerCache,
-    out: Callable[[int, int], Tensor],
+    coded: bool,
     kv: int = 2,
     group: int = 2,
     size: int = 16,
@@ -338,20 +322,16 @@ def _example(
     offset: float = 0.0,
     cap: float = 0.0,
 ) -> tuple:
-    """Two rows of `group` heads over each of `kv`, ten places."""
+    """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
+    cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
+    if coded:
+        (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
+        cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
     heads = Heads(*draw_angles(generator, 10, pairs or size // 2), None, None, 1e-6, 0.25, 0, offset, cap)
     if whole or offset:
         q_norm, k_norm = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
     scratch = Scratch(torch.zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32))
-    return qkv, ints(9, 3), cache, heads, scratch, out(2, kv * group * size)
-
-
-def _draw_cache(generator: torch.Generator, kv: int = 2, group: int = 2, size: int = 16, *form: Any) -> LayerCache:
-    return LayerCache(draw(generator, 2, kv, 10, size), draw(generator, 2, kv, 10, size))
-
-
-def _coded(cache: LayerCache) -> LayerCache:
-    (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in (cache.k, cache.v))
-    return LayerCache(k, v, k_scale, v_scale)
+    out = draw(generator, 2, kv * group * size) if coded else torch.zeros(2, kv * group * size)
+    return qkv, ints(9, 3), cache, heads, scratch, out

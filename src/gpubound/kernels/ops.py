@@ -23,12 +23,12 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 
 
-def definition(example: Callable[..., tuple]) -> Callable[[Callable], Callable]:
-    """Mark `<op>_reference` as the definition of <op>: its CPU path, and what the kernel is tested against."""
+def definition(example: Callable[..., tuple], op: str | None = None) -> Callable[[Callable], Callable]:
+    """Mark `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and what the kernel is tested against."""
 
     def register(function: Callable) -> Callable:
         file = function.__module__.rpartition(".")[2]
-        OPS[function.__name__.removesuffix("_reference")] = Op(file, function, example)
+        OPS[op or function.__name__.removesuffix("_reference")] = Op(file, function, example)
         return function
 
     return register

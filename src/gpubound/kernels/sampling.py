@@ -46,33 +46,25 @@ class Settings(NamedTuple):
     seen: Tensor | None = None  # uint8 (B, V): 1 where the row holds the token; None: no row has a penalty
 
 
-SETTINGS = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "penalty": torch.float32,
-    "seed": torch.int64,
-    "row": torch.int32,
-}
+class Into(NamedTuple):
+    """Where a choice goes."""
+
+    emitted: Tensor  # int32 (B,): the new token, or -1 where the row is not alive or its largest logit is NaN or infinite
+    embed: Tensor | None = None  # a weight (V, H), with x: both or neither
+    x: Tensor | None = None  # float32 (B, H): becomes the embedding of every row's token, for the next step
+
+
+INTEGER = {"top_k": torch.int32, "seed": torch.int64, "row": torch.int32}
+SETTINGS = dict.fromkeys(Settings._fields[:-1], torch.float32) | INTEGER
 
 
 def pick(
-    best: Tensor,
-    arg: Tensor,
-    rows: Rows,
-    emitted: Tensor,
-    seen: Tensor | None = None,
-    embed: Tensor | None = None,
-    x: Tensor | None = None,
-    dependent: bool = False,
+    best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
     """The token with the largest logit, out of P maxima per row: `best` (B, P), with their tokens in `arg` (B, P). Of equal
     maxima the lowest token wins. Then `rows` take their step (docs/kernels-sampling.md).
 
-    emitted    int32 (B,): the new token, or -1 where the row is not alive or its maximum is NaN or infinite
     seen       uint8 (B, V): marked at the new token
-    embed, x   a weight (V, H) and float32 (B, H): x becomes the embedding of every row's token, for the next step
     dependent  the kernel may start while the one before it still runs (programmatic dependent launch), in a chain of kernels
                where each waits for the one before
 
@@ -80,33 +72,24 @@ def pick(
     """
     require("pick", "best", best, torch.float32, best.shape if best.dim() == 2 else ("B", "P"), best.device)
     require("pick", "arg", arg, torch.int32, tuple(best.shape), best.device)
-    _check_rows("pick", rows, emitted, best)
     if seen is not None:
         require("pick", "seen", seen, torch.uint8, (len(best), "V"), best.device)
-    check_embedding("pick", best, embed, x, None if seen is None else seen.shape[1])
-    return implementation("pick", best)(best, arg, rows, emitted, seen, embed, x, dependent)
+    _check_rows("pick", rows, into, best, None if seen is None else seen.shape[1])
+    return implementation("pick", best)(best, arg, rows, into, seen, dependent)
 
 
-@definition(lambda g: (draw(g, 4, 50).detach(), _counted(4, 50), example_rows(), *_outputs(g)))
+@definition(lambda g: (draw(g, 4, 50).detach(), _counted(4, 50), example_rows(), _into(g)))
 @torch.no_grad()
 def pick_reference(
-    best: Tensor, arg: Tensor, rows: Rows, emitted: Tensor, seen: Tensor | None = None,
-    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
     top = best.amax(1)  # NaN if one of them is
     token = torch.where(best == top[:, None], arg, torch.iinfo(torch.int32).max).amin(1)
-    return _advance(token, top.isfinite(), rows, emitted, seen, None, embed, x)
+    return _advance(token, top.isfinite(), rows, into, seen)
 
 
 def sample(
-    logits: Tensor,
-    rows: Rows,
-    settings: Settings,
-    emitted: Tensor,
-    logprob: Tensor | None = None,
-    embed: Tensor | None = None,
-    x: Tensor | None = None,
-    dependent: bool = False,
+    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
     """Draw a token per row from the logits (B, V) by the row's settings. Then `rows` take their step, as in `pick`.
 
@@ -123,23 +106,21 @@ def sample(
             f"{tuple(logits.shape)} with strides {logits.stride()}; cast or copy them into one buffer."
         )
     batch, words = logits.shape
-    _check_rows("sample", rows, emitted, logits)
+    _check_rows("sample", rows, into, logits, words)
     for name, dtype in SETTINGS.items():
         require("sample", f"settings.{name}", getattr(settings, name), dtype, (batch,), logits.device)
     if settings.seen is not None:
         require("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
     if logprob is not None:
         require("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
-    check_embedding("sample", logits, embed, x, words)
-    return implementation("sample", logits)(logits, rows, settings, emitted, logprob, embed, x, dependent)
+    return implementation("sample", logits)(logits, rows, settings, into, logprob, dependent)
 
 
-@definition(lambda g: (draw(g, 4, 300).detach(), example_rows(), _settings(), *_outputs(g)))
+@definition(lambda g: (draw(g, 4, 300).detach(), example_rows(), _settings(), _into(g)))
 @torch.no_grad()
 def sample_reference(
-    logits: Tensor, rows: Rows, settings: Settings, emitted: Tensor, logprob: Tensor | None = None,
-    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
     scaled, top = _scaled(logits, settings)
     warm, drawn = settings.temperature > 0, scaled.argmax(1)
     if warm.device.type != "cpu" or warm.any():  # noise for a vocabulary takes a CPU longer than all else; a GPU is not asked
@@ -148,7 +129,7 @@ def sample_reference(
     if logprob is not None:
         chosen = torch.log_softmax(logits.double(), 1).gather(1, drawn[:, None])[:, 0]
         logprob.copy_(torch.where((rows.alive != 0) & good, chosen, torch.nan))
-    return _advance(drawn.to(torch.int32), good, rows, emitted, settings.seen, logprob, embed, x)
+    return _advance(drawn.to(torch.int32), good, rows, into, settings.seen, logprob)
 
 
 def _scaled(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -208,11 +189,10 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def _advance(
-    chosen: Tensor, good: Tensor, rows: Rows, emitted: Tensor, seen: Tensor | None, logprob: Tensor | None,
-    embed: Tensor | None, x: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    chosen: Tensor, good: Tensor, rows: Rows, into: Into, seen: Tensor | None, logprob: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Give each living row its token, or mark it bad, and decide whether it goes on."""
-    token, position, alive, limit, bad, stops = rows
+    (token, position, alive, limit, bad, stops), (emitted, embed, x) = rows, into
     live = alive != 0
     emits = live & good
     emitted.copy_(torch.where(emits, chosen, -1))
@@ -226,7 +206,11 @@ def _advance(
     position.add_(goes_on)
     if embed is not None and x is not None:
         x.copy_(embedding(embed, token))
-    return tuple(t for t in (emitted, token, position, alive, bad, seen, logprob, x) if t is not None)
+    return changed(rows, emitted, seen, logprob, x)
+
+
+def changed(rows: Rows, emitted: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    return emitted, rows.token, rows.position, rows.alive, rows.bad, *(t for t in others if t is not None)
 
 
 def embedding(embed: Tensor, token: Tensor) -> Tensor:
@@ -235,11 +219,12 @@ def embedding(embed: Tensor, token: Tensor) -> Tensor:
     return embed.index_select(0, torch.where(known, token, 0)).masked_fill(~known[:, None], torch.nan)
 
 
-def _check_rows(op: str, rows: Rows, emitted: Tensor, first: Tensor) -> None:
-    state = {f"rows.{name}": t for name, t in zip(Rows._fields, rows) if name != "stops"} | {"emitted": emitted}
+def _check_rows(op: str, rows: Rows, into: Into, first: Tensor, words: int | None) -> None:
+    state = {f"rows.{name}": t for name, t in zip(Rows._fields, rows) if name != "stops"} | {"emitted": into.emitted}
     for name, t in state.items():
         require(op, name, t, torch.int32, (len(first),), first.device)
     require(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
+    check_embedding(op, first, into.embed, into.x, words)
 
 
 def check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | None, words: int | None) -> None:
@@ -275,6 +260,5 @@ def _counted(rows: int, columns: int) -> Tensor:
     return ints(*range(columns)).repeat(rows, 1)
 
 
-def _outputs(generator: torch.Generator) -> tuple:
-    """emitted, then neither logprob nor marks, then an embedding and where it goes."""
-    return ints(0, 0, 0, 0), None, draw(generator, 300, 40).detach(), draw(generator, 4, 40).detach()
+def _into(generator: torch.Generator) -> Into:
+    return Into(ints(0, 0, 0, 0), draw(generator, 300, 40).detach(), draw(generator, 4, 40).detach())

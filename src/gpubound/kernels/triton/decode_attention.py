@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_attention import LARGEST, Heads, LayerCache, Scratch
+from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY
 from ..plans import job_of, power_of_two
 from ..plans.kinds import AttentionPlan
@@ -188,31 +188,16 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
 @torch.no_grad()
 def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    _attend(qkv, position, cache, heads, scratch, out, dependent)
-    return out, cache.k, cache.v
-
-
-@torch.no_grad()
-def quantized_decode_attention(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    # bf16 holds every code, and unlike fp16 the weights times any scale of the values
-    kind = tl.float32 if interpreted() or out.dtype == torch.float32 else tl.bfloat16
-    _attend(qkv, position, cache, heads, scratch, out, dependent, LARGEST[cache.k.dtype], kind)
-    return out, cache.k, cache.v, cache.k_scale, cache.v_scale
-
-
-def _attend(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int,
-    most: float | None = None, kind: tl.dtype | None = None,
-) -> None:  # fmt: skip
+) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, eps, scale, window, offset, cap = heads
     norms = [0 if norm is None else 1 if len(norm) == D else len(norm) for norm in (q_norm, k_norm)]
     splits, tokens = scratch.partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
+    most, kind, wide = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
+    if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
+        kind, wide = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     def run(plan: AttentionPlan) -> None:
         _decode_attention_kernel[(position.numel() * KV, splits)](
@@ -222,5 +207,8 @@ def _attend(
             num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    wide = cache.k.element_size() if most is None else 2 if kind == tl.bfloat16 else 4
     launch(job_of("decode_attention", "", (group, D // 2, wide), cache.k), run)
+    return written(cache, out)
+
+
+quantized_decode_attention = decode_attention  # the cache says by its dtype what it holds

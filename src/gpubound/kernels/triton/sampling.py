@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import power_of_two
-from ..sampling import Rows, Settings
+from ..sampling import Into, Rows, Settings, changed
 from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
 from .decode_product import _options
 
@@ -164,23 +164,22 @@ def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tup
 
 @torch.no_grad()
 def pick(
-    best: Tensor, arg: Tensor, rows: Rows, emitted: Tensor, seen: Tensor | None = None,
-    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    shape, options = _plan(best.shape[1], x, rows.stops, dependent)
+    best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
+    shape, options = _plan(best.shape[1], into.x, rows.stops, dependent)
     _pick_kernel[(len(best),)](
-        best, arg, *rows, emitted, seen, embed, x, best.shape[1], 0 if seen is None else seen.shape[1],
-        *_shape(embed), *shape, **options,
+        best, arg, *rows, into.emitted, seen, into.embed, into.x, best.shape[1], 0 if seen is None else seen.shape[1],
+        *_shape(into.embed), *shape, **options,
     )  # fmt: skip
-    return _changed(rows, emitted, seen, None, x)
+    return changed(rows, into.emitted, seen, into.x)
 
 
 @torch.no_grad()
 def sample(
-    logits: Tensor, rows: Rows, settings: Settings, emitted: Tensor, logprob: Tensor | None = None,
-    embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
     *scalars, seen = settings
+    emitted, embed, x = into
     shape, options = _plan(logits.shape[1], x, rows.stops, dependent)
     room = len(logits) * triton.cdiv(logits.shape[1], shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=logits.device, dtype=torch.float32)
@@ -189,12 +188,8 @@ def sample(
         logits, *scalars, *rows, emitted, seen, logprob, embed, x, values, quads, logits.stride(0), logits.shape[1],
         *_shape(embed), *shape, **options,
     )  # fmt: skip
-    return _changed(rows, emitted, seen, logprob, x)
+    return changed(rows, emitted, seen, logprob, x)
 
 
 def _shape(embed: Tensor | None) -> tuple[int, int]:
     return (0, 0) if embed is None else (embed.shape[0], embed.shape[1])
-
-
-def _changed(rows: Rows, emitted: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    return emitted, rows.token, rows.position, rows.alive, rows.bad, *(t for t in others if t is not None)

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import power_of_two
-from ..sampling import Rows
-from ..speculation import NGRAM
+from ..sampling import Rows, changed
+from ..speculation import NGRAM, Chunk, Said
 from .decode_product import _options
 from .sampling import ROWS, _embedding, _shape, _start
 
@@ -84,26 +84,24 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
 
 @torch.no_grad()
 def propose(
-    rows: Rows, text: Tensor, chunk: Tensor, position: Tensor, alive: Tensor, embed: Tensor | None = None,
-    x: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    _propose_kernel[(chunk.numel(),)](
-        rows.position, rows.alive, text, chunk, position, alive, embed, x, text.shape[1], *_shape(embed), chunk.shape[1],
+    rows: Rows, text: Tensor, chunk: Chunk, embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
+    _propose_kernel[(chunk.token.numel(),)](
+        rows.position, rows.alive, text, *chunk, embed, x, text.shape[1], *_shape(embed), chunk.token.shape[1],
         min(TILE, max(16, power_of_two(text.shape[1]))), **_options(4, dependent),
     )  # fmt: skip
-    return tuple(t for t in (chunk, position, alive, x) if t is not None)
+    return chunk if x is None else (*chunk, x)
 
 
 @torch.no_grad()
 def accept(
-    chosen: Tensor, going: Tensor, chunk: Tensor, rows: Rows, text: Tensor, emitted: Tensor, seen: Tensor | None = None,
-    chosen_logprob: Tensor | None = None, logprob: Tensor | None = None, dependent: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    tokens = chunk.shape[1]
-    _accept_kernel[(len(chunk),)](
-        chosen, going, chunk, rows.token, rows.position, rows.alive, rows.bad, text, emitted, seen, chosen_logprob, logprob,
-        text.shape[1], 0 if seen is None else seen.shape[1], emitted.stride(0), 0 if logprob is None else logprob.stride(0),
-        tokens, power_of_two(tokens), **_options(1, dependent),
+    chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
+) -> tuple[Tensor, ...]:
+    batch, tokens = chunk.token.shape
+    to, logprob = emitted
+    _accept_kernel[(batch,)](
+        chosen.token, chunk.alive, chunk.token, rows.token, rows.position, rows.alive, rows.bad, text, to, seen,
+        chosen.logprob, logprob, text.shape[1], 0 if seen is None else seen.shape[1], to.stride(0),
+        0 if logprob is None else logprob.stride(0), tokens, power_of_two(tokens), **_options(1, dependent),
     )  # fmt: skip
-    changed = (emitted, rows.token, rows.position, rows.alive, rows.bad, text, seen, logprob)
-    return tuple(t for t in changed if t is not None)
+    return changed(rows, to, text, seen, logprob)
