@@ -168,11 +168,13 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.norm_product(x, norm[:32], 1e-5, weight),
-            "norm_product: norm must have shape (64,) to match x, got (32,).",
+            "norm_product: norm must be a contiguous floating-point tensor (64,), got torch.float32 (32,); it has one weight "
+            "for each column of x.",
         ),
         (
             lambda: kernels.norm_gate_up(x, norm, 1e-5, weight, weight[:, :32]),
-            "norm_gate_up: a weight must be contiguous (outputs, 64) to match x, got (32, 32).",
+            "norm_gate_up: a weight must be a contiguous torch.float32 (outputs, 64), got torch.float32 (32, 32), not "
+            "contiguous; all have x's width and one dtype.",
         ),
         (
             lambda: kernels.norm_product(x, norm, 1e-5, weight, best=x),
@@ -183,8 +185,9 @@ def test_wrong_arguments_are_named(device):
             "norm_product: out must be a contiguous torch.float32 (2, 32), got torch.float32 (2, 64); it is written in place.",
         ),
         (
-            lambda: kernels.add_product(x, weight[:, :32], None, x),
-            "add_product: h must have shape (rows, 32) to match weight, got (2, 64).",
+            lambda: kernels.add_product(x, weight[:, :32].contiguous(), None, x),
+            "add_product: h must be a contiguous floating-point tensor (2, 32), got torch.float32 (2, 64); the kernel reads "
+            "row after row.",
         ),
         (
             lambda: kernels.add_product(x, weight, None, x),

@@ -261,7 +261,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up[:, :, :32], ids, h),
-            "routed_gate_up: gate_up must be contiguous (experts, 2 * width, 64), got (8, 32, 32).",
+            "routed_gate_up: gate_up must be a contiguous floating-point tensor (experts, 32, 64), got torch.float32 "
+            "(8, 32, 32), not contiguous; an expert's weight follows the other's.",
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up, ids[:1], h),
@@ -274,7 +275,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.add_routed(h, gate_up, ids, weights, x),
-            "add_routed: down must be contiguous (experts, outputs, 16), got (8, 32, 64).",
+            "add_routed: down must be a contiguous floating-point tensor (experts, outputs, 16), got torch.float32 "
+            "(8, 32, 64); an expert's weight follows the other's.",
         ),
         (
             lambda: kernels.add_routed(h[:, :2].contiguous(), down, ids, weights, x),

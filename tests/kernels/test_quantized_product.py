@@ -242,7 +242,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.quantized_norm_product(x, norm[:32], 1e-5, packed),
-            "quantized_norm_product: norm must have shape (128,) to match x, got (32,).",
+            "quantized_norm_product: norm must be a contiguous floating-point tensor (128,), got torch.float32 (32,); it has "
+            "one weight for each column of x.",
         ),
         (
             lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm[:64], 1e-5, packed),
@@ -263,7 +264,8 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),
-            "quantized_add_product: h must be contiguous (rows, 128) to match weight, got (2, 64).",
+            "quantized_add_product: h must be a contiguous floating-point tensor (2, 128), got torch.float32 (2, 64), not "
+            "contiguous; the kernel reads row after row.",
         ),
         (
             lambda: kernels.quantized_add_product(x, packed, None, x),

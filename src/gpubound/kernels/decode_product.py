@@ -85,7 +85,7 @@ def norm_product(
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
     check_stream("norm_product", x, norm, *weights)
-    _check_biases("norm_product", (bias, k_bias, v_bias), weights)
+    check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
     implementation("norm_product", weight, None, form(offset, cap, normed=norm is not None))(
@@ -103,7 +103,7 @@ def norm_product_reference(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     normed = rms_normed(x, norm, eps, offset)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
-    out.copy_(torch.cat([F.linear(normed, w.to(x.dtype), _wide(b, x)) for w, b in parts if w is not None], -1))
+    out.copy_(torch.cat([_times(normed, w, b) for w, b in parts if w is not None], -1))
     capped_(out, cap)
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows a partial maximum stands for
@@ -132,7 +132,7 @@ def norm_gate_up(
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
     check_stream("norm_gate_up", x, norm, gate, up)
     require("norm_gate_up", "up", up, gate.dtype, tuple(gate.shape), x.device, "it is multiplied with gate, row by row")
-    _check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
+    check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
     return implementation("norm_gate_up", gate, None, form(offset, activation, normed=norm is not None))(
@@ -147,17 +147,14 @@ def norm_gate_up_reference(
     out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     normed = rms_normed(x, norm, eps, offset)
-    g = F.linear(normed, gate.to(x.dtype), _wide(gate_bias, x))
-    return out.copy_(ACTIVATIONS[activation](g) * F.linear(normed, up.to(x.dtype), _wide(up_bias, x)))
+    return out.copy_(ACTIVATIONS[activation](_times(normed, gate, gate_bias)) * _times(normed, up, up_bias))
 
 
 def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     """x += h weightᵀ, in place: the output and the down product, with the residual."""
-    if weight.dim() != 2 or h.dim() != 2 or h.shape[1] != weight.shape[1]:
-        raise ValueError(f"add_product: h must have shape (rows, {weight.shape[-1]}) to match weight, got {tuple(h.shape)}.")
-    require("add_product", "h", h, None, tuple(h.shape), x.device, "the kernel reads row after row")
-    require("add_product", "weight", weight, None, tuple(weight.shape), x.device, "the kernel reads row after row")
-    _check_biases("add_product", (bias,), [weight])
+    require("add_product", "weight", weight, None, ("outputs", "inputs"), x.device, "the kernel reads row after row")
+    require("add_product", "h", h, None, (*h.shape[:1], weight.shape[1]), x.device, "the kernel reads row after row")
+    check_biases("add_product", (bias,), [weight])
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     return implementation("add_product", weight)(h, weight, bias, x, dependent)
 
@@ -165,7 +162,7 @@ def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, depen
 @definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach()))
 @torch.no_grad()
 def add_product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
-    return x.add_(F.linear(h.to(x.dtype), weight.to(x.dtype), _wide(bias, x)))
+    return x.add_(_times(h.to(x.dtype), weight, bias))
 
 
 def rms_normed(x: Tensor, norm: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
@@ -179,41 +176,34 @@ def capped_(x: Tensor, cap: float) -> Tensor:
     return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 
-def _wide(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(x.dtype)
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def check_stream(op: str, x: Tensor, norm: Tensor | None, *weights: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm is not None:
-        if norm.shape != x.shape[1:]:
-            raise ValueError(f"{op}: norm must have shape {tuple(x.shape[1:])} to match x, got {tuple(norm.shape)}.")
-        require(op, "norm", norm, None, tuple(norm.shape), x.device, "it has one weight for each column of x")
+        require(op, "norm", norm, None, x.shape[1:], x.device, "it has one weight for each column of x")
     for weight in weights:
-        if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous():
-            raise ValueError(
-                f"{op}: a weight must be contiguous (outputs, {x.shape[1]}) to match x, got {tuple(weight.shape)}."
-            )
-        require(
-            op, "a weight", weight, weights[0].dtype, tuple(weight.shape), x.device, "all weights share a dtype and a device"
-        )
+        wanted = "outputs", x.shape[1]
+        require(op, "a weight", weight, weights[0].dtype, wanted, x.device, "all have x's width and one dtype")
 
 
-def _check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tensor]) -> None:
+def check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tensor]) -> None:
     """None at all, or one of the weights' rows for each."""
     given = [bias for bias in biases if bias is not None]
     if given and (len(given) != len(weights) or biases[0] is None):
         raise ValueError(f"{op}: got {len(given)} biases for {len(weights)} weights; pass one for each, or none.")
+    why = "it has one number for each row of its weight"
     for bias, weight in zip(given, weights):
-        require(
-            op, "a bias", bias, given[0].dtype, weight.shape[:1], weight.device, "it has one number for each row of its weight"
-        )
+        dtype = None if bias is given[0] else given[0].dtype
+        require(op, "a bias", bias, dtype, weight.shape[:1], weight.device, why)
 
 
 def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: Tensor) -> None:
     """What the search for the greatest of `rows` outputs is written to."""
-    if (best is None) != (arg is None) or (best is not None and arg is not None and best.shape != arg.shape):
+    if (best is None) != (arg is None):
         raise ValueError(f"{op}: best and arg must be given together and have one shape; pass both or neither.")
     if best is None or arg is None:
         return

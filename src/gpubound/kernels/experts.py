@@ -17,6 +17,8 @@ from .decode_product import WRITTEN, check_stream, draw_stream, rms_normed
 from .ops import definition
 from .selftest import doubles, draw, ints
 
+STACKED = "an expert's weight follows the other's"
+
 
 def likeliest(logits: Tensor, slots: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """(ids int64, weights in logits' dtype), both (..., slots): the experts with the greatest logits, and their shares.
@@ -81,9 +83,9 @@ def routed_gate_up(
     ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
     """
     check_stream("routed_gate_up", x, norm)
-    _check_stack("routed_gate_up", "gate_up", gate_up, x.shape[1], x.device)
-    check_ids("routed_gate_up", ids, x.shape[0], x.device)
-    require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, gate_up.shape[1] // 2), x.device, WRITTEN)
+    require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
+    require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
+    require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     return implementation("routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
 
 
@@ -105,13 +107,8 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     h (B, S, I), down (E, hidden, I), ids and weights (B, S). With `dependent` the kernel reads ids and weights while the kernel
     before it still runs. That one must be the `routed_gate_up` with the same ids.
     """
-    check_ids("add_routed", ids, h.shape[0], x.device)
-    _check_stack("add_routed", "down", down, h.shape[-1], x.device)
-    require(
-        "add_routed", "h", h, None, (*ids.shape, down.shape[2]), x.device, "a row of it belongs to each expert that was chosen"
-    )
-    require("add_routed", "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")
-    require("add_routed", "x", x, torch.float32, (h.shape[0], down.shape[1]), x.device, WRITTEN)
+    require("add_routed", "down", down, None, ("experts", "outputs", h.shape[-1]), x.device, STACKED)
+    check_slots("add_routed", h, down.shape[2], ids, weights, x, down.shape[1])
     return implementation("add_routed", down)(h, down, ids, weights, x, dependent)
 
 
@@ -129,24 +126,12 @@ def _times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     return torch.where(known[:, None], y, torch.nan)
 
 
-def _check_stack(op: str, name: str, stack: Tensor, columns: int, device: torch.device) -> None:
-    if (
-        stack.dim() != 3
-        or stack.shape[2] != columns
-        or not (stack.is_contiguous() and len(stack))
-        or (name == "gate_up" and stack.shape[1] % 2)
-    ):
-        outputs = "2 * width" if name == "gate_up" else "outputs"
-        raise ValueError(f"{op}: {name} must be contiguous (experts, {outputs}, {columns}), got {tuple(stack.shape)}.")
-    require(op, name, stack, None, tuple(stack.shape), device, "an expert's weight follows the other's")
-
-
-def check_ids(op: str, ids: Tensor, rows: int, device: torch.device) -> None:
-    if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(
-            f"{op}: ids must be a contiguous torch.int32 ({rows}, slots), got {ids.dtype} {tuple(ids.shape)}; route writes it."
-        )
-    require(op, "ids", ids, torch.int32, tuple(ids.shape), device, "route writes it")
+def check_slots(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor, outer: int) -> None:
+    """What a down product reads of each slot, and the stream that it adds to."""
+    require(op, "ids", ids, torch.int32, (len(h), "slots"), x.device, "route writes it")
+    require(op, "h", h, None, (*ids.shape, inner), x.device, "a row of it belongs to each expert that was chosen")
+    require(op, "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")
+    require(op, "x", x, torch.float32, (len(ids), outer), x.device, WRITTEN)
 
 
 def draw_routes() -> tuple[Tensor, Tensor]:

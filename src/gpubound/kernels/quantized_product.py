@@ -17,6 +17,7 @@ from .decode_product import (
     add_product_reference,
     check_activation,
     check_best,
+    check_biases,
     check_stream,
     draw_stream,
     form,
@@ -24,7 +25,7 @@ from .decode_product import (
     norm_gate_up_reference,
     norm_product_reference,
 )
-from .experts import add_routed_reference, check_ids, draw_routes, routed_gate_up_reference
+from .experts import add_routed_reference, check_slots, draw_routes, routed_gate_up_reference
 from .ops import definition
 from .packed import BITS, GROUP, Packed, pack, unpack
 from .selftest import draw, ints
@@ -36,7 +37,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     turns   how many weights share the rows of `weight` by turns (2 where rows of gate and up alternate). In `out` one
             weight follows the other
     """
-    _check_packed("dequantize", weight)
+    _check_packed("dequantize", weight, out)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
@@ -66,7 +67,7 @@ def quantized_norm_product(
     if out is None:
         out = torch.empty(x.shape[0], weight.rows, device=x.device, dtype=torch.float32)
     _check_packed_stream("quantized_norm_product", x, norm, weight)
-    _check_bias("quantized_norm_product", bias, weight)
+    check_biases("quantized_norm_product", (bias,), [weight.words])
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
     implementation("quantized_norm_product", x if norm is None else norm, None, form(offset, cap, normed=norm is not None))(
@@ -105,7 +106,7 @@ def quantized_norm_gate_up(
         raise ValueError(
             f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted gate and up by turns; use pack_gate_up."
         )
-    _check_bias("quantized_norm_gate_up", bias, gate_up)
+    check_biases("quantized_norm_gate_up", (bias,), [gate_up.words])
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
     return implementation("quantized_norm_gate_up", out, None, form(offset, activation, normed=norm is not None))(
@@ -128,13 +129,9 @@ def quantized_norm_gate_up_reference(
 
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     """x += h weightᵀ, in place: the output and the down product, with the residual."""
-    if h.dim() != 2 or h.shape[1] != weight.columns or not h.is_contiguous():
-        raise ValueError(
-            f"quantized_add_product: h must be contiguous (rows, {weight.columns}) to match weight, got {tuple(h.shape)}."
-        )
-    require("quantized_add_product", "h", h, None, tuple(h.shape), weight.words.device, "the kernel reads row after row")
-    _check_packed("quantized_add_product", weight)
-    _check_bias("quantized_add_product", bias, weight)
+    require("quantized_add_product", "h", h, None, (*h.shape[:1], weight.columns), h.device, "the kernel reads row after row")
+    _check_packed("quantized_add_product", weight, h)
+    check_biases("quantized_add_product", (bias,), [weight.words])
     require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
     return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
 
@@ -154,7 +151,7 @@ def quantized_routed_gate_up(
     ids       (B, S) int32. An id that no expert has makes its slot NaN, in quantized_add_routed too
     """
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
-    check_ids("quantized_routed_gate_up", ids, x.shape[0], x.device)
+    require("quantized_routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("quantized_routed_gate_up", "out", out, norm.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
     return implementation("quantized_routed_gate_up", norm)(x, norm, eps, gate_up, ids, out, dependent)
@@ -174,13 +171,8 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
     h (B, S, I), down (E hidden, I) packed, ids and weights (B, S). With `dependent` the kernel reads ids and weights while the
     kernel before it still runs. That one must be the `quantized_routed_gate_up` with the same ids.
     """
-    check_ids("quantized_add_routed", ids, h.shape[0], x.device)
-    _check_packed("quantized_add_routed", down)
-    why = "a row of it belongs to each expert that was chosen"
-    require("quantized_add_routed", "h", h, None, (*ids.shape, down.columns), x.device, why)
-    shares = "it holds a share for each id"
-    require("quantized_add_routed", "weights", weights, torch.float32, tuple(ids.shape), x.device, shares)
-    require("quantized_add_routed", "x", x, torch.float32, (h.shape[0], x.shape[-1]), x.device, WRITTEN)
+    _check_packed("quantized_add_routed", down, x)
+    check_slots("quantized_add_routed", h, down.columns, ids, weights, x, x.shape[-1])
     _check_experts("quantized_add_routed", "down", down, x.shape[-1])
     return implementation("quantized_add_routed", h)(h, down, ids, weights, x, dependent)
 
@@ -197,24 +189,18 @@ def _check_packed_stream(op: str, x: Tensor, norm: Tensor | None, weight: Packed
     check_stream(op, x, norm)
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
-    _check_packed(op, weight)
-    require(op, "the weight's words", weight.words, torch.int32, tuple(weight.words.shape), x.device, "move the weight to x")
+    _check_packed(op, weight, x)
 
 
-def _check_packed(op: str, weight: Packed) -> None:
-    """What `pack` made, whole: rows of it are read one behind the other."""
+def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
+    """What `pack` made where x lies, whole: rows of it are read one behind the other."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
-    groups, fp8, device = -(-weight.columns // GROUP), weight.kind == "fp8", weight.words.device
+    groups = -(-weight.columns // GROUP)
     shape = (weight.rows, groups * GROUP * BITS[weight.kind] // 32)
-    require(op, "the weight's words", weight.words, torch.int32, shape, device, "make it with pack")
-    kind = torch.float32 if fp8 else torch.bfloat16
-    require(op, "the weight's scale", weight.scale, kind, (weight.rows, 1 if fp8 else groups), device, "make it with pack")
-
-
-def _check_bias(op: str, bias: Tensor | None, weight: Packed) -> None:
-    if bias is not None:
-        require(op, "bias", bias, None, (weight.rows,), weight.words.device, "it has one number for each row of the weight")
+    require(op, "the weight's words", weight.words, torch.int32, shape, x.device, "make it with pack, where x lies")
+    kind, scales = (torch.float32, 1) if weight.kind == "fp8" else (torch.bfloat16, groups)  # a row
+    require(op, "the weight's scale", weight.scale, kind, (weight.rows, scales), x.device, "make it with pack, where x lies")
 
 
 def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import torch
 from triton.runtime.errors import OutOfResources
 
+from ...device import interpreted
 from ..plans import Job, plan_for, plan_traced, step_down
+from ..plans.kinds import MatrixPlan
 
 Result = TypeVar("Result")
 
@@ -24,6 +26,34 @@ def launch(job: Job, run: Callable[[Any], Result]) -> Result:
             if smaller is None:
                 raise
             plan = smaller
+
+
+def launch_product(
+    kernel: Any, job: Job, reach: int, across: int, dependent: int, *arguments: Any, height: int | None = None, **constants: Any
+) -> None:
+    """Launch a kernel whose programs each own some rows of a weight, and walk along all of their `reach` elements or words.
+
+    across   programs for each stretch of rows. Kernels over packed weights (KIND) have them in front
+    height   the rows of a program, where they are not the plan's to choose
+    """
+    rows = job.shape[0]
+
+    def run(plan: MatrixPlan) -> None:
+        plan = plan if height is None else plan._replace(rows=height)
+        along = plan.along(rows)
+        kernel[(across, along) if "KIND" in constants else (along, across)](
+            *arguments, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
+            **options(plan.warps, dependent),
+        )  # fmt: skip
+
+    launch(job, run)
+
+
+def options(warps: int, dependent: int) -> dict[str, Any]:
+    """Of a launch that may depend on the one before it (decode_product.py)."""
+    if interpreted() or not dependent:
+        return {"num_warps": warps, "DEPENDENT": 0}
+    return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}
 
 
 def first_order_only(op: str) -> None:

@@ -23,9 +23,9 @@ from ..decode_product import EARLY
 from ..plans import job_of, power_of_two
 from ..plans.kinds import AttentionPlan
 from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
-from ._launch import launch
+from ._launch import launch, options
 from ._math import capped
-from .decode_product import _begin, _options, _wait
+from .decode_product import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 
@@ -204,7 +204,7 @@ def decode_attention(
             qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
             scale, *scratch, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
             cos.shape[1], *norms, offset, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind,
-            num_stages=plan.stages, **_options(plan.warps, EARLY if dependent else 0),
+            num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
     launch(job_of("decode_attention", "", (group, D // 2, wide), cache.k), run)

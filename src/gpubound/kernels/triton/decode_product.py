@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import interpreted
 from ..decode_product import EARLY, LATE
 from ..plans import job_of, power_of_two
-from ..plans.kinds import MatrixPlan
-from ._launch import launch
+from ._launch import launch_product, options
 from ._math import capped
 
 AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
@@ -83,7 +81,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
-                         q_rows, k_rows, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+                         q_rows, k_rows, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                          BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
                          CAP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
@@ -92,8 +90,8 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     w_ptr = tl.where(in_v, v_ptr, tl.where(in_k, k_ptr, q_ptr))
     local = first - tl.where(in_v, q_rows + k_rows, tl.where(in_k, q_rows, 0))
     w_ptr += local.to(tl.int64) * K
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
     offset = tl.zeros([R], tl.float32)
     if BIAS:
@@ -101,15 +99,15 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
         offset = tl.load(bias, mask=first + row < rows, other=0.0).to(tl.float32)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
-        if b > 0 and BK < K:
+        if b > 0 and C < K:
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
-        total, square = tl.zeros([R, BK], tl.float32), tl.zeros([BK], tl.float32)
-        for start in range(0, K, BK):
+        total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
+        for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
             total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             square += x * x
-            if start + BK < K:
-                w = _tile(w_ptr + start + BK, row, col, rows - first, K - start - BK, K, WHOLE)
+            if start + C < K:
+                w = _tile(w_ptr + start + C, row, col, rows - first, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
         if GAIN is None:
@@ -130,12 +128,12 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
 
 @triton.jit
 def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B: tl.constexpr,
-                         K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                         K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
                          GAIN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * R
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     gate_ptr += first.to(tl.int64) * K
     up_ptr += first.to(tl.int64) * K
@@ -147,19 +145,19 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
         u_offset = tl.load(up_bias + first + row, mask=there, other=0.0).to(tl.float32)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
-        if b > 0 and BK < K:
+        if b > 0 and C < K:
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-        gate, up = tl.zeros([R, BK], tl.float32), tl.zeros([R, BK], tl.float32)
-        square = tl.zeros([BK], tl.float32)
-        for start in range(0, K, BK):
+        gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
+        square = tl.zeros([C], tl.float32)
+        for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
             normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             gate += g.to(tl.float32) * normed
             up += u.to(tl.float32) * normed
             square += x * x
-            if start + BK < K:
-                g = _tile(gate_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
-                u = _tile(up_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+            if start + C < K:
+                g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+                u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
         if GAIN is None:
@@ -172,11 +170,11 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
 
 @triton.jit
 def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-                        BK: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                        C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * R
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     w_ptr += first.to(tl.int64) * K
     w = _tile(w_ptr, row, col, left, K, K, WHOLE)
@@ -186,23 +184,23 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K:
         offset = tl.load(bias_ptr + first + row, mask=there, other=0.0).to(tl.float32)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
-        if b > 0 and BK < K:
+        if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
         to = x_ptr + b * rows.to(tl.int64) + first + row
         x = tl.load(to, mask=there, other=0.0)
-        total = tl.zeros([R, BK], tl.float32)
-        for start in range(0, K, BK):
+        total = tl.zeros([R, C], tl.float32)
+        for start in range(0, K, C):
             total += w.to(tl.float32) * _row(h_ptr + b * K + start, col, K - start, EVEN)[None]
-            if start + BK < K:
-                w = _tile(w_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+            if start + C < K:
+                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
         tl.store(to, x + tl.sum(total, 1) + offset, mask=there)
 
 
 @triton.jit
-def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BK: tl.constexpr, GAIN: tl.constexpr):
-    col = tl.arange(0, BK)
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr):
+    col = tl.arange(0, C)
     row = tl.program_id(0) * K
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
     y = _gained(x / tl.sqrt(tl.sum(x * x, 0) / K + eps), norm_ptr, col, K, False, GAIN)
@@ -210,17 +208,17 @@ def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, BK: tl.constexpr, GAIN: tl.constexpr,
+def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    col = tl.arange(0, BK)
+    col = tl.arange(0, C)
     at, there = tl.program_id(0) * K + col, col < K
     gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
     _wait(DEPENDENT)
     x, y = tl.load(x_ptr + at, mask=there, other=0.0), tl.load(y_ptr + at, mask=there, other=0.0)
     _end(DEPENDENT)
     tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=there)
-    tl.store(y_ptr + at, tl.zeros([BK], tl.float32), mask=there)
+    tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=there)
 
 
 @torch.no_grad()
@@ -233,7 +231,7 @@ def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 
 @torch.no_grad()
 def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
     block = power_of_two(x.shape[1])
-    _add_norm_kernel[(x.shape[0],)](y, norm, x, eps, x.shape[1], block, offset, **_options(_warps(block), dependent))
+    _add_norm_kernel[(x.shape[0],)](y, norm, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
     return x
 
 
@@ -248,21 +246,18 @@ def norm_product(
     dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
-    q_rows, k_rows, rows = weight.shape[0], k.shape[0], out.shape[1]
+    q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
     parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
     biases = [b if b is not None else x for b in (bias, k_bias, v_bias)]
-
-    def run(plan: MatrixPlan) -> None:
-        if best is not None:
-            plan = plan._replace(rows=power_of_two(-(-rows // best.shape[1])))  # a partial maximum a program
-        _norm_product_kernel[(plan.along(rows),)](
-            x, norm if norm is not None else x, weight, k, v, *biases, out, best if best is not None else x,
-            arg if arg is not None else x, eps, q_rows, k_rows, rows, *x.shape, plan.rows, plan.columns, bias is not None,
-            best is not None, plan.whole(rows, x.shape[1]), None if norm is None else offset, cap,
-            **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "head" if best is not None else "qkv", (rows, x.shape[1], *parts), weight), run)
+    use, height = "qkv", None
+    if best is not None:
+        use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
+    launch_product(
+        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x,
+        x if norm is None else norm, weight, k, v, *biases, out, x if best is None else best, x if arg is None else arg, eps,
+        q_rows, k_rows, rows, height=height, B=len(x), BIAS=bias is not None, BEST=best is not None,
+        GAIN=None if norm is None else offset, CAP=cap,
+    )  # fmt: skip
     return out, best, arg
 
 
@@ -271,35 +266,20 @@ def norm_gate_up(
     x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    rows = gate.shape[0]
-    biases = [b if b is not None else x for b in (gate_bias, up_bias)]
-
-    def run(plan: MatrixPlan) -> None:
-        _norm_gate_up_kernel[(plan.along(rows),)](
-            x, norm if norm is not None else x, gate, up, *biases, out, eps, rows, *x.shape, plan.rows, plan.columns,
-            gate_bias is not None, plan.whole(rows, x.shape[1]), None if norm is None else offset, activation,
-            **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "gate_up", (rows, x.shape[1], rows), gate), run)
+    (rows, width), biases = gate.shape, [b if b is not None else x for b in (gate_bias, up_bias)]
+    launch_product(
+        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x,
+        x if norm is None else norm, gate, up, *biases, out, eps, rows, B=len(x), BIAS=gate_bias is not None,
+        GAIN=None if norm is None else offset, ACTIVATION=activation,
+    )  # fmt: skip
     return out
 
 
 @torch.no_grad()
 def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
-    rows = weight.shape[0]
-
-    def run(plan: MatrixPlan) -> None:
-        _add_product_kernel[(plan.along(rows),)](
-            h, weight, bias if bias is not None else x, x, rows, *h.shape, plan.rows, plan.columns, bias is not None,
-            plan.whole(rows, h.shape[1]), **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "add", (rows, h.shape[1], rows), weight), run)
+    rows, width = weight.shape
+    launch_product(
+        _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
+        x if bias is None else bias, x, rows, B=len(h), BIAS=bias is not None,
+    )  # fmt: skip
     return x
-
-
-def _options(warps: int, dependent: int) -> dict:
-    if interpreted() or not dependent:
-        return {"num_warps": warps, "DEPENDENT": 0}
-    return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}

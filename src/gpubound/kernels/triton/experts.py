@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import job_of, power_of_two
-from ..plans.kinds import MatrixPlan
-from ._launch import launch
-from .decode_product import _begin, _end, _options, _row, _tile, _wait
+from ._launch import launch_product
+from .decode_product import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 
@@ -54,23 +53,23 @@ def _choose(line, ids_ptr, weights_ptr, b, experts, S: tl.constexpr, E: tl.const
 
 @triton.jit
 def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, eps, experts, S: tl.constexpr,
-                  K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
+                  K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
                   NORMALISE: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first, b = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     left = experts - first
     router_ptr += first.to(tl.int64) * K
     w = _tile(router_ptr, row, col, left, K, K, WHOLE)
     _wait(DEPENDENT)
-    total, square = tl.zeros([R, BK], tl.float32), tl.zeros([BK], tl.float32)
-    for start in range(0, K, BK):
+    total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
+    for start in range(0, K, C):
         x = _row(x_ptr + b * K + start, col, K - start, EVEN)
         total += w.to(tl.float32) * (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
         square += x * x
-        if start + BK < K:
-            w = _tile(router_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+        if start + C < K:
+            w = _tile(router_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
     _end(DEPENDENT)
     line = logits_ptr + b * experts
     tl.store(line + first + row, tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps), mask=row < left)
@@ -90,11 +89,11 @@ def _expert(id_ptr, experts):
 
 @triton.jit
 def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, experts, rows, S: tl.constexpr,
-                           K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+                           K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
     first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     _wait(DEPENDENT)
     _begin(DEPENDENT)
@@ -102,17 +101,17 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     gate_ptr = gate_up_ptr + (expert * 2 * rows + first) * K
     up_ptr = gate_up_ptr + ((expert * 2 + 1) * rows + first) * K
     x_ptr += pair // S * K
-    gate, up, square = tl.zeros([R, BK], tl.float32), tl.zeros([R, BK], tl.float32), tl.zeros([BK], tl.float32)
+    gate, up, square = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
     g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-    for start in range(0, K, BK):
+    for start in range(0, K, C):
         x = _row(x_ptr + start, col, K - start, EVEN)
         normed = (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
         gate += g.to(tl.float32) * normed
         up += u.to(tl.float32) * normed
         square += x * x
-        if start + BK < K:
-            g = _tile(gate_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
-            u = _tile(up_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+        if start + C < K:
+            g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+            u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
     _end(DEPENDENT)
     factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
     y = tl.sum(gate, 1) * factor
@@ -122,11 +121,11 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
 
 @triton.jit
 def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, rows, S: tl.constexpr, K: tl.constexpr,
-                       R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                       R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first, b = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
-    row, col = tl.arange(0, R), tl.arange(0, BK)
-    EVEN: tl.constexpr = K % BK == 0
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     experts, poisons = (), ()
     for slot in tl.static_range(S):
@@ -137,17 +136,17 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, ro
     _wait(DEPENDENT)
     to = x_ptr + b * rows + first + row
     x = tl.load(to, mask=row < left, other=0.0)
-    total = tl.zeros([R, BK], tl.float32)
+    total = tl.zeros([R, C], tl.float32)
     for slot in tl.static_range(S):
         w_ptr = down_ptr + (experts[slot] * rows + first) * K
         if slot > 0:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
         weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg") * poisons[slot]  # type: ignore[misc]
-        for start in range(0, K, BK):
+        for start in range(0, K, C):
             h = _row(h_ptr + (b * S + slot) * K + start, col, K - start, EVEN) * weight
             total += w.to(tl.float32) * h[None]
-            if start + BK < K:
-                w = _tile(w_ptr + start + BK, row, col, left, K - start - BK, K, WHOLE)
+            if start + C < K:
+                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
     _end(DEPENDENT)
     tl.store(to, x + tl.sum(total, 1), mask=row < left)
 
@@ -159,14 +158,11 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     experts, width = router.shape
     block = power_of_two(experts)
-
-    def run(plan: MatrixPlan) -> None:
-        _route_kernel[plan.along(experts), len(x)](
-            x, norm, router, logits, count, ids, weights, eps, experts, ids.shape[1], width, plan.rows, plan.columns, block,
-            max(1, min(block, COMPARED // block)), normalise, plan.whole(experts, width), **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "router", (experts, width, experts), router), run)
+    launch_product(
+        _route_kernel, job_of("product", "router", (experts, width, experts), router), width, len(x), dependent, x, norm,
+        router, logits, count, ids, weights, eps, experts, S=ids.shape[1], E=block, EB=max(1, min(block, COMPARED // block)),
+        NORMALISE=normalise,
+    )  # fmt: skip
     return ids, weights
 
 
@@ -174,27 +170,19 @@ def route(
 def routed_gate_up(
     x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    rows, slots, width = out.shape[2], ids.shape[1], x.shape[1]
-
-    def run(plan: MatrixPlan) -> None:
-        _routed_gate_up_kernel[plan.along(rows), ids.numel()](
-            x, norm, gate_up, ids, out, eps, len(gate_up), rows, slots, width, plan.rows, plan.columns,
-            plan.whole(rows, width), **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "routed_gate_up", (rows, width, rows), gate_up), run)
+    rows, width = out.shape[2], x.shape[1]
+    launch_product(
+        _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
+        dependent, x, norm, gate_up, ids, out, eps, len(gate_up), rows, S=ids.shape[1],
+    )  # fmt: skip
     return out
 
 
 @torch.no_grad()
 def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
-    (_, rows, width), slots = down.shape, ids.shape[1]
-
-    def run(plan: MatrixPlan) -> None:
-        _add_routed_kernel[plan.along(rows), len(x)](
-            h, down, ids, weights, x, len(down), rows, slots, width, plan.rows, plan.columns, plan.whole(rows, width),
-            **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    launch(job_of("product", "add_routed", (rows, width, rows), down), run)
+    experts, rows, width = down.shape
+    launch_product(
+        _add_routed_kernel, job_of("product", "add_routed", (rows, width, rows), down), width, len(x), dependent, h, down, ids,
+        weights, x, experts, rows, S=ids.shape[1],
+    )  # fmt: skip
     return x

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..packed import Packed
 from ..plans import job_of, power_of_two
-from ..plans.kinds import MatrixPlan
-from ._launch import launch
+from ._launch import launch_product
 from ._math import capped
 from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
-from .decode_product import _begin, _end, _gated, _options, _wait
+from .decode_product import _begin, _end, _gated, _wait
 from .experts import _expert
 
 
@@ -160,21 +159,11 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
     tl.store(to, tl.load(to, mask=row < rows, other=0.0) + total, mask=row < rows)
 
 
-def _multiply(
-    kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *arguments: Any, height: int | None = None,
-    **constants: Any,
-) -> None:  # fmt: skip
-    """Launch a kernel over the weight, `across` programs for each stretch of `rows` of it. `height`: the rows of a program."""
-
-    def run(plan: MatrixPlan) -> None:
-        plan = plan if height is None else plan._replace(rows=height)
-        kernel[across, plan.along(rows)](
-            *arguments, **constants, K=weight.columns, KIND=weight.kind, R=plan.rows, C=plan.columns,
-            WHOLE=plan.whole(rows, weight.words.shape[1]), **_options(plan.warps, dependent),
-        )  # fmt: skip
-
-    shape = rows, weight.columns, weight.words.shape[1]
-    launch(job_of("packed_product", f"{weight.kind} {use}", shape, weight.words), run)
+def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *given: Any, **named: Any) -> None:
+    """Launch a kernel over the weight, `across` programs for each stretch of `rows` of it."""
+    words = weight.words.shape[1]
+    job = job_of("packed_product", f"{weight.kind} {use}", (rows, weight.columns, words), weight.words)
+    launch_product(kernel, job, words, across, dependent, *given, KIND=weight.kind, **named)
 
 
 def _at_once(x: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plans import power_of_two
 from ..sampling import Into, Rows, Settings, changed
 from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
-from .decode_product import _options
+from ._launch import options
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
@@ -159,17 +159,17 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
 def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tuple[tuple, dict]:
     """(stops, STOPS, BLOCK) of both kernels, and the options of their launch. A tile is 4 elements a thread."""
     block = max(16, min(TILE, power_of_two(max(columns, 0 if x is None else x.shape[1]))))
-    return (len(stops), power_of_two(max(1, len(stops))), block), _options(max(1, block // 128), dependent)
+    return (len(stops), power_of_two(max(1, len(stops))), block), options(max(1, block // 128), dependent)
 
 
 @torch.no_grad()
 def pick(
     best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
-    shape, options = _plan(best.shape[1], into.x, rows.stops, dependent)
+    shape, launch = _plan(best.shape[1], into.x, rows.stops, dependent)
     _pick_kernel[(len(best),)](
         best, arg, *rows, into.emitted, seen, into.embed, into.x, best.shape[1], 0 if seen is None else seen.shape[1],
-        *_shape(into.embed), *shape, **options,
+        *_shape(into.embed), *shape, **launch,
     )  # fmt: skip
     return changed(rows, into.emitted, seen, into.x)
 
@@ -180,13 +180,13 @@ def sample(
 ) -> tuple[Tensor, ...]:
     *scalars, seen = settings
     emitted, embed, x = into
-    shape, options = _plan(logits.shape[1], x, rows.stops, dependent)
+    shape, launch = _plan(logits.shape[1], x, rows.stops, dependent)
     room = len(logits) * triton.cdiv(logits.shape[1], shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=logits.device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=logits.device, dtype=torch.int32)
     _sample_kernel[(len(logits),)](
         logits, *scalars, *rows, emitted, seen, logprob, embed, x, values, quads, logits.stride(0), logits.shape[1],
-        *_shape(embed), *shape, **options,
+        *_shape(embed), *shape, **launch,
     )  # fmt: skip
     return changed(rows, emitted, seen, logprob, x)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..plans import power_of_two
 from ..sampling import Rows, changed
 from ..speculation import NGRAM, Chunk, Said
-from .decode_product import _options
+from ._launch import options
 from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time
@@ -88,7 +88,7 @@ def propose(
 ) -> tuple[Tensor, ...]:
     _propose_kernel[(chunk.token.numel(),)](
         rows.position, rows.alive, text, *chunk, embed, x, text.shape[1], *_shape(embed), chunk.token.shape[1],
-        min(TILE, max(16, power_of_two(text.shape[1]))), **_options(4, dependent),
+        min(TILE, max(16, power_of_two(text.shape[1]))), **options(4, dependent),
     )  # fmt: skip
     return chunk if x is None else (*chunk, x)
 
@@ -102,6 +102,6 @@ def accept(
     _accept_kernel[(batch,)](
         chosen.token, chunk.alive, chunk.token, rows.token, rows.position, rows.alive, rows.bad, text, to, seen,
         chosen.logprob, logprob, text.shape[1], 0 if seen is None else seen.shape[1], to.stride(0),
-        0 if logprob is None else logprob.stride(0), tokens, power_of_two(tokens), **_options(1, dependent),
+        0 if logprob is None else logprob.stride(0), tokens, power_of_two(tokens), **options(1, dependent),
     )  # fmt: skip
     return changed(rows, to, text, seen, logprob)
