@@ -85,11 +85,11 @@ def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
         monkeypatch.setattr(_gpu_trace, name, registry := CallbackRegistry(name))
         registry.add_callback(lambda *values, name=name: heard.append((name, *values)))
     hook = gputrace.Hook()
-    hook.on()
+    hook.set(True)
     try:
         table = gputrace._at(gputrace._at(hook.pointer.value))  # as torch finds it
     finally:
-        hook.off()
+        hook.set(False)
     for slot, name in enumerate(hook.names):
         if name.startswith("trace_gpu_"):
             call(gputrace._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..words import readable
-from .memory import EQUAL, Difference, Memory, Room, difference, where
+from .memory import EQUAL, Difference, Memory, Room, difference, where, whole
 from .prepare import Recording
 from .reach import storage_key
 from .vary import SOURCES, varied, vary
@@ -52,20 +52,18 @@ class Certificate:
             "bit for bit" if self.bitwise else f"within {self.worst.relative:.1e} of the largest value ({self.worst_name})"
         )
         names = ", ".join(self.mutated[:4]) + (f" and {len(self.mutated) - 4} more" if len(self.mutated) > 4 else "")
+        compared = f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
         unvaried = f", not {', '.join(self.unvaried)} (pass other_inputs=)" if self.unvaried else ""
-        snapshots = f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
-        if not self.snapshot_bytes:
-            snapshots = "no snapshot was needed"
+        held = f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
+        snapshots = held if self.snapshot_bytes else "no snapshot was needed"
         lines = [
             f"{_count(self.rounds, 'round')} of replay against eager agree {agreement}",
-            f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
-            + (names and f": {names}"),
+            f"{compared}: {names}" if names else compared,
             f"{self.inputs - len(self.unvaried)} of {_count(self.inputs, 'input')} varied{unvaried}",
             f"{self.seconds:.2f} s, {snapshots}; the graph holds {readable(self.memory_bytes)}",
         ]
-        if not self.same_random_state:
-            lines.append("a replay leaves the random generators elsewhere than an eager call does")
-        return "\n".join(lines)
+        elsewhere = "a replay leaves the random generators elsewhere than an eager call does"
+        return "\n".join(lines if self.same_random_state else [*lines, elsewhere])
 
 
 def _count(number: int, what: str) -> str:
@@ -105,7 +103,7 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
                 )
             if found.relative > worst.relative or (worst.bitwise and not found.bitwise):
                 worst, worst_name = found, name
-    copies, where_they_lie = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
+    copies, places = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
     mutated = [memory.name for memory in kept if memory.changed()]
     made = [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]
     recording.reset()
@@ -125,7 +123,7 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
         seconds=time.perf_counter() - started,
         memory_bytes=recording.memory_bytes,
         snapshot_bytes=copies,
-        snapshot_on=where_they_lie,
+        snapshot_on=places,
     )
 
 
@@ -198,7 +196,7 @@ def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> 
             f"{recording.name}: failed on inputs made up for its certificate ({type(error).__name__}: {error}); "
             "pass other_inputs=, a list of two tuples of arguments that it can take."
         ) from error
-    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(outputs)]
+    leaves = [_copy(leaf) for leaf in tree_leaves(outputs)]
     gradients = {leaf.name: _own(recording, leaf.tensor.grad) for leaf in recording.leaves}
     recording.bind_gradients()
     return Results(leaves, gradients, recording.generators.states())
@@ -215,9 +213,7 @@ def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
 
 def _own(recording: Recording, gradient: Tensor | None) -> Tensor | None:
     """A gradient that eager made anew is kept as it is; one that lies in restored memory is copied."""
-    if gradient is None:
-        return None
-    return gradient.detach().clone() if storage_key(gradient) in recording.snapshot.memories else gradient.detach()
+    return _copy(gradient) if gradient is not None and storage_key(gradient) in recording.snapshot.memories else gradient
 
 
 MOST_INPUTS = 16  # each costs two calls
@@ -255,9 +251,18 @@ def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) 
     recording.reset()
     with varied(turn, recording.reach):
         results = eager_call(recording, given, made_up=True)
-    values = {f"output {index}": out for index, out in enumerate(results.outputs)} | results.gradients
-    values |= {memory.name: memory.tensor.clone() for memory in recording.snapshot.memories.values() if memory.name == name}
-    return values[name]
+    return _copy(dict(_left(recording, results))[name])
+
+
+def _left(recording: Recording, results: Results) -> list[tuple[str, Any]]:
+    """Everything that one call left, with names: outputs, gradients, and the memory it may have written."""
+    outputs = [(f"output {index}", output) for index, output in enumerate(results.outputs)]
+    memories = [(memory.name, whole(memory.tensor)) for memory in recording.snapshot.memories.values()]
+    return [*outputs, *results.gradients.items(), *memories]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _between(one: Any, other: Any) -> Difference:
@@ -267,27 +272,22 @@ def _between(one: Any, other: Any) -> Difference:
 def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
     """Inputs whose change alone moves eager's result and leaves the replay's as it was."""
 
-    def both(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
         recording.reset()
-        eager = _copies(recording, eager_call(recording, tensors, made_up=True))
+        eager = [_copy(value) for _, value in _left(recording, eager_call(recording, tensors, made_up=True))]
         recording.reset()
-        return eager, _copies(recording, replay_call(recording, tensors))
+        return eager, [_copy(value) for _, value in _left(recording, replay_call(recording, tensors))]
 
-    names = recording.inputs.names
     eager, replayed = both(examples)
     found = []
-    for index, name in enumerate(names[:MOST_INPUTS]):
+    for index, name in enumerate(recording.inputs.names[:MOST_INPUTS]):
         other, replayed_other = both([given[i] if i == index else example for i, example in enumerate(examples)])
         if not _same(eager, other) and _same(replayed, replayed_other):
             found.append(name)
     return found
 
 
-def _copies(recording: Recording, results: Results) -> list[Tensor]:
-    """Everything that one call left: outputs, gradients, and the memory it may have written."""
-    values = [*results.outputs, *results.gradients.values(), *(memory.live for memory in recording.snapshot.memories.values())]
-    return [value.detach().clone() for value in values if isinstance(value, Tensor)]
-
-
-def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(some, others))
+def _same(some: list, others: list) -> bool:
+    """Whether two calls left the same tensors."""
+    one, other = ([value for value in left if isinstance(value, Tensor)] for left in (some, others))
+    return len(one) == len(other) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(one, other))

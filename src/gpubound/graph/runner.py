@@ -1,6 +1,7 @@
 """Who runs the function: a CUDA graph on a GPU, or plain eager calls through the same static buffers where there is none."""
 
 import contextlib
+import functools
 import gc
 import threading
 import warnings
@@ -78,9 +79,7 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return torch.autocast(device.type, enabled=False)
 
 
-_streams: dict[int, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The one side stream of `device` on which everything is warmed up and captured.
 
@@ -88,9 +87,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     records nothing and its replay does nothing, without an error. So the stream is always our own, one a device: captures that
     share a pool also want to share their stream.
     """
-    if device.index not in _streams:
-        _streams[device.index] = torch.cuda.Stream(device)
-    return _streams[device.index]
+    return torch.cuda.Stream(device)
 
 
 def _of_another_thread(caller: threading.Thread) -> bool:

@@ -17,10 +17,10 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,9 +63,8 @@ def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
     real = torch.view_as_real(old) if old.is_complex() else old
     wide = real.double()
     spread = wide.std(correction=0)
-    spread = torch.where(
-        spread > 0, spread, wide.abs().mean().clamp(min=1.0)
-    )  # one number, or a constant, has no spread of its own
+    if spread == 0:  # one number, or a constant, has no spread of its own
+        spread = wide.abs().mean().clamp(min=1.0)
     new = torch.randn(real.shape, generator=generator, dtype=torch.float64).to(real.device) * spread + wide.mean()
     new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
     made = torch.empty_like(real).copy_(new)
@@ -85,7 +84,7 @@ def varied(turn: int, reach: Reach | None = None) -> Iterator[None]:
     stands between two readings as it did before, so what is only timed or logged stays right.
     """
     replacements = _replacements(DECADE * (turn + 1))
-    changed = [*_names(replacements), *(_bound(reach, replacements) if reach is not None else ())]
+    changed = [*_globals(replacements), *(_bound(reach, replacements) if reach is not None else ())]
     states = _random_states()
     try:
         for put, value in changed:
@@ -163,12 +162,17 @@ def _bound(reach: Reach, replacements: dict[int, Any]) -> Iterator[Bound]:
         for index, value in enumerate(function.__defaults__ or ()):
             if id(value) in replacements:
                 yield partial(_put_default, function, index), value
-        named = function.__kwdefaults__ or {}
-        yield from ((partial(named.__setitem__, name), value) for name, value in named.items() if id(value) in replacements)
+        yield from _items(function.__kwdefaults__ or {}, replacements)
     for way in reach.builtins:
         slot = way.slot() if id(way.find()) in replacements else None
         if slot is not None and isinstance(slot[0], (dict, list)):
             yield partial(slot[0].__setitem__, slot[1]), way.find()
+
+
+def _items(space: dict[str, Any], replacements: dict[int, Any]) -> Iterator[Bound]:
+    for name, value in list(space.items()):
+        if id(value) in replacements:
+            yield partial(space.__setitem__, name), value
 
 
 def _contents(cell: CellType) -> Any:
@@ -181,19 +185,11 @@ def _put_default(function: FunctionType, index: int, value: Any) -> None:
     function.__defaults__ = (*old[:index], value, *old[index + 1 :])
 
 
-def _names(replacements: dict[int, Any]) -> list[Bound]:
+def _globals(replacements: dict[int, Any]) -> Iterator[Bound]:
     """Every module's global that is one of the clocks. Modules that only keep time are left out."""
-    spaces = [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in _ASIDE and hasattr(module, "__dict__")
-    ]
-    return [
-        (partial(space.__setitem__, name), value)
-        for space in spaces
-        for name, value in list(space.items())
-        if id(value) in replacements
-    ]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in _ASIDE:
+            yield from _items(getattr(module, "__dict__", {}), replacements)
 
 
 def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:
@@ -229,23 +225,10 @@ def scribble(pool: Any, device: torch.device) -> int:
     """
     if pool is None or device.type != "cuda":
         return 0
-    total = 0
-    for address, size in _free_blocks(pool, device):
-        torch.as_tensor(_Raw(address, size), device=device).fill_(255)
-        total += size
-    return total
-
-
-def _free_blocks(pool: Any, device: torch.device) -> Iterable[tuple[int, int]]:
-    for segment in torch.cuda.memory_snapshot():
-        if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index:
-            for block in segment["blocks"]:
-                if block["state"] == "inactive":
-                    yield block["address"], block["size"]
-
-
-class _Raw:
-    """Device memory at an address, in the form that torch.as_tensor takes without a copy."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+    segments = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
+    blocks = [block for segment in segments if segment["device"] == device.index for block in segment["blocks"]]
+    free = [block for block in blocks if block["state"] == "inactive"]
+    for block in free:
+        memory = {"shape": (block["size"],), "typestr": "|u1", "data": (block["address"], False), "version": 2}
+        torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=device).fill_(255)  # it makes no copy
+    return sum(block["size"] for block in free)

@@ -43,7 +43,7 @@ class Uploads:
     def again(self, t: torch.Tensor, device: torch.device) -> bool:
         reference = StorageWeakRef(t.untyped_storage())
         key = (reference.cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype, str(device))
-        state = (_version(t), _fingerprint(t))
+        state = (None if t.is_inference() else t._version, _fingerprint(t))
         known = self._seen.get(key)
         if known is not None and known[1] == state and not known[0].expired():
             return True
@@ -51,10 +51,6 @@ class Uploads:
             self._seen = {k: v for k, v in self._seen.items() if not v[0].expired()}
         self._seen[key] = (reference, state)
         return False
-
-
-def _version(t: torch.Tensor) -> int | None:
-    return None if t.is_inference() else t._version
 
 
 def _fingerprint(t: torch.Tensor) -> int | None:
@@ -85,10 +81,9 @@ class Clones:
 
     def used(self, args, kwargs) -> None:
         """Drop the candidates whose source this op uses: their clone was needed."""
-        if not self._candidates:
-            return
-        touched = {storage_of(t)._cdata for t in ops.tensors((*args, *kwargs.values()))}
-        self._candidates = [c for c in self._candidates if c.source.expired() or c.source.cdata not in touched]
+        if self._candidates:
+            touched = {storage_of(t)._cdata for t in ops.tensors((*args, *kwargs.values()))}
+            self._candidates = [c for c in self._candidates if c.source.expired() or c.source.cdata not in touched]
 
     def cloned(self, source: torch.Tensor, place: Place) -> None:
         storage = storage_of(source)
@@ -134,17 +129,17 @@ class OpSensor(Sensor):
         """Called before an op runs. Returns what to call it."""
         ledger = self.ledger
         ledger.origins.note(func._opname)
-        device = ops.device_of(args, kwargs)
         self._clones.used(args, kwargs)
         self.report_dead()
+        device = ops.device_of(args, kwargs)
         found = [move for move in ops.moves(func, args, kwargs, self.beneath) if ledger.wants(move.device)]
         for move in found:
             self._moved(move)
-        if device is None:
-            pass
-        elif ops.on_host(device):
-            self._on_host(func, args, found)
-        elif ledger.wants(device):
+        if device is not None and ops.on_host(device):
+            # Work done on the CPU. Scalars are bookkeeping, such as an optimizer's step count.
+            if not found and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
+                ledger.record("cpu_op", func._opname)
+        elif device is not None and ledger.wants(device):
             if repeats_layout(func, args, kwargs):
                 self._clones.cloned(args[0], here(ledger.origins))
             if func.namespace == "aten" and ledger.launches == "ops" and not found and ops.launches(func):
@@ -152,20 +147,12 @@ class OpSensor(Sensor):
         return found[0].what if found else func._opname
 
     def _moved(self, move: ops.Move) -> None:
-        if move.kind == "sync":
-            if self.syncs:
-                self.ledger.record("sync", move.what)
-            return
-        self.ledger.record(move.kind, move.what, bytes=move.bytes, detail=move.manner)
-        if self.syncs and move.blocking:
+        if move.kind != "sync":
+            self.ledger.record(move.kind, move.what, bytes=move.bytes, detail=move.manner)
+        if self.syncs and move.blocking:  # a wait for a value is blocking, too
             self.ledger.record("sync", move.what)
         if move.kind == "h2d" and move.source is not None and self._uploads.again(move.source, move.device):
             self.ledger.record("repeat", move.what, bytes=move.bytes)
-
-    def _on_host(self, func, args, found) -> None:
-        """Work done on the CPU. Scalars are bookkeeping, such as an optimizer's step count."""
-        if not found and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
-            self.ledger.record("cpu_op", func._opname)
 
     def report_dead(self) -> None:
         for candidate in self._clones.dead():
@@ -224,17 +211,14 @@ class Dispatch(OpSensor):
             yield
         finally:
             now.op = outer
-        if func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == now.triton:
-            device = ops.device_of(args, kwargs)
-            if device is not None and not ops.on_host(device) and self.ledger.wants(device):
-                self.ledger.record("launch", f"{func.namespace}::{func._opname}")
+        alone = func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == now.triton
+        if alone and (device := ops.device_of(args, kwargs)) and not ops.on_host(device) and self.ledger.wants(device):
+            self.ledger.record("launch", f"{func.namespace}::{func._opname}")
 
 
 def _pretended(args, kwargs) -> bool:
-    device, target = ops.device_of(args, kwargs), kwargs.get("device")
-    return (device is not None and device.type == pretend.NAME) or (
-        target is not None and torch.device(target).type == pretend.NAME
-    )
+    devices = [torch.device(where) for where in (ops.device_of(args, kwargs), kwargs.get("device")) if where is not None]
+    return any(device.type == pretend.NAME for device in devices)
 
 
 class Calls(Sensor):

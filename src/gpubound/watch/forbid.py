@@ -8,9 +8,9 @@ that is blocking or goes through pageable memory). A line that must wait says so
 
     if loss > limit:  # gpubound: allow(sync) stop a diverged run before it spoils the checkpoint
 
-The guard belongs to the thread that entered it, and to the backward passes that this thread starts: it is a dispatch mode,
-and autograd's device threads take over the modes of the thread that called backward. Other threads go on as they were. The
-innermost guard decides. It is for tests and for finding the line: an op costs about 10 µs more inside.
+The guard belongs to the thread that entered it, and to the backward passes that this thread starts: it is a dispatch mode.
+Other threads go on as they were. The innermost guard decides. It is for tests and for finding the line: an op costs about
+10 µs more inside.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ STALLS = ("sync", "h2d", "d2h")
 _COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
 
 
+class _Settled(threading.local):
+    inside = False  # an op, about which a guard has decided
+
+
+_settled = _Settled()
+
+
 class NoStall(ContextDecorator):
     """What `no_stall` makes. `allowed` counts, by line, the stalls that a comment permitted."""
 
@@ -59,12 +66,10 @@ class NoStall(ContextDecorator):
             return
         place = here(mode.origins)
         site = place.site or place.built
-        refused = ""
-        if site is not None:
-            permitted, refused = comment(site, kind)
-            if permitted:
-                self.allowed[str(site)] += 1
-                return
+        permitted, refused = comment(site, kind) if site is not None else (False, "")
+        if permitted:
+            self.allowed[str(site)] += 1
+            return
         raise StallError(self._sentence(kind, what, device, place, cause, refused))
 
     def _sentence(self, kind: str, what: str, device: str, place: Place, cause: Cause, refused: str) -> str:
@@ -103,13 +108,6 @@ class _Forbidding(ops.OpMode):
             return func(*args, **kwargs)
         finally:
             _settled.inside = False
-
-
-class _Settled(threading.local):
-    inside = False
-
-
-_settled = _Settled()
 
 
 def _entered() -> list[_Forbidding]:

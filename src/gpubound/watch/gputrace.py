@@ -1,14 +1,11 @@
-"""torch's own hook at every synchronization it makes: exact, in every thread, with the stack alive. Switched on without its
-faults, and off again.
+"""torch's own hook at every synchronization: exact, in every thread, with the stack alive. Here without its faults.
 
-torch calls Python at each synchronization, allocation, free and event once its "GPU trace" is on. It has no way to turn the
-trace off (`torch._C._activate_gpu_trace` turns it on), an allocation costs 4 µs more, and exceptions get lost: a free often
-happens while an exception is on its way up, as Python drops a call's arguments and C++ an operation's temporaries. torch then
-calls Python with that exception pending, and the caller is left with "SystemError: returned NULL without setting an exception".
+torch calls Python at each synchronization, allocation, free and event once its "GPU trace" is on. Nothing turns it off again,
+an allocation costs 4 µs more, and exceptions get lost: a free often happens while one is on its way up, as Python drops a
+call's arguments. torch then calls Python with that exception pending, and the caller is left with a SystemError.
 
 The trace is one flag and one pointer in libc10, to an object with a table of functions. So we make the table ourselves: torch's
-functions for the synchronizations, one that does nothing for the rest. The flag is set while somebody listens. torch's header
-says where in the table each function stands.
+functions for the synchronizations, one that does nothing for the rest. torch's header says where each function stands in it.
 """
 
 import atexit
@@ -66,33 +63,24 @@ class Hook:
         self.names = names
         self._owner = ctypes.c_void_p(ctypes.addressof(self.table) + _BEFORE * _WORD)
         self._interpreter = ctypes.c_void_p(ctypes.addressof(self._owner))
-        atexit.register(self.off)
+        atexit.register(self.set, False)
 
-    @property
-    def of_another(self) -> bool:
-        """True when somebody else, such as CUDA Sanitizer, has turned torch's trace on: then it is theirs."""
-        return self.flag.value and self.pointer.value != ctypes.addressof(self._interpreter)
-
-    def on(self) -> None:
-        if not self.of_another:
+    def set(self, on: bool) -> None:
+        """Turn the trace on or off, unless somebody else, such as CUDA Sanitizer, has turned it on: then it is theirs."""
+        if not self.flag.value or self.pointer.value == ctypes.addressof(self._interpreter):
             self.pointer.value = ctypes.addressof(self._interpreter)
-            self.flag.value = True
-
-    def off(self) -> None:
-        if not self.of_another:
-            self.flag.value = False
+            self.flag.value = on
 
     def listen(self) -> None:
         """Let torch call the callbacks of torch.cuda._gpu_trace that concern synchronizations, until `leave`."""
         with _lock:
             Hook.listeners += 1
-            self.on()
+            self.set(True)
 
     def leave(self) -> None:
         with _lock:
             Hook.listeners -= 1
-            if not Hook.listeners:
-                self.off()
+            self.set(Hook.listeners > 0)
 
 
 def _at(address: int) -> int:

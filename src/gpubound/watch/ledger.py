@@ -48,17 +48,17 @@ class Ledger:
         self._lock = threading.RLock()  # a collection may start while a row is written, and be recorded itself
         self.now = _Now()
         self._running: list[Sensor] = []
-        self._absent: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
+        """The sensors that did not run, and why."""
 
     def __enter__(self) -> Ledger:
         if self._running:
             raise ValueError("watch: this ledger was used already; call watch() again for a new one.")
         for sensor in (make(self) for make in SENSORS.values()):
-            why = "left out" if sensor.name in self._without else sensor.absent()
-            if why is None:
-                self._running.append(sensor)
+            if why := "left out" if sensor.name in self._without else sensor.absent():
+                self.absent[sensor.name] = why
             else:
-                self._absent[sensor.name] = why
+                self._running.append(sensor)
         self.origins.home = threading.get_ident()
         with ExitStack() as ending:
             for sensor in self._running:
@@ -100,11 +100,6 @@ class Ledger:
         """The sensors that ran, and what each cannot see."""
         return {sensor.name: sensor.blind for sensor in self._running}
 
-    @property
-    def absent(self) -> dict[str, str]:
-        """The sensors that did not run, and why."""
-        return dict(self._absent)
-
     def assert_within(self, **limits: float) -> None:
         """Raise BudgetError with the offending lines if any total is above its limit, or could not be counted.
 
@@ -112,15 +107,13 @@ class Ledger:
         """
         check_limits("assert_within", limits)
         totals = self.totals
-        unknown = [name for name in limits if name not in totals]
-        over = {name: limit for name, limit in limits.items() if name in totals and totals[name] > limit}
-        if unknown:
-            why = "; ".join(f"{name}: {reason}" for name, reason in self._absent.items())
+        if unknown := [name for name in limits if name not in totals]:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
             raise BudgetError(
                 f"not counted: {', '.join(unknown)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
                 f"pretend device (gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
             )
-        if over:
+        if over := {name: limit for name, limit in limits.items() if totals[name] > limit}:
             said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
             raise BudgetError(f"over budget: {said}.\n{offenders(self, over)}")
 
@@ -133,7 +126,7 @@ class Ledger:
             "per_step": {name: round(value / self.steps, 3) for name, value in self.totals.items()} if self.steps else None,
             "rows": [row.as_dict() for row in self.rows],
             "sensors": self.sensors,
-            "absent": self.absent,
+            "absent": dict(self.absent),
         }
 
     def __str__(self) -> str:
@@ -150,7 +143,7 @@ class Ledger:
         return asked is None or (asked.type == found.type and (asked.index or 0) < torch.accelerator.device_count())
 
     def runs(self, name: str) -> bool:
-        return any(sensor.name == name for sensor in self._running)
+        return name in self.sensors
 
     def wants(self, device: torch.device) -> bool:
         mine = self.device

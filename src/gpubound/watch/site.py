@@ -1,8 +1,7 @@
 """Where a stall belongs: the user's line, not the library's.
 
 A sync is made deep inside torch, an optimizer or a trainer. The stack is walked outwards to the first frame that is neither
-torch's, nor the standard library's, nor an installed package's; the innermost library frame on the way is kept as `via`. It is
-the only walker of stacks in this library: ledger, guard and the errors of a graph read its places.
+torch's, nor the standard library's, nor an installed package's; the innermost library frame on the way is kept as `via`.
 
 In backward there may be no user frame at all: a C++ node runs on an autograd thread. Then the node's sequence number leads
 back to the forward line that built it, which `Origins` noted while the forward ran.
@@ -67,10 +66,8 @@ def owner(filename: str) -> str:
 
 def _put_there(path: str) -> bool:
     """Whether pip put this file into a folder of sys.path that is nobody's site-packages (`pip install --target`)."""
-    for folder in map(os.path.abspath, filter(None, sys.path)):
-        if path.startswith(folder + os.sep) and path[len(folder) + 1 :].split(os.sep)[0] in _packages(folder):
-            return True
-    return False
+    folders = [folder for folder in map(os.path.abspath, filter(None, sys.path)) if path.startswith(folder + os.sep)]
+    return any(path[len(folder) + 1 :].split(os.sep)[0] in _packages(folder) for folder in folders)
 
 
 @cache
@@ -114,9 +111,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something happened: the user's line if there is one, the library's line that it went through, and in backward the
-    node.
-    """
+    """Where something happened: the user's line, the library's line that it went through, and in backward the node."""
 
     site: Site | None = None
     via: Site | None = None
@@ -134,9 +129,7 @@ class Place:
 def shorten(file: str) -> str:
     """The path from the working directory, or else its last two parts."""
     here = os.getcwd() + os.sep
-    if file.startswith(here):
-        return file[len(here) :]
-    return os.sep.join(file.split(os.sep)[-2:])
+    return file[len(here) :] if file.startswith(here) else os.sep.join(file.split(os.sep)[-2:])
 
 
 _sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}  # the code object is held so that its id is not reused
@@ -174,10 +167,7 @@ def site_in(frames: list[dict]) -> Site | None:
 
 
 def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None, str]:
-    """(the user's frame, the library frame that it went through, the file's key in THROUGH that it went through).
-
-    In backward the search ends where the engine was called.
-    """
+    """(the user's frame, a library's frame and a reader's file on the way). In backward it ends where the engine was called."""
     torch_frame = library_frame = None
     reader = ""
     while frame is not None:
@@ -222,9 +212,7 @@ class Origins:
             self._built[number] = (_letters(op), site_of(frame))
 
     def of(self, node) -> Site | None:
-        """The line that built `node`. Numbers count per thread, so another thread's node may carry the same one: the
-        names must agree.
-        """
+        """The line that built `node`. Each thread counts its own numbers, so names must agree, too."""
         op, site = self._built.get(node._sequence_nr(), ("", None))
         name, made_by_torch, _ = node.name().partition("Backward0")
         name = _letters(name)
