@@ -89,7 +89,7 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     room = Room(recording.device)
     kept = list(recording.snapshot.memories.values())
     workspace = [Memory(memory.tensor, memory.name, room, now=False) for memory in kept]
-    worst, worst_name, same_random = EQUAL, "", True
+    (worst_name, worst), same_random = ("", EQUAL), True
     for index, (given, _) in enumerate(rounds):
         last = index == len(rounds) - 1
         verdicts, random = _round(recording, given, workspace, others is None, turn=index, last=last)
@@ -101,8 +101,7 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
                     f"{recording.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the "
                     f"largest value) from eager in round {index + 1} of {len(rounds)}: {why}."
                 )
-            if found.relative > worst.relative or (worst.bitwise and not found.bitwise):
-                worst, worst_name = found, name
+        worst_name, worst = max([(worst_name, worst), *verdicts], key=lambda it: (not it[1].bitwise, it[1].relative))
     copies, places = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
     mutated = [memory.name for memory in kept if memory.changed()]
     made = [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]

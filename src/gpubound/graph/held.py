@@ -4,8 +4,8 @@ The inputs have static buffers, and every later call is checked against them exa
 
 Two kinds of change make a graph lie. A tensor moves (`.data =`, `.to()`, a resize): its address is compared at every call.
 Another tensor takes its place (`layer.weight = ...`, `load_state_dict`, `zero_grad`): what fn names directly is compared at
-every call; deeper places are walked again when torch registers any parameter, buffer or module anywhere, and at every 256th
-call besides, which catches what is written into a registry behind torch's back.
+every call; deeper places are walked when torch registers a parameter, buffer or module anywhere, and at every 256th call, which
+catches what is written into a registry behind torch's back.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..errors import GraphError
-from .reach import MISSING, Reach, Way
+from .reach import MISSING, Reach, Way, same
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Held:
         plain: list[tuple[Way, Any]],
         gradients: list[tuple[str, Tensor, Tensor]],
     ) -> None:
-        self._registered = _registrations()
+        self._registered, self._calls = _registrations(), 0
         self.names = [name for name, _ in held]
         self._tensors = [tensor for _, tensor in held]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -206,11 +206,8 @@ class Held:
         self._values = reach.constants + reach.modes + plain
         on_gpu = any(tensor.is_cuda for tensor in self._tensors)
         # Pinned memory is read, or written, by a node of the graph at every replay; other CPU tensors were read once.
-        baked = [
-            (name, t) for name, t in held if on_gpu and t.device.type == "cpu" and not t.is_pinned() and not t.is_inference()
-        ]
-        self._versions = [(name, tensor, tensor._version) for name, tensor in baked]
-        self._calls = 0
+        baked = [(name, t) for name, t in held if on_gpu and t.device.type == "cpu" and not t.is_pinned()]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in baked if not tensor.is_inference()]
         self._prepare()
 
     def check(self) -> None:
@@ -229,27 +226,23 @@ class Held:
 
     def _prepare(self) -> None:
         """The places and values compared at every call, as flat lists: a loop in C over (container, key) pairs is cheap."""
-        direct = [way for way, _ in self._places if not _in_registry(way)][:DIRECT]
-        objects = [slot for way in direct if (slot := way.slot())]
-        objects += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
-        shallow = [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
-        objects += [slot for way in shallow if (slot := way.slot())]
-        self._objects = ([c for c, _ in objects], [k for _, k in objects], [c[k] for c, k in objects])
-        self._roots = [(way, way.find()) for way in self._root_ways]
+        ways = [way for way, _ in self._places if not way.in_registry][:DIRECT]
+        ways += [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
+        slots = [slot for way in ways if (slot := way.slot())]
+        slots += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
+        self._slots = ([c for c, _ in slots], [k for _, k in slots], [c[k] for c, k in slots])
         few = self._gradients[:GRADIENTS]
         self._few = ([leaf for _, leaf, _ in few], [gradient for _, _, gradient in few])
+        self._roots = [(way.root, way.find()) for way in self._root_ways]
         self._seen = self._registered[0]
 
     def _stands(self) -> bool:
         """Whether everything compared at every call is the same object still; the walk then sees whether another is as good."""
+        containers, keys, wanted = self._slots
+        leaves, gradients = self._few
         try:
-            containers, keys, wanted = self._objects
-            leaves, gradients = self._few
-            if not all(map(is_, map(getitem, containers, keys), wanted)) or not all(
-                map(is_, map(_gradient, leaves), gradients)
-            ):
-                return False
-            return all(way.root() is node for way, node in self._roots)
+            kept = all(map(is_, map(getitem, containers, keys), wanted)) and all(map(is_, map(_gradient, leaves), gradients))
+            return kept and all(root() is node for root, node in self._roots)
         except (KeyError, IndexError, ValueError):  # something was deleted: the walk names it
             return False
 
@@ -292,19 +285,6 @@ class Held:
                 f"{name}: got other memory than captured (`.data =`, `.to()` and resharding move a tensor), wanted the same: "
                 "the graph still reads the old; write in place with copy_(), or call captured.recapture()."
             )
-
-
-def same(now: Any, value: Any) -> bool:
-    """Whether a Python value is as it was; a tensor in its place is not."""
-    return now is value or (type(now) is type(value) and now == value)
-
-
-def _in_registry(way: Way) -> bool:
-    """True for a parameter, buffer or optimizer state: their number is large, and replacing one is noticed otherwise."""
-    return any(
-        step in (("attribute", "_parameters"), ("attribute", "_buffers")) or (step[0] == "item" and isinstance(step[1], Tensor))
-        for step in way.steps
-    )
 
 
 def address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[], bool]:

@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..watch.ops import on_host
-from .held import Held, StaticInputs, same
+from .held import Held, StaticInputs
 from .memory import allocating_in
-from .reach import Reach, Way, storage_key
+from .reach import Reach, Way, same, storage_key
 from .rehearse import Leaf, Rehearsal
 from .runner import runner_for
 from .vary import fill_results, scribble
@@ -31,7 +31,8 @@ def prepare(name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any
         recording = Recording(rehearsal, leaves)
         recording.record()
     recording.reset()
-    recording.held = hold(rehearsal, recording)
+    gradients = held_gradients(rehearsal, recording)
+    recording.held = Held(held_tensors(rehearsal), rehearsal.reach, steady_values(before, rehearsal.reach), gradients)
     return recording
 
 
@@ -139,12 +140,6 @@ class Recording:
         self.leaves = self.new_leaves
         for leaf in self.leaves:
             leaf.old = leaf.start = None
-
-
-def hold(rehearsal: Rehearsal, recording: Recording) -> Held:
-    """What must stay as it is for the graph to be replayed."""
-    before, reach = rehearsal.before, rehearsal.reach
-    return Held(held_tensors(rehearsal), reach, steady_values(before, reach), held_gradients(rehearsal, recording))
 
 
 def held_tensors(rehearsal: Rehearsal) -> list[tuple[str, Tensor]]:

@@ -53,6 +53,17 @@ class Way:
         kind, key = self.steps[-1]
         return (vars(owner) if kind == "attribute" else owner), key
 
+    @property
+    def in_registry(self) -> bool:
+        """True for a parameter, buffer or optimizer state: their number is large, and replacing one is noticed otherwise."""
+        registries = {("attribute", "_parameters"), ("attribute", "_buffers")}
+        return any(step in registries or (step[0] == "item" and isinstance(step[1], Tensor)) for step in self.steps)
+
+
+def same(now: Any, value: Any) -> bool:
+    """Whether a Python value is as it was; a tensor in its place is not."""
+    return now is value or (type(now) is type(value) and now == value)
+
 
 class Reach:
     """Everything found from a function and its state. `roots` are where the walk began, `constants` the scalars baked in."""

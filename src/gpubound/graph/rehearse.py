@@ -17,10 +17,10 @@ from ..trace import notice
 from ..watch.events import WAIT
 from ..watch.site import Place
 from .discover import Discovery
-from .held import StaticInputs, same
+from .held import StaticInputs
 from .memory import Generators, Snapshot, whole
 from .operations import Hazard, Origin, refuse
-from .reach import Reach, storage_key
+from .reach import Reach, same, storage_key
 from .runner import EagerRunner, GraphRunner
 
 
