@@ -35,8 +35,8 @@ class CaptureOptions:
 class Captured:
     """A captured function; `capture` makes it. Call it with inputs like those of the capture.
 
-    The outputs are the graph's own tensors, and the next call overwrites them. Clone what you keep, or capture with
-    clone=True. Only one thread at a time may call it. Functions that share a pool must be replayed on one stream.
+    The outputs are the graph's own tensors, and the next call overwrites them: clone what you keep, or capture with clone=True.
+    Only one thread at a time may call it. Functions that share a pool must be replayed on one stream.
     """
 
     certificate: Certificate | None
@@ -58,11 +58,9 @@ class Captured:
         if self._poisons:
             self._last = [tensor.detach().clone() for tensor in tensors]
             self._recording.poison_results()
-            self._runner.replay()
-            for buffer in self._inputs.buffers:  # the next call must bring its own
-                spoil(buffer)
-        else:
-            self._runner.replay()
+        self._runner.replay()
+        for buffer in self._inputs.buffers if self._poisons else ():  # the next call must bring its own
+            spoil(buffer)
         self.replays += 1
         count("graph.replay")
         return self._give()
@@ -102,18 +100,14 @@ class Captured:
         options = self._options
         others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
         work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup)
-        certificate = None
-        if options.verify:
-            try:
-                certificate = certify(work, others, options.tolerance)
-            except BaseException:
-                work.reset()
-                raise
-        else:
-            notice(
-                f"capture({self.name}): verify=False: nothing has shown that a replay computes what the function does.",
-                logging.WARNING,
-            )
+        try:
+            certificate = certify(work, others, options.tolerance) if options.verify else None
+        except BaseException:
+            work.reset()
+            raise
+        if certificate is None:
+            unproven = "verify=False: nothing has shown that a replay computes what the function does."
+            notice(f"capture({self.name}): {unproven}", logging.WARNING)
         self._recording, self._inputs, self._runner, self._held = work, inputs, work.runner, work.held
         self._outputs, self.certificate = work.outputs, certificate
         self._leaves, self._spec = tree_flatten(work.outputs)

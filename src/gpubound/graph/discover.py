@@ -141,8 +141,8 @@ class Discovery:
     def refill(self, tensor: Tensor, value: Any) -> None:
         """`zero_()` or `fill_(value)` right after `empty()` is a filled tensor."""
         key = storage_key(tensor)
-        if key in self._made and self._made[key].empty:
-            self._made[key] = Origin(self._made[key].place, self.calls, fill=value)
+        if (made := self._made.get(key)) is not None and made.empty:
+            self._made[key] = Origin(made.place, self.calls, fill=value)
 
     def hazard(self, cause: Cause) -> None:
         self.hazards.append(Hazard(here(self.origins), cause))
@@ -158,9 +158,8 @@ class Discovery:
                 self.see(tensor, place)
                 if not key or key in self._made or key in doubtful:
                     continue
-                known = key in self.external and self.external[key].is_written
                 weight = isinstance(tensor, nn.Parameter) or tensor.untyped_storage().nbytes() > LARGE
-                if key in self.inputs or (weight and not known):
+                if key in self.inputs or (weight and not self.external[key].is_written):
                     doubtful[key] = (tensor, Memory(tensor, "", self.snapshot.room))
                 else:
                     self.before_write(tensor, place)

@@ -118,11 +118,10 @@ class Memory:
 
     def leave_device(self) -> bool:
         """Move the copy to the host; False when it does not lie on a device."""
-        if self.kept is None or self.kept.device.type == "cpu":
+        if (there := self.kept) is None or there.device.type == "cpu":
             return False
-        host = torch.empty(self.kept.numel(), dtype=torch.uint8)
-        _copy(self.kept, host)
-        self.kept = host
+        self.kept = torch.empty(there.numel(), dtype=torch.uint8)
+        _copy(there, self.kept)
         return True
 
     def changed(self) -> bool:

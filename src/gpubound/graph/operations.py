@@ -1,8 +1,7 @@
 """What an operation does: which arguments it writes, how the tensors begin that it makes, and why no graph can hold it.
 
 A capture that fails says "operation not permitted when stream is capturing" and no more. So every operation of an eager call is
-looked at first: reads of the device from the host, results whose shape depends on values, data built on the host. The same
-rules hold on a CPU, so that a run without a GPU says what would fail on one.
+looked at first. The same rules hold on a CPU, so that a run without a GPU says what would fail on one.
 
 Last the launches that no dispatcher sees: Triton's, its interpreter's, and those of kernels compiled at run time.
 """
@@ -77,7 +76,7 @@ def _writes(func: Any) -> list[tuple[int, str]]:
 
 def began(op: Any, args: tuple, made: Tensor, place: Place, call: int) -> Origin:
     """How a tensor that `op` has made begins."""
-    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
+    name = getattr(op, "_opname", "")
     if name in _EMPTY:
         return Origin(place, call, empty=True)
     if name in _CONSTANTS:
@@ -128,18 +127,16 @@ def _quoted(site: Site) -> str:
 
 def refuse(name: str, hazards: list[Hazard]) -> GraphError:
     """The error that lists them, a line of code once."""
-    lines = list(dict.fromkeys(map(str, hazards)))
-    if len(lines) == 1:
-        return GraphError(f"cannot capture {name}: {lines[0]}.")
+    first, *others = lines = list(dict.fromkeys(map(str, hazards)))
+    if not others:
+        return GraphError(f"cannot capture {name}: {first}.")
     return GraphError(f"cannot capture {name}, {len(lines)} places stop it:\n" + "\n".join(f"  {line}." for line in lines))
 
 
 def wrong_with_call(function: Callable, args: tuple, device: torch.device) -> Cause | None:
     """What is wrong with a call of torch's Python interface, if it reads `device` without an operation."""
-    cause = _CALLS.get(getattr(function, "__name__", ""))
-    if cause is not None and args and isinstance(args[0], Tensor) and args[0].device == device:
-        return cause
-    return None
+    reads = bool(args) and isinstance(args[0], Tensor) and args[0].device == device
+    return _CALLS.get(getattr(function, "__name__", "")) if reads else None
 
 
 def wrong_with_operation(op: Any, args: tuple, kwargs: dict, device: torch.device, call: tuple) -> Cause | None:
@@ -173,9 +170,8 @@ def _assigns_number(op: Any, args: tuple, device: torch.device, call: tuple) -> 
 
 
 def _holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:
-    """Whether a graph holds what an operation makes the host do: a copy with pinned memory at the other end is one of its
-    nodes, a number on the CPU is a constant. What is downloaded into memory of its own would be in no replay's reach.
-    """
+    """Whether a graph holds a move: a copy with pinned memory at the other end is one of its nodes, a number on the CPU is a
+    constant. What is downloaded into memory of its own would be in no replay's reach."""
     if move.cause is HOST_DATA:
         return device.type == "cpu" and args[0].numel() == 1
     return move.pinned and not (move.kind == "d2h" and op._opname == "_to_copy")
@@ -183,10 +179,7 @@ def _holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:
 
 # What CUDA and torch say when a capture breaks, and what that means. First match wins.
 _FAILURES = (
-    (
-        "offset for a CUDA generator not in capture mode",
-        "draws from a generator that the graph does not know; pass it in state=",
-    ),
+    ("offset for a CUDA generator not in", "draws from a generator that the graph does not know; pass it in state="),
     ("capturable is False", "steps an optimizer that counts on the host; build it with capturable=True"),
     ("called a synchronizing CUDA operation", f"{WAIT.does}; {_IN_A_GRAPH[WAIT]}"),
     ("legacy stream", "works on the legacy default stream; use the current stream"),

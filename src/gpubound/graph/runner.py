@@ -84,17 +84,15 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The one side stream of `device` on which everything is warmed up and captured.
 
     torch.cuda.graph has one default stream for the process, made on the first device it saw; a capture on another device then
-    records nothing and its replay does nothing, without an error. So the stream is always our own, one a device: captures that
-    share a pool also want to share their stream.
+    records nothing, without an error. So the stream is our own, one a device: captures that share a pool share it, too.
     """
     return torch.cuda.Stream(device)
 
 
 def _of_another_thread(caller: threading.Thread) -> bool:
-    """True in a thread that Python started and that is not the caller's: a loader's, or a self-test's that is still under way.
+    """True in a thread that Python started, a loader's say, and that is not the caller's: torch warns of every thread's waits.
 
-    torch warns of every thread's waits. Autograd's threads are C++'s own, which Python knows as dummies: what they do is the
-    function's.
+    Autograd's threads are C++'s own, which Python knows as dummies: what they do is the function's.
     """
     current = threading.current_thread()
     return current is not caller and not isinstance(current, threading._DummyThread)
@@ -112,7 +110,9 @@ class GraphRunner:
         self.memory_bytes = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        with torch.cuda.device(self.device), _without_capturable_warning():
+        with torch.cuda.device(self.device), warnings.catch_warnings():
+            # Optimizers built with capturable=True warn when they step outside a capture, which our warm-up is.
+            warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
@@ -208,11 +208,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _without_capturable_warning() -> Iterator[None]:
-    """Optimizers built with capturable=True warn when they step outside a capture, which our warm-up is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-        yield

@@ -12,8 +12,6 @@ it runs.
 
 Not pretended: streams (work runs in order), a generator of its own (the CPU's is used), `torch.empty(pin_memory=True)`
 (`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
-
-`simtensor.py` has the tensor. Here is what torch asks of a device besides: a module `torch.simgpu`, a device guard, autocast.
 """
 
 import functools
@@ -172,10 +170,8 @@ def _autocast(library: torch.library.Library) -> list[torch.library.Library]:
     """Make torch.autocast work on the pretend device. Returns what must be kept alive."""
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for name in _LOWER:
-        library.impl(name, _casting(name, None), "AutocastPrivateUse1")
-    for name in _FP32:
-        library.impl(name, _casting(name, torch.float32), "AutocastPrivateUse1")
+    for name in (*_LOWER, *_FP32):
+        library.impl(name, _casting(name, torch.float32 if name in _FP32 else None), "AutocastPrivateUse1")
     return [rest]
 
 
@@ -188,9 +184,8 @@ def _casting(name: str, dtype: torch.dtype | None):
         to = dtype or torch.get_autocast_dtype(NAME)
 
         def cast(value):
-            if isinstance(value, torch.Tensor):
-                return value.to(to) if value.is_floating_point() and value.dtype != torch.float64 else value
-            return value
+            wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(to) if wide else value
 
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})

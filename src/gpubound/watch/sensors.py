@@ -64,9 +64,7 @@ class Kernels(Sensor):
             return 'not asked for: watch(launches="kernels")'
         if not torch.cuda.is_available():
             return "no CUDA GPU"
-        if torch.autograd._profiler_enabled():
-            return "another profiler is running"
-        return None
+        return "another profiler is running" if torch.autograd._profiler_enabled() else None
 
     def start(self, ending: ExitStack) -> None:
         # There is one cycle, so nothing accumulates; without acc_events torch 2.11 warns that it drops those before.
@@ -158,13 +156,12 @@ class Allocator(Sensor):
                 self.ledger.record(kind, what, count=changed[kind], place=Place())
 
     def _locate(self, traces: list[list[dict]]) -> int:
-        located = 0
-        for event in (event for device in traces for event in device):
-            if event["action"] in ("segment_alloc", "segment_map") and event.get("time_us", self._began) >= self._began:
-                place = Place(site_in(event.get("frames", [])))
-                self.ledger.record("alloc", "cudaMalloc", bytes=event["size"], place=place)
-                located += 1
-        return located
+        """Record the allocations since the start that are remembered with their stacks; how many they are."""
+        events = [event for device in traces for event in device if event["action"] in ("segment_alloc", "segment_map")]
+        ours = [event for event in events if event.get("time_us", self._began) >= self._began]
+        for event in ours:
+            self.ledger.record("alloc", "cudaMalloc", bytes=event["size"], place=Place(site_in(event.get("frames", []))))
+        return len(ours)
 
 
 def statistics() -> dict[str, int]:
@@ -185,12 +182,10 @@ class Collector(Sensor):
         ending.callback(gc.callbacks.remove, self._phase)
 
     def _phase(self, phase: str, info: dict) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        elif self._began is not None:
-            ms = (time.perf_counter() - self._began) * 1e3
-            self._began = None
-            self.ledger.record("gc", f"generation {info['generation']}", ms=ms)
+        now = time.perf_counter()
+        began, self._began = self._began, now if phase == "start" else None
+        if phase == "stop" and began is not None:
+            self.ledger.record("gc", f"generation {info['generation']}", ms=(now - began) * 1e3)
 
 
 class Compiles(Sensor):

@@ -38,8 +38,7 @@ class SimTensor(torch.Tensor):
         self.elem = elem
         return self
 
-    # Without these two, Module.to would replace parameters instead of changing them in place, and tied weights would
-    # come apart.
+    # Without these two, Module.to would replace parameters instead of changing them, and tied weights would come apart.
     def __tensor_flatten__(self):
         return ["elem"], None
 
@@ -59,8 +58,7 @@ class SimTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents=None):
         if self.numel():
             announce("print", NAME)
-        text = repr(self.elem.detach())
-        text = f"{text[:-1]}, device='{self.device}'"
+        text = f"{repr(self.elem.detach())[:-1]}, device='{self.device}'"
         if self.grad_fn is not None:
             return f"{text}, grad_fn=<{self.grad_fn.name()}>)"
         return f"{text}, requires_grad=True)" if self.requires_grad else f"{text})"
@@ -126,10 +124,8 @@ _MIXING = {
 
 def _run(func, args, kwargs):
     """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op says so."""
-    if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):
-        return func.redispatch(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs
-        )  # a custom op's body runs on the pretend device too
+    if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):  # a custom op's body runs on the device, too
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
     if func._opname not in _MIXING:
         strays = [t for t in tensors(args) if on_host(t) and t.dim() > 0]
         if strays and any(isinstance(t, SimTensor) for t in tensors(args)):
@@ -154,8 +150,7 @@ def _has_kernel(name: str) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "PrivateUse1")
 
 
-# Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which switches
-# Python dispatch off.
+# Kernels for calls that reach the device without passing SimTensor: factories, and torch.tensor(), which dispatches nothing.
 
 
 def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
@@ -166,19 +161,15 @@ def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_me
     return SimTensor(torch.ops.aten.empty_strided.default(size, stride, dtype=dtype, device="cpu"))
 
 
-def _copy_(self, source, non_blocking=False):
-    return SimTensor.__torch_dispatch__(torch.ops.aten.copy_.default, (), (self, source, non_blocking))
-
-
-def _local_scalar_dense(self):
-    return SimTensor.__torch_dispatch__(torch.ops.aten._local_scalar_dense.default, (), (self,))
+def _dispatched(op) -> Callable:
+    return lambda *args: SimTensor.__torch_dispatch__(op, (), args)
 
 
 KERNELS = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
-    "copy_": _copy_,
-    "_local_scalar_dense": _local_scalar_dense,
+    "copy_": _dispatched(torch.ops.aten.copy_.default),
+    "_local_scalar_dense": _dispatched(torch.ops.aten._local_scalar_dense.default),
 }
 
 _pinned: dict[int, StorageWeakRef] = {}  # CPU storages that we call pinned
