@@ -30,13 +30,11 @@ class LateLane:
         self.stagings += 1
         return torch.zeros(size, dtype=torch.uint8)
 
-    def send(self, staged, event):
+    def send(self, staged):
         self.sends += 1
-        sent = torch.zeros_like(staged)
-        event = event or {"kind": "copy"}
-        event["copy"] = (staged, sent)
-        self.pending.append(event["copy"])
-        return sent, event
+        copy = (staged, torch.zeros_like(staged))
+        self.pending.append(copy)
+        return copy[1], {"kind": "copy", "copy": copy}
 
     def wait(self, event):
         self.waits += 1
@@ -48,7 +46,7 @@ class LateLane:
 
     def receive(self, sent, event): ...
 
-    def mark(self, event):
+    def mark(self):
         return {"kind": "use"}
 
     def finish(self):

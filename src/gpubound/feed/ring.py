@@ -55,8 +55,8 @@ class Lane:
         """Host memory to copy from."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
-        """Start copying `staged` to fresh memory on the device; the event ends the copy. `event` may be used anew."""
+    def send(self, staged: Tensor) -> tuple[Tensor, Any]:
+        """Start copying `staged` to fresh memory on the device; the event ends the copy."""
         return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
 
     def wait(self, event: Any) -> None:
@@ -65,7 +65,7 @@ class Lane:
     def receive(self, sent: Tensor, event: Any) -> None:
         """Let the consumer's stream, not its host, wait for the copy."""
 
-    def mark(self, event: Any) -> Any:
+    def mark(self) -> Any:
         """An event that is over when the device has done what the consumer launched so far."""
 
 
@@ -86,11 +86,11 @@ class CudaLane(Lane):
     def staging(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def send(self, staged: Tensor, event: Any) -> tuple[Tensor, Any]:
+    def send(self, staged: Tensor) -> tuple[Tensor, Any]:
         with torch.cuda.stream(self.stream):
             sent = torch.empty(staged.numel(), dtype=torch.uint8, device=self.device)
             sent.copy_(staged, non_blocking=True)
-            return sent, self._record(event, self.stream)
+            return sent, self.stream.record_event()
 
     def wait(self, event: Any) -> None:
         while not event.query():
@@ -101,14 +101,8 @@ class CudaLane(Lane):
         stream.wait_event(event)
         sent.record_stream(stream)
 
-    def mark(self, event: Any) -> Any:
-        return self._record(event, torch.cuda.current_stream(self.device))
-
-    @staticmethod
-    def _record(event: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = event or torch.cuda.Event()
-        event.record(stream)
-        return event
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
 
 
 @dataclass
@@ -171,7 +165,7 @@ class _Reader:
             slot.staged = self.lane.staging(parcel.size)
         staged = slot.staged[: parcel.size]
         parcel.stage(staged)
-        sent, slot.event = self.lane.send(staged, slot.event)
+        sent, slot.event = self.lane.send(staged)
         return Delivery(parcel, sent, slot.event)
 
     def end(self, thread: threading.Thread) -> None:
@@ -188,9 +182,7 @@ class Ring:
     def __init__(self, batches: Iterator[Any], lane: Lane, slots: int, padding: Padding, always: bool = False):
         self._lane = lane
         self._reader = _Reader(lane, [Slot() for _ in range(slots)], padding, always, threading.Semaphore(slots))
-        self._marks: list[Any] = [None] * (AHEAD * slots)
-        self._taken = 0
-        self._over = False
+        self._taken = self._over = False
         stream = torch.cuda.current_stream(lane.device) if lane.device.type == "cuda" else None
         thread = threading.Thread(target=self._reader.run, args=(batches, stream), name="gpubound-feed", daemon=True)
         thread.start()
@@ -200,27 +192,22 @@ class Ring:
         """The next batch, or None where the source has ended. Raises what the source raised."""
         if self._over:
             return None
-        if self._taken:
-            self._mark_last_used()
+        if self._taken:  # what the consumer launched so far worked on the batch before
+            self._reader.used.put(self._lane.mark())
         held_back, start = self._reader.held_back, time.perf_counter()
         item = self._reader.ready.get()
         waited = time.perf_counter() - start
         if isinstance(item, Delivery):
             if item.sent is not None:
                 self._lane.receive(item.sent, item.event)
-            self._reader.tickets.release()  # after receive: the slot's event may be recorded anew from here on
-            self._taken += 1
+            self._reader.tickets.release()
+            self._taken = True
             parcel, seconds = item.parcel, (0.0, waited) if held_back else (waited, 0.0)
             return Served(parcel.unpack(item.sent), 0, parcel.passed, len(parcel.copied), parcel.payload, *seconds)
         self._over = True
         if item is END:
             return None
         raise item  # with the traceback it had in the thread, so that the user's line is in it
-
-    def _mark_last_used(self) -> None:
-        turn = (self._taken - 1) % len(self._marks)
-        self._marks[turn] = self._lane.mark(self._marks[turn])
-        self._reader.used.put(self._marks[turn])
 
     def close(self) -> None:
         """End the thread. It returns from the source's current batch first."""

@@ -6,8 +6,7 @@ Random data throughout: products of zeros draw less power and run up to 13 % fas
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -103,16 +102,23 @@ def machine() -> Machine:
 
 def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:
     """The fields of Ceilings that a GPU has. Medians: sustained clocks, as a training run sees them."""
-    with torch.cuda.device(device), _explained(device):
-        runs = 5 if quick else 15
 
-        def median(fn: Callable[[], Any]) -> float:
-            return time(fn, runs=runs, device=device).median_s
+    def median(fn: Callable[[], Any]) -> float:
+        return time(fn, runs=5 if quick else 15, device=device).median_s
 
-        found = _memory(_gpu_buffer_bytes(device, quick), device, median)
-        found |= _gpu_products(device, 4096 if quick else 8192, median)
-        found |= _transfers(device, 64 if quick else 256)
-        return found | _gpu_host_costs(device, 500 if quick else 2000)
+    try:
+        with torch.cuda.device(device):
+            found = _memory(_gpu_buffer_bytes(device, quick), device, median)
+            found |= _gpu_products(device, 4096 if quick else 8192, median)
+            found |= _transfers(device, 64 if quick else 256)
+            return found | _gpu_host_costs(device, 500 if quick else 2000)
+    except MeasureError:
+        raise
+    except RuntimeError as error:  # a figure is never guessed
+        cause = str(error).strip().splitlines()[0]
+        raise MeasureError(
+            f"ceilings: measuring {device} failed: {cause}. Free the GPU, then run `gpubound env --refresh`."
+        ) from error
 
 
 def of_cpu(quick: bool = False) -> dict[str, Any]:
@@ -173,9 +179,14 @@ def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str
     found: dict[str, Any] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         found[f"{name}_flops_per_s"] = _product_rate(size, dtype, device, seconds)
-    for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
-        with _fp32_products(mode):
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
+            products.fp32_precision = mode
             found[f"{name}_flops_per_s"] = _product_rate(size // 2, torch.float32, device, seconds)
+    finally:
+        products.fp32_precision = before
     if torch.cuda.get_device_capability(device) < (8, 9):
         return found | {"missing": {"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"}}
     one = torch.ones((), device=device)
@@ -185,16 +196,6 @@ def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str
     except (RuntimeError, TypeError) as error:  # a private function: its demands differ between builds
         return found | {"missing": {"fp8_flops_per_s": str(error).strip().splitlines()[0]}}
     return found | {"fp8_flops_per_s": 2 * size**3 / fp8}
-
-
-@contextmanager
-def _fp32_products(mode: str) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = mode
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _transfers(device: torch.device, mib: int) -> dict[str, Any]:
@@ -230,17 +231,3 @@ def _launch_us(device: torch.device, count: int) -> float:
             x.add_(1)
         stretches.append((perf_counter() - start) / count * 1e6)
     return min(stretches[1:])
-
-
-@contextmanager
-def _explained(device: torch.device) -> Iterator[None]:
-    """Whatever CUDA raises while measuring becomes one sentence; a figure is never guessed."""
-    try:
-        yield
-    except MeasureError:
-        raise
-    except RuntimeError as error:
-        cause = str(error).strip().splitlines()[0]
-        raise MeasureError(
-            f"ceilings: measuring {device} failed: {cause}. Free the GPU, then run `gpubound env --refresh`."
-        ) from error

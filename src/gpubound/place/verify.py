@@ -25,12 +25,6 @@ GRADIENT = "gradient of "
 # One unit in the last place, relative, and a little for the order of sums. The fp64 figure is not fp64's: Hugging Face's
 # norms and rotary angles are computed in fp32 whatever the model's dtype.
 UNIT = {torch.float64: 1e-6, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-}
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run; a gradient that there is none of is not in it"""
@@ -59,8 +53,9 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     """Run `module` on every case, call `swap`, run it again, and judge the second run by the first."""
     cases, dtype = list(cases), coarsest(module)
     config = getattr(module, "config", None)
-    wide = deepcopy(module, {id(config): config}).to(WIDER[dtype])
-    truth, own = run(wide, cases, WIDER[dtype]), run(module, cases, dtype)
+    wider = torch.float32 if dtype.itemsize < 4 else torch.float64
+    wide = deepcopy(module, {id(config): config}).to(wider)
+    truth, own = run(wide, cases, wider), run(module, cases, dtype)
     del wide
     swap()
     return judge(run(module, cases, dtype), own, truth, dtype)
@@ -157,15 +152,14 @@ def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
 
     What a large batch computes again in backward is computed again here too: its way is the longer one.
     """
-    parameters = list(module.parameters())
-    before = [(p.requires_grad, p.__dict__.pop("main_grad", None)) for p in parameters]
+    before = [(p, p.requires_grad, p.__dict__.pop("main_grad", None)) for p in module.parameters()]
     try:
-        for p in parameters if all_train else ():
+        for p, _, _ in before if all_train else ():
             p.requires_grad_(p.is_floating_point())
         with recompute.recomputing(module, 0):
             yield
     finally:
-        for p, (trains, main) in zip(parameters, before):
+        for p, trains, main in before:
             p.requires_grad_(trains)
             if main is not None:
                 p.__dict__["main_grad"] = main
