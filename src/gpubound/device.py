@@ -43,18 +43,13 @@ def can_launch(device: torch.device) -> bool:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator that works in this process, or None.
-
-    Without the check torch names the one that it was built for: "cuda" after a plain install on a laptop without a GPU.
-    """
+    """The accelerator that works here, or None. Without the check torch names what it was built for, on any laptop "cuda"."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def constant(function: Callable) -> Callable:
-    """Tell torch.compile to call `function` while it traces and keep the answer.
-
-    What torch.compiler.assume_constant_result does, by its mark alone: that call imports dynamo and triton, 1.3 s.
-    """
+    """Tell torch.compile to call `function` while it traces and keep the answer: torch.compiler.assume_constant_result by its
+    mark alone, because that call imports dynamo and triton, 1.3 s."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

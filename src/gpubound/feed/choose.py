@@ -142,8 +142,7 @@ def _plan(source: Source, where: torch.device, padding: Padding, guard: bool) ->
 
 
 def target(device: str | torch.device | None) -> torch.device:
-    """The device to serve, as tensors report it. None and the policies of gpubound.device go through its test; any other torch
-    device is taken as it is."""
+    """As tensors report it. None and the policies of gpubound.device go through its test; others are taken as they are."""
     if device is None:
         return resolve("auto")
     cpu = isinstance(device, torch.device) and device.type == "cpu"  # perhaps with an index, which no policy has

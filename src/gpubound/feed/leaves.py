@@ -96,8 +96,7 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
 
 
 def _refill(node: Any, put: Callable[[Any, Any, Any], None], keys: list[Any]) -> Callable[[list[Any]], Any]:
-    """For containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set the
-    children."""
+    """Containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set those."""
     shell = copy.copy(node)
 
     def make(values: list[Any]) -> Any:
@@ -214,8 +213,7 @@ class Parcel:
     passed: int  # leaves already on the device
 
     def stage(self, staged: Tensor) -> None:
-        """Write the leaves into host memory. One copy then takes them all: launching nine small ones would cost more than it
-        moves."""
+        """Write the leaves into host memory, for one copy: launching nine small ones would cost more than it moves."""
         with torch.no_grad():
             for leaf, offset in self.copied:
                 _place(staged, offset, self.tree.leaves[leaf]).copy_(self.tree.leaves[leaf])
@@ -229,8 +227,7 @@ class Parcel:
 
 
 def pack(batch: Any, device: torch.device, padding: Padding, always: bool = False) -> Parcel:
-    """Look at every leaf of `batch`: what lies on `device` passes, the rest is given a place in the run. `always`: copy all
-    the same."""
+    """What lies on `device` passes, every other leaf is given a place in the run. `always`: copy all the same."""
     tree = flatten(batch)
     padding.apply(tree)
     copied, offset, payload, passed = [], 0, 0, 0

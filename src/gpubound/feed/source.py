@@ -103,10 +103,7 @@ def _is_tensors(items: Any) -> bool:
 
 class Loader(Source):
     """A DataLoader. Its generators are seeded from (seed, epoch), so that its order and its workers' random draws can be
-    resumed.
-
-    Resuming in the middle of an epoch reads and drops the batches before the position.
-    """
+    resumed. Resuming in the middle of an epoch reads and drops the batches before the position."""
 
     def __init__(self, loader: DataLoader, seed: int | None):
         own = loader.generator or getattr(_sampler(loader), "generator", None)
@@ -224,17 +221,14 @@ def _refuse(source: Any) -> None:
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of integers (splitmix64's finaliser, chained).
+    """A 64-bit hash of integers: `_hashes`, chained.
 
     >>> mix(0, 1) != mix(1, 0)
     True
     """
     state = 0
     for word in words:
-        z = ((state ^ (word & _ALL)) + _GOLDEN) & _ALL
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
-        state = z ^ (z >> 31)
+        state = int(_hashes(1, state ^ (word & _ALL), "cpu")) & _ALL
     return state
 
 

@@ -104,10 +104,9 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
 def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
     """`achieved` as a fraction of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
 
-    If `achieved` exceeds the ceiling, the ceiling was measured on a busy machine. It is measured again, and the better value
-    is kept. The same happens when it was measured once and is nearly reached. If `achieved` exceeds the new value too, the
-    result is None, and a line says so: this ceiling does not bind such work. Memory, for example, does not bind a model that
-    fits into the cache.
+    If `achieved` exceeds the ceiling, that was measured on a busy machine. It is measured again, and the better value is kept;
+    so is one that was measured once and is nearly reached. If `achieved` exceeds the new value too, the result is None, and a
+    line says so: this ceiling does not bind such work, as memory does not bind a model that fits into the cache.
     """
     found = ceilings(device, quick=True)
     while _doubtful(achieved / getattr(found, figure), found.measurements):
@@ -129,14 +128,10 @@ def _doubtful(share: float, measurements: int) -> bool:
 
 def _better(one: Ceilings, other: Ceilings) -> Ceilings:
     """The better of each figure: a busy machine only ever measures too little."""
-
-    def best(name: str, a: Any, b: Any) -> Any:
-        if a is None or b is None:
-            return b if a is None else a
-        return min(a, b) if name.endswith("_us") else max(a, b)
-
-    names = [f.name for f in fields(Ceilings) if f.name.endswith(("_per_s", "_us"))]
-    figures = {name: best(name, getattr(one, name), getattr(other, name)) for name in names}
+    figures: dict[str, Any] = {}
+    for name in [f.name for f in fields(Ceilings) if f.name.endswith(("_per_s", "_us"))]:
+        measured = [figure for figure in (getattr(one, name), getattr(other, name)) if figure is not None]
+        figures[name] = min(measured, default=None) if name.endswith("_us") else max(measured, default=None)
     missing = {name: why for name, why in other.missing.items() if figures[name] is None}
     return replace(other, **figures, missing=missing, measurements=one.measurements + 1)
 

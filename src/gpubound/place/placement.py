@@ -111,17 +111,9 @@ class Placement:
         return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "device": str(self.device),
-            "verified": self.verified,
-            "summary": self.summary,
-            "swapped": self.swapped,
-            "refused": self.refused,
-            "fallbacks": self.fallbacks,
-            "seconds": self.seconds,
-            "unsupported": self.unsupported,
-            "rows": [asdict(row) for row in self.rows],
-        }
+        own = ("verified", "summary", "swapped", "refused", "fallbacks", "seconds", "unsupported")
+        rows = [asdict(row) for row in self.rows]
+        return {"device": str(self.device), **{name: getattr(self, name) for name in own}, "rows": rows}
 
     def undo(self) -> None:
         """Give every swapped module its own class again. The weights stay on their device, in the same memory."""

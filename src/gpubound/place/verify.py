@@ -68,10 +68,7 @@ def coarsest(model: nn.Module) -> torch.dtype:
 
 
 def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
-    """Outputs and gradients by name, in eval mode (dropout off), with fixed upstream gradients.
-
-    Leaves no trace on the parameters.
-    """
+    """What comes out in eval mode (dropout off) with fixed upstream gradients. Leaves no trace on the parameters."""
     named: Named = {}
     with bare(module, all_train=True), torch.enable_grad(), mode(module, training=False):
         parameters = dict(module.named_parameters())
