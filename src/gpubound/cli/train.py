@@ -24,7 +24,6 @@ from ..models.registry import trainable
 from ..monitor.live import check_log
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_kind
-from ..train.recompute import parse as parse_recompute
 from ..words import hint, shown
 from . import arguments
 from .session import alone, finish, quietly, say, train
@@ -77,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_log(options.log)
     recipe, export = options.recipe(), export_folder(options)
-    if options.auto_batch and parse_recompute(recipe.recompute)[0] == "budget":
+    if options.auto_batch and recipe.budget is not None:
         raise ValueError(
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
             f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."

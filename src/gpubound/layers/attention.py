@@ -1,12 +1,10 @@
 """Causal self-attention with rotary positions: one product for q, k, v, one kernel that turns and splits it, torch's SDPA.
 
 A position p turns the pair (i, i + D/2) of every q and k head by the angle p · frequency_i. Training reads positions 0..T-1
-again and again, so their cosines and sines are computed once and kept; any other positions are computed when asked for, on the
-device.
+again and again, so their cosines and sines are kept; others are computed when asked for, on the device. Heads stay behind the
+tokens, as the product writes them: SDPA gets transposed views, and none of its kernels needs a copy.
 
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
-Heads stay behind the tokens, (B, T, H, D), as the product writes them; SDPA gets transposed views and picks its own kernel
-(cuDNN or flash on a GPU), which needs no copy either way.
 """
 
 from typing import Any, Protocol

@@ -1,13 +1,12 @@
 """Products in 8 bits: y = x Wᵀ with x and W in e4m3, both gradients from dy in e5m2 and the same x and W, summed in fp32.
 
-A Hopper GPU multiplies 8-bit floats twice as fast as 16-bit ones. They have 2 or 3 bits behind the leading one and a narrow
-range, so every tensor has a scale of its own, by which it is divided before it is rounded. The scale follows the largest
-magnitude that was seen in the steps before: known in advance, it lets one pass read the tensor, round it and write both layouts
-that the products need (kernels/quantize.py). Within a gated MLP the activation's kernels give 8 bits themselves, and its
-hidden state is never stored in 16.
+A Hopper GPU multiplies 8-bit floats twice as fast as 16-bit ones. Their range is narrow, so every tensor is divided by a scale
+of its own before it is rounded. The scale follows the largest magnitude of the steps before: known in advance, it lets one pass
+read the tensor, round it and write both layouts that the products need (kernels/quantize.py). Within a gated MLP the
+activation's kernels give 8 bits themselves, and its hidden state is never stored in 16.
 
-A weight that takes part has an Fp8 as the format in its record. train/precision.py makes these, renews their scales once a
-step and takes them off again. Without gradients (evaluation) products stay in the weights' own 16 bits.
+A weight that takes part has an Fp8 as the format in its record. train/precision.py makes these and renews their scales once a
+step. Without gradients (evaluation) products stay in the weights' own 16 bits.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
@@ -75,11 +74,9 @@ class Fp8(Format):
         if x.dtype != weights[0].dtype or any(type(format_of(weight)) is not Fp8 for weight in weights):
             return AS_IT_IS
         rows = x.numel() // x.shape[-1]
-        if rows == 0 or rows % MULTIPLE:
-            if rows:
-                fallback("fp8 product", f"{rows} tokens are no multiple of {MULTIPLE}; it is computed in {x.dtype}")
-            return AS_IT_IS
-        return self
+        if rows % MULTIPLE:
+            fallback("fp8 product", f"{rows} tokens are no multiple of {MULTIPLE}; it is computed in {x.dtype}")
+        return self if rows and rows % MULTIPLE == 0 else AS_IT_IS
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Kept is x in 8 bits, transposed: half of what the 16-bit product keeps."""

@@ -7,7 +7,7 @@ What the weights' records say (kernels/record.py) makes a site of three kinds of
     adapters      what is added to y; dy gives their own gradients, and dx its share                   Adapter
 
 All of them run inside one autograd.Function. A new format or adapter is a class with the methods of `Format` or `Adapter`, in a
-file of its own; nothing here has to know its name.
+file of its own.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
@@ -150,16 +150,10 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     """The product at the site that the weights' records describe."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    weights = joined.weights
-    adapters: Sequence[Spanning] = ()
-    for weight in weights:
-        record = record_of(weight)
-        if record is not None and record.adapters:
-            adapters = _adapters_of(weights)
-            break
-    format = format_of(weights[0])
+    weights, format = joined.weights, format_of(joined.weights[0])
+    adapters: Sequence[Spanning] = _adapters_of(weights) if any(map(adapted, weights)) else ()
     if torch.is_grad_enabled():
-        theirs = [p for spanning in adapters for p in spanning.adapter.parameters] if adapters else ()
+        theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
         return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
     y = format.evaluate(x, joined)
     for spanning in adapters:
@@ -190,9 +184,8 @@ def _adapters_of(weights: Sequence[Tensor]) -> Sequence[Spanning]:
 
 
 class _Product(torch.autograd.Function):
-    """The parameters are kept on ctx rather than saved: activation checkpointing gives back detached copies of what was saved,
-    and those carry neither main_grad nor record. What save_for_backward would have seen to, that nobody changed them meanwhile,
-    is checked here.
+    """The parameters are kept on ctx: of what is saved, activation checkpointing gives back detached copies, without
+    main_grad and record. That nobody changed them meanwhile, which save_for_backward would have seen to, is checked here.
     """
 
     @staticmethod
@@ -200,14 +193,9 @@ class _Product(torch.autograd.Function):
         y, kept = format.forward(x, joined)
         if adapters:
             ctx.starts, kept = _add(adapters, x, y, kept)
-        ctx.gain = ()
-        if not adapters and not (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)])):
-            ctx.save_for_backward(None, None, *kept)
-        elif (origin := recompute.origin(x)) is None:
-            ctx.save_for_backward(x, None, *kept)
-        else:
-            ctx.save_for_backward(origin.stream, origin.weight, *kept)
-            ctx.gain = origin[2:]
+        reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
+        stream, norm, *ctx.gain = (recompute.origin(x) or (x, None)) if reads_x else (None, None)
+        ctx.save_for_backward(stream, norm, *kept)
         ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
         ctx.versions = [p._version for p in parameters]
         return y

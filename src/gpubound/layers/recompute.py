@@ -2,8 +2,7 @@
 
 Of a block's saved activations at 350m (625 MB at 16,384 tokens) 134 are the gated activation's result and 67 the two norms'.
 Each is a function of what is kept anyway, so the bits do not change. It costs 2 % of the step there (86.6 to 88.3 ms) for 4.5
-GiB. Small results are kept: at 135m and 1,024 tokens 60 more launches are 3 % (6.65 to 6.83 ms) for 0.2 GiB. Who has the
-memory and wants the time keeps them all.
+GiB. Small results are kept: at 135m and 1,024 tokens 60 more launches are 3 % (6.65 to 6.83 ms) for 0.2 GiB.
 """
 
 from collections.abc import Callable, Iterable, Iterator

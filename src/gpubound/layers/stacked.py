@@ -3,12 +3,10 @@
 q, k and v read the same x, and so do gate and up: stacked by rows they are one matrix and one product, which reads x once,
 fills the GPU better than three small products, and gives back one input gradient instead of three to be added.
 
-The stacked matrix is no parameter of its own. q_proj.weight, k_proj.weight and v_proj.weight stay the parameters, each a
-row slice of one buffer, so everything that goes by name or by Parameter object works as before: state_dict,
-save_pretrained, optimizers, adapters. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
-`load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be
-moved (a sharded or offloaded weight), or cannot lie in two places (one weight that two of the layers share), is multiplied on
-its own: a fallback, with its reason.
+The stacked matrix is no parameter of its own. The layers' weights stay the parameters, each a row slice of one buffer, so
+state_dict, optimizers and adapters work as before. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
+`load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be moved
+(a sharded weight), or cannot lie in two places (one weight of two layers), is multiplied on its own: a fallback.
 """
 
 from collections import Counter
@@ -40,10 +38,7 @@ def hooked(module: Any) -> bool:
 
 
 class Stacked:
-    """Keeps the weights of some nn.Linear as row slices of one buffer, and multiplies by that buffer.
-
-    It holds no parameter, only the buffer's address. Copies and pickles of a module start with an empty one.
-    """
+    """Keeps the weights of some nn.Linear as row slices of one buffer. A copy or pickle of it is empty."""
 
     def __init__(self) -> None:
         self._addresses: tuple[int, ...] = ()
@@ -134,7 +129,7 @@ class Projecting(nn.Module):
 
 
 def multiply_by_records(model: nn.Module) -> Callable[[], None]:
-    """Let plain linear layers outside of our own ones look at their weight's record: F.linear, which they call, knows of none.
+    """Let plain linear layers outside of our own ones look at their weight's record, of which F.linear knows nothing.
 
     Returns what undoes it, once no format or adapter is left there: several may have asked for the same layer.
     """
@@ -214,11 +209,8 @@ def describe(layer: nn.Module) -> str:
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
     """Pairs of names of different tensors that share bytes. A tensor that comes twice, as a tied one does, is no pair.
 
-    To the user such a pair is one weight: what is written into one is read in the other. Moving one of them away, into a
-    stacked or flat buffer, ends that without a sign. So whoever moves weights asks here first.
-
-    Left out are tensors with gaps between their elements, for two of them may lie in each other's gaps, and subclasses, whose
-    memory is their own business.
+    To the user such a pair is one weight, and moving one of them into a stacked or flat buffer ends that without a sign. Who
+    moves weights asks here first. Tensors with gaps are left out, for two may lie in each other's gaps, and so are subclasses.
     """
     tensors = {id(t): (name, t) for name, t in reversed(list(named))}.values()  # reversed: the first name of each stays
     placed = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if _dense(t))

@@ -114,9 +114,8 @@ def head_of(model: Any) -> Any:
 def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
     """None when a model's logits are head(hidden states), else why not. `logits` runs the model, `hidden` all below its head.
 
-    The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. The head is
-    looked at from outside instead: does it read the hidden states, and is what it gives, known and large for this once, what
-    the model gives?
+    The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
+    the hidden states, and is what it gives, known and large for this once, what the model gives?
     """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"

@@ -1,10 +1,9 @@
 """Gradients summed in fp32, in one flat buffer, over any number of backward passes, without a host sync.
 
-In bf16, 256 + 1 is 256: a gradient that is summed in the weights' own 16 bits loses small contributions, the more so the more
-micro-batches there are. Here every parameter has a `main_grad`, an fp32 view of one flat buffer. The products of our own
-layers add into it as they compute (kernels/accumulate.py); for all other parameters a hook takes what autograd computed, once a
-backward pass, also for a weight that is used twice. What hooks took goes into the buffer together: a copy a parameter was 0.11
-of the 1.06 ms of a small model's step.
+In bf16, 256 + 1 is 256: a gradient that is summed in the weights' own 16 bits loses small contributions. Here every parameter
+has a `main_grad`, an fp32 view of one flat buffer. The products of our own layers add into it as they compute
+(kernels/accumulate.py); for all other parameters a hook takes what autograd computed, once a backward pass. What hooks took
+goes into the buffer together: a copy a parameter was 0.11 of the 1.06 ms of a small model's step.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """Checkpoints: each is complete or absent, and they are written while the training goes on.
 
-`snapshot` clones the tensors on their device, in order with the step's own work, so no step waits for the disk. `write` starts
-a thread that copies the clone to the host on a side stream and writes a temporary folder, which is renamed once all of it is on
-disk. A run that is killed at any moment so leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
+`snapshot` clones the tensors on their device, in order with the step's own work, so no step waits for the disk. `write` lets a
+thread copy the clone to the host on a side stream and write a temporary folder, which is renamed once all of it is on disk: a
+run that is killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
 
     <folder>/step-00000120/
         tensors.safetensors    every tensor, by name
@@ -63,10 +63,7 @@ class Checkpoints:
         self._writing: Future | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False) -> None:
-        """Snapshot now, write in the background. A lower `score` is better: a number, or a list that is compared as lists are.
-
-        `wait` returns when it is on disk.
-        """
+        """Snapshot now, write in the background; `wait` until it is on disk. A lower `score`, a number or a list, is better."""
         self.snapshot(step, tensors, facts, score)
         self.write()
         if wait:

@@ -6,16 +6,7 @@ when the last forward is done, and the one division by it is folded into the upd
 uneven window is exact, nothing need be counted in advance, and the division costs nothing.
 
 Its report is seven numbers on the device. Each step also sends them to pinned memory, behind its own work; reading them costs a
-wait only when that step is still running. Read one step late, as in
-
-    previous = None
-    for batches in data:
-        result = step(batches)
-        if previous is not None:
-            print(previous.read().loss)
-        previous = result
-
-and the device always has the next step queued while the host looks at the last one.
+wait only when that step is still running. Whoever reads one step late keeps the device busy meanwhile (docs/training.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,10 +1,8 @@
 """Where every parameter lies in the flat buffers, and the weights moved into them.
 
 One buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one launch
-each, whatever the model. The order is dtype by dtype and, within a dtype, first what decays, then what does not.
-
-Parameters that already lie side by side in one storage (q, k and v cut from one buffer, so that one product serves all three)
-stay side by side in the same order: their gradients then come from one product, too.
+each, whatever the model. The order is dtype by dtype and, within a dtype, first what decays, then what does not. Parameters
+that lie side by side in one storage, as q, k and v, stay so in the same order: their gradients then come from one product, too.
 """
 
 from collections.abc import Callable, Iterable
@@ -157,22 +155,14 @@ def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Te
 
 def _runs(parameters: list[Parameter]) -> list[list[Parameter]]:
     """The parameters in their order, those that lie one behind the other in one storage together and in the storage's order."""
-    begins = {_begin(p): p for p in parameters if p.is_contiguous()}
-    ends = {_end(p): p for p in begins.values()}
-    taken: set[int] = set()
-    runs = []
-    for parameter in parameters:
-        if id(parameter) in taken:
-            continue
-        head = parameter
-        while parameter.is_contiguous() and (before := ends.get(_begin(head))) is not None:
-            head = before
-        run = [head]
-        while parameter.is_contiguous() and (behind := begins.get(_end(run[-1]))) is not None:
+    order = {id(p): i for i, p in enumerate(parameters)}
+    whole = [p for p in parameters if p.is_contiguous()]
+    begins, ends = {_begin(p): p for p in whole}, {_end(p) for p in whole}
+    runs = [[p] for p in parameters if not p.is_contiguous() or _begin(p) not in ends]
+    for run in runs:
+        while run[-1].is_contiguous() and (behind := begins.get(_end(run[-1]))) is not None:
             run.append(behind)
-        taken.update(id(p) for p in run)
-        runs.append(run)
-    return runs
+    return sorted(runs, key=lambda run: min(order[id(p)] for p in run))
 
 
 def _begin(p: Tensor) -> tuple[int, int]:
@@ -184,10 +174,10 @@ def _end(p: Tensor) -> tuple[int, int]:
 
 
 class Members:
-    """Which parameters a model has, and which of them train, as they were when the layout was made.
+    """Which parameters a model had, and which of them trained, when the layout was made.
 
     The flat buffers and a captured step know of no others: what is frozen later would go on moving, what is unfrozen or
-    replaced would stay still. `check` compares without asking the device.
+    replaced would stay still.
     """
 
     def __init__(self, model: nn.Module, layout: FlatLayout):
@@ -202,16 +192,15 @@ class Members:
         for name, home, key, parameter, trains in self._members:
             now = home.get(key)
             if now is not parameter:
-                self._refuse(name, "was replaced by another Parameter", "copy new values into it in place")
-            if now is not None and now.requires_grad is not trains:
-                what = "frozen" if trains else "unfrozen"
-                self._refuse(name, f"was {what}", f"set requires_grad back to {trains}")
-
-    def _refuse(self, name: str, what: str, mend: str) -> None:
-        raise ValueError(
-            f"parameters: {name} {what} since this TrainStep was made, which trains the parameters it found then; "
-            f"{mend}, or close() this step and make a new one."
-        )
+                what, mend = "replaced by another Parameter", "copy new values into it in place"
+            elif now is not None and now.requires_grad is not trains:
+                what, mend = "frozen" if trains else "unfrozen", f"set requires_grad back to {trains}"
+            else:
+                continue
+            raise ValueError(
+                f"parameters: {name} was {what} since this TrainStep was made, which trains the parameters it found then; "
+                f"{mend}, or close() this step and make a new one."
+            )
 
 
 class Weights:

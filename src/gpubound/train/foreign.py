@@ -1,7 +1,7 @@
 """Any torch.optim.Optimizer inside a TrainStep: its update runs behind the device's decision, on fp32 weights.
 
-Gradients are summed, divided, clipped and judged on the device as for our own optimizers. What differs is the end: the
-optimizer's own `step()` runs on one Parameter for each of the model's, over the fp32 masters where there are any.
+Gradients are summed, divided, clipped and judged on the device as for our own optimizers. Then the optimizer's own `step()`
+runs on one Parameter for each of the model's, over the fp32 masters where there are any.
 
 An optimizer that torch calls capturable becomes a graph of its own, from its second update on: the first one makes its state.
 Inside, a step that is not finite runs like any other, and old values are put back over what it wrote. Any other optimizer runs
@@ -47,8 +47,8 @@ class Foreign:
         self.optimizer = _made(self.make, self.parameters)
         self.lrs = [_lr(self.optimizer, group) for group in self.optimizer.param_groups]
         self.lr = max(self.lrs)
-        if self.graph == "require" and not capturable(self.optimizer):
-            raise GraphError(f"TrainStep: {_not_capturable(self.optimizer)}; take graph='auto', which runs it call by call.")
+        if self.graph == "require" and (why := _not_capturable(self.optimizer)):
+            raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
         return layout
 
     def moment_bytes(self, layout: FlatLayout) -> int:
@@ -73,7 +73,7 @@ class FlatForeign(FlatAdamW):
             parameter.data = home
         self._ratios = [lr / config.lr if config.lr else 1.0 for lr in config.lrs]
         self._captured: Captured | None = None
-        wanted, able = config.graph != "off", capturable(self.optimizer)
+        wanted, able = config.graph != "off", _not_capturable(self.optimizer) is None
         self._captures = able and wanted and layout.device.type == "cuda"
         self._says = not able and wanted and layout.device.type != "cpu"
         for group, lr in zip(self.optimizer.param_groups, config.lrs) if self._captures else ():
@@ -186,29 +186,26 @@ class FlatForeign(FlatAdamW):
                 f"load_state_dict: optimizer: got the state of {got}, wanted {own}'s; "
                 f"make the TrainStep with the optimizer that the run began with."
             )
-        given = {tuple(name.rpartition("/")[::2]): t for name, t in state.items() if name.startswith(PREFIX) and name != CLASS}
-        for owner, key in given:
-            if owner not in self._owners():
-                raise ValueError(
-                    f"load_state_dict: {owner}/{key}: this model or optimizer has no such part; the state is another's."
-                )
+        given, known = [name for name in state if name.startswith(PREFIX) and name != CLASS], self._owners().keys()
+        for name in given:
+            if name.rpartition("/")[0] not in known:
+                raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
         self.optimizer.state.clear()
         owners = self._owners()
-        for (owner, key), tensor in given.items():
+        for name in given:
+            owner, _, key = name.rpartition("/")
             key, _, kind = key.partition("=")
             if kind in NUMBERS:
-                owners[owner][key] = NUMBERS[kind](tensor.item())
+                owners[owner][key] = NUMBERS[kind](state[name].item())
             else:
-                there = "cpu" if tensor.dim() == 0 and not self._captures else self.decision.device
-                owners[owner][key] = tensor.detach().clone().to(there)
+                there = "cpu" if state[name].dim() == 0 and not self._captures else self.decision.device
+                owners[owner][key] = state[name].detach().clone().to(there)
         self._captured = None
 
 
-def capturable(optimizer: Optimizer) -> bool:
-    return all("capturable" in group for group in optimizer.param_groups)
-
-
-def _not_capturable(optimizer: Optimizer) -> str:
+def _not_capturable(optimizer: Optimizer) -> str | None:
+    if all("capturable" in group for group in optimizer.param_groups):
+        return None
     name = type(optimizer).__name__
     return f"{name} is not capturable (its param_groups have no such key), so no graph can hold its update"
 

@@ -1,10 +1,10 @@
 """The step as graphs: captured for each shape of micro-batch, all in one memory pool; call by call where that cannot be.
 
-A window, the micro-batches of one step, is taken from what the user gave, opened to its tensors, and checked before anything
-runs. One of many micro-batches is no graph of its own: recording and certifying it took as many times as long as it has
-micro-batches, and every length and mixture of shapes was another graph. Nor has its first micro-batch a graph of its own, which
-could write gradients instead of adding them to zeros, 0.8 ms of a window at 350m: capturing a second one wants its activations
-once more beside those that the first one's graph holds.
+A window, the micro-batches of one step, is opened to its tensors and checked before anything runs. It is no graph of its own
+where it has several: recording and certifying one took as many times as long, and every length and mixture of shapes was
+another graph. Nor has its first micro-batch a graph of its own, which could write gradients instead of adding them to zeros,
+0.8 ms of a window at 350m: capturing a second one wants its activations once more beside those that the first one's graph
+holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

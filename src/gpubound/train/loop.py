@@ -1,9 +1,9 @@
 """The training loop. The host launches a step, then reads the result of the step before, so it never waits for the device.
 
 Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
-own clock. `host_lead_ms` is the time that the host waited for a result because the device was still busy. `gpu_busy` comes from
-events around each step, for captured steps on a GPU alone: the events do not see the gaps between the launches of an eager
-step. One early step, and one in a thousand after it, runs under the ledger, which counts host syncs and copies.
+own clock. `host_lead_ms` is how long the host waited for a result. `gpu_busy` comes from events around each captured step: they
+do not see the gaps between the launches of an eager one. One early step, and one in a thousand after it, runs under the ledger,
+which counts host syncs and copies.
 """
 
 import signal

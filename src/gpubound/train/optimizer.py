@@ -1,10 +1,9 @@
 """AdamW and Muon over flat buffers: decided by one tiny kernel (kernels/adamw.py), not seen by the host.
 
-AdamW is one pass, with its moments in fp32 or in 8 bits. Muon (Keller Jordan, 2024) moves a matrix by its momentum made
-orthogonal: every direction moves alike, however weak its gradient. The orthogonal factor comes from five Newton-Schulz steps in
-16 bits, for all matrices of one shape at once. It keeps one moment where AdamW keeps two. Rates carry over: an update has the
-size that AdamW's would have (0.2 · √ of the longer side). AdamW moves what Muon leaves, under one plan: one norm, one clip, one
-schedule, one skip.
+AdamW is one pass, with its moments in fp32 or in 8 bits. Muon (Keller Jordan, 2024) moves a matrix by its one moment, made
+orthogonal by five Newton-Schulz steps in 16 bits: every direction moves alike, however weak its gradient. Rates carry over: an
+update has the size that AdamW's would have (0.2 · √ of the longer side). AdamW moves what Muon leaves, under one plan: one
+norm, one clip, one schedule, one skip.
 """
 
 import math
@@ -271,13 +270,12 @@ class FlatMuon(FlatAdamW):
     def __init__(self, config: Muon, *arguments):
         super().__init__(config.rest, *arguments)
         self.muon, self._ratio = config, config.lr / config.rest.lr
-        weights = self.weights
+        layout = self.weights.layout
         self._stacks: list[tuple[Group, Tensor, list[FlatSlot]]] = []
-        for group, finest in zip(weights.layout.groups, weights.finest()):
-            shapes: dict[torch.Size, list[FlatSlot]] = {}
-            for slot in weights.layout.slots_of(group) if group.rule == MUON else ():
-                shapes.setdefault(slot.parameter.shape, []).append(slot)
-            self._stacks += [(group, finest, slots) for slots in shapes.values()]
+        for group, finest in zip(layout.groups, self.weights.finest()):
+            slots = layout.slots_of(group) if group.rule == MUON else []
+            for shape in dict.fromkeys(slot.parameter.shape for slot in slots):
+                self._stacks.append((group, finest, [slot for slot in slots if slot.parameter.shape == shape]))
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
         super().carry_out(gradient, plan, report)

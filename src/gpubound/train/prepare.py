@@ -1,8 +1,7 @@
 """From a recipe to a run that is ready: texts to a corpus, a name to a model, a folder to its newest checkpoint.
 
 What is cheap to refuse is refused first: a missing file is named before the corpus is built, not after. Between a run and its
-resumption may change what does not touch the steps that were done. The largest micro-batch that fits is found by trying: what a
-step really takes is known to nobody beforehand.
+resumption may change what does not touch the steps that were done.
 """
 
 import gc

@@ -158,9 +158,7 @@ class Recipe:
             raise ValueError(
                 "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
             )
-        parse_recompute(self.recompute)
-        self.rates, self.numbers, self.new_objective()
-        self.stages()
+        self.budget, self.rates, self.numbers, self.new_objective(), self.stages()  # each refuses what it cannot make
 
     @property
     def rates(self) -> Schedule:
@@ -176,13 +174,18 @@ class Recipe:
             return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
+    @property
+    def budget(self) -> int | None:
+        """The bytes that a step may take, where recomputing is to keep it within them."""
+        way, number = parse_recompute(self.recompute)
+        return number if way == "budget" else None
+
     def new_objective(self) -> Objective:
         """A new objective, as the recipe wants it."""
         return objective_named(self.objective, self.objective_options)
 
     def make_step(self, model: nn.Module, objective: Objective, device: torch.device) -> TrainStep:
         """The optimizer step of this recipe; with a byte budget for recomputing, without any yet."""
-        budget = parse_recompute(self.recompute)[0] == "budget"
         return TrainStep(
             model,
             objective,
@@ -192,7 +195,7 @@ class Recipe:
             precision=self.precision if self.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
             graph=self.graph,
             schedule=self.rates,
-            recompute="cheap" if budget else self.recompute,
+            recompute="cheap" if self.budget is not None else self.recompute,
             overlap=self.overlap,
             seed=self.seed,
         )

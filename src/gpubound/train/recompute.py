@@ -1,11 +1,9 @@
 """Activation checkpointing: a block keeps only its input and computes the rest again in backward.
 
-"cheap" leaves the blocks alone: our layers compute norms and gated activations again (layers/recompute.py), "none" not even
-those.
-
 A third more work for a fraction of the memory: for every block, for the first few, or for as few as keep the measured peak
 within a budget. It is the first blocks that recompute, because backward comes to them last: by then what the others kept has
-been given back, and the block that is computed again has room.
+been given back. "cheap" leaves the blocks alone: our layers compute norms and gated activations again (layers/recompute.py),
+"none" not even those.
 """
 
 import gc
@@ -74,8 +72,7 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
 def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, device: torch.device) -> int:
     """How many of the first blocks must recompute for the peak of `rehearse()`, a forward and backward, to fit `budget` bytes.
 
-    Found by trying, log2 of the number of blocks times, since what a block keeps is known to nobody beforehand. Nothing is left
-    switched on. The peak is what torch has allocated at the most, weights and all.
+    Found by trying, log2 of the number of blocks times. Nothing is left switched on. The peak counts weights and all.
     """
     most, peaks = count_blocks(model), dict[int, int]()
 

@@ -23,7 +23,7 @@ from .device_step import put_back
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
-from .recompute import fit_blocks, parse as parse_recompute, recompute_blocks
+from .recompute import fit_blocks, recompute_blocks
 from .step import TrainStep
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
@@ -79,8 +79,7 @@ class Run:
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
         self.objective = self.stage.recipe.new_objective()
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device)
-        way, budget = parse_recompute(self.recipe.recompute)
-        if way == "budget":
+        if (budget := self.recipe.budget) is not None:
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
         self.average = Average(self.model, self.step, self.recipe.ema) if self.recipe.ema else None
 
@@ -94,8 +93,7 @@ class Run:
     def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
         """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done.
 
-        Each step's record goes to `on_record` before a checkpoint of that step is written. A run that has diverged ends, and
-        is not saved: its weights are of no use.
+        Each step's record goes to `on_record` before a checkpoint of it is written. A run that has diverged is not saved.
         """
         stop = stop or Stop()
         while not self.finished and not self.diverged:
@@ -255,9 +253,8 @@ def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
 class Average:
     """An exponential moving average of the weights, by parameter name, taken at each `update()`: a launch or two, no host sync.
 
-    It reads the finest weights that there are, the fp32 masters of 16-bit ones, where they lie; so it works behind a captured
-    step as behind an eager one. The decay rises as (1 + t) / (10 + t) towards its full value, or the first random weights would
-    stay in a short run's average.
+    It reads the finest weights that there are, the fp32 masters of 16-bit ones, where they lie: captured steps write there,
+    too. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
     """
 
     def __init__(self, model: nn.Module, step: TrainStep, decay: float):

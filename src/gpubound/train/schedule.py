@@ -1,8 +1,7 @@
 """Learning-rate schedules, counted in updates, read on the device.
 
-A schedule becomes a table on the GPU with one rate for each update (4 million updates are 32 MB). The step looks its rate up by
-the device's own count of updates. So any Python function may be a schedule, nothing of it is computed in the step, and a step
-that was skipped, because its gradient was not finite, does not use up a rate.
+A schedule becomes a table on the GPU with one rate for each update (4 million updates are 32 MB), which the step reads by the
+device's own count of updates. So any Python function may be a schedule, and a step that was skipped uses up no rate.
 """
 
 import math
