@@ -10,7 +10,7 @@ from torch import nn
 from gpubound import trace
 from gpubound.errors import DeviceError
 from gpubound.train import TrainStep, recompute
-from gpubound.train.recompute import count_blocks, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
+from gpubound.train.recompute import blocks_of, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
 from gpubound.words import readable
 
 from .objectives.test_causal_lm import batch, llama
@@ -106,11 +106,11 @@ def test_the_first_so_many(kind):
     """Each more keeps less, the last as little as all of them; and undone, as much as before."""
     model, run = kinds()[kind]
     by_count = []
-    for count in range(count_blocks(model) + 1):
+    for count in range(len(blocks_of(model)) + 1):
         undo = recompute_blocks(model, count)
         by_count.append(kept(run, model))
         undo()
-    assert count_blocks(model) == len(by_count) - 1 == {"plain": 3, "hugging face": 2}[kind]
+    assert len(blocks_of(model)) == len(by_count) - 1 == {"plain": 3, "hugging face": 2}[kind]
     assert all(more > less for more, less in pairwise(by_count)) and kept(run, model) == by_count[0]
     undo = recompute_blocks(model)
     assert kept(run, model) == by_count[-1]
@@ -139,7 +139,7 @@ def test_a_budget_takes_as_few_as_it_needs(kind, capsys, monkeypatch):
 
     monkeypatch.setattr(recompute, "peak_bytes", measured)
 
-    for count in range(count_blocks(model) + 1):
+    for count in range(len(blocks_of(model)) + 1):
         undo = recompute_blocks(model, count)
         peaks.append(kept(run, model))
         undo()

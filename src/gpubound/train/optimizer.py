@@ -103,11 +103,10 @@ class Muon:
         precision.check_not_at_random("Muon")
         named, takes = list(model.named_parameters()), self.chooser(model)
         layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
-        for group in layout.groups:
-            for slot in layout.slots_of(group) if group.rule == MUON else ():
-                if slot.parameter.dim() != 2:
-                    shape = tuple(slot.parameter.shape)
-                    raise ValueError(f"Muon: takes {slot.name} of shape {shape}, wanted matrices; leave it to rest.")
+        for slot in layout.slots:
+            if takes(slot.name, slot.parameter) and slot.parameter.dim() != 2:
+                shape = tuple(slot.parameter.shape)
+                raise ValueError(f"Muon: takes {slot.name} of shape {shape}, wanted matrices; leave it to rest.")
         return layout
 
     def moment_bytes(self, layout: FlatLayout) -> int:
@@ -138,7 +137,7 @@ class FlatAdamW:
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
     ):
         self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
-        self._seed = seed if precision.at_random else None
+        self._seed = seed if precision.at_random else None  # all weights are bf16 without masters then
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         self._begin_moments(weights.layout)
         start = START_SCALE if precision.loss_scale else 1.0
@@ -154,16 +153,12 @@ class FlatAdamW:
         layout = self.weights.layout
         hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
-            kind = self.config.betas, self.config.eps, master is not None, self._seed_of(weight, master) is not None
+            kind = self.config.betas, self.config.eps, master is not None, self._seed is not None
             hasten([("adamw", kind)], layout.device, weight.dtype)
 
     def _constants(self) -> tuple[tuple[float, float], float, float | None, int]:
         """What `plan_update` is compiled for."""
         return self.config.betas, self.config.weight_decay, self.clip, self.growth_interval
-
-    def _seed_of(self, weight: Tensor, master: Tensor | None) -> int | None:
-        """Of weights that are rounded at random; None for all others."""
-        return self._seed if weight.dtype == torch.bfloat16 and master is None else None
 
     @property
     def moments(self) -> list[Tensor]:
@@ -192,7 +187,7 @@ class FlatAdamW:
         config = self.config
         for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
             if group.rule == ADAMW:
-                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, self._seed_of(weight, master)
+                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, self._seed
                 self._advance(group, weight, gradient[group.start : group.stop], *rest)
 
     def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
@@ -279,24 +274,20 @@ class FlatMuon(FlatAdamW):
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
         super().carry_out(gradient, plan, report)
-        lr = (report[4] * self._ratio).float()
+        muon, go, lr = self.muon, plan[0] != 0, (report[4] * self._ratio).float()
         for group, finest, slots in self._stacks:
-            self._move(gradient, plan, lr, group, finest, slots)
+            momenta, weights = [slot.view(self.m) for slot in slots], [slot.view(finest, group.start) for slot in slots]
+            g = torch.stack([slot.view(gradient) for slot in slots]) * plan[1]
+            m_old, p_old = torch.stack(momenta), torch.stack(weights)
+            m = m_old.lerp(g, 1 - muon.momentum)
+            u = orthogonal(g.lerp(m, muon.momentum) if muon.nesterov else m, muon.iterations)
+            size = 0.2 * max(u.shape[-2:]) ** 0.5
+            p = p_old * (1 - lr * muon.weight_decay) - lr * size * u
+            torch._foreach_copy_(momenta, list(torch.where(go, m, m_old).unbind()))
+            torch._foreach_copy_(weights, list(torch.where(go, p, p_old).unbind()))
         for group, flat, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
             if group.rule == MUON and master is not None:
                 flat.copy_(master)
-
-    def _move(self, gradient: Tensor, plan: Tensor, lr: Tensor, group: Group, finest: Tensor, slots: list[FlatSlot]) -> None:
-        muon, go = self.muon, plan[0] != 0
-        momenta, weights = [slot.view(self.m) for slot in slots], [slot.view(finest, group.start) for slot in slots]
-        g = torch.stack([slot.view(gradient) for slot in slots]) * plan[1]
-        m_old, p_old = torch.stack(momenta), torch.stack(weights)
-        m = m_old.lerp(g, 1 - muon.momentum)
-        u = orthogonal(g.lerp(m, muon.momentum) if muon.nesterov else m, muon.iterations)
-        size = 0.2 * max(u.shape[-2:]) ** 0.5
-        p = p_old * (1 - lr * muon.weight_decay) - lr * size * u
-        torch._foreach_copy_(momenta, list(torch.where(go, m, m_old).unbind()))
-        torch._foreach_copy_(weights, list(torch.where(go, p, p_old).unbind()))
 
 
 def orthogonal(x_KRC: Tensor, iterations: int) -> Tensor:

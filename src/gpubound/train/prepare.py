@@ -148,8 +148,7 @@ def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], devic
             continue
         finally:
             gc.collect()  # a step and its model refer to each other
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
         return tried
     raise DeviceError(

@@ -60,13 +60,14 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
     """Switch it on for every block of `model`, or for the first `count` of them alone; returns what undoes it."""
     # Dropout must drop the same elements twice. Only then is the generator's state kept: a captured step cannot read it.
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops_out(model))
-    if ready := _ready(model):  # Hugging Face's protocol, which our own blocks follow
-        chosen = {id(m) for m in (ready if count is None else _first(_innermost(ready), count))}
-        on = {"_gradient_checkpointing_func": again}
-        return switch((module, on | {"gradient_checkpointing": id(module) in chosen}) for module in ready)
-    blocks = find_blocks(model)
-    blocks = blocks if count is None else _first(blocks, count)
-    return switch((block, {"forward": partial(again, block.forward)}) for block in blocks)
+    ready, blocks = _ready(model), blocks_of(model)
+    if count is not None and not 0 <= count <= len(blocks):
+        raise ValueError(f"recompute: got {count} blocks, the model has {len(blocks)}; give at most so many.")
+    if not ready:
+        return switch((block, {"forward": partial(again, block.forward)}) for block in blocks[:count])
+    chosen = {id(module) for module in (ready if count is None else blocks[:count])}
+    on = {"_gradient_checkpointing_func": again}
+    return switch((module, on | {"gradient_checkpointing": id(module) in chosen}) for module in ready)
 
 
 def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, device: torch.device) -> int:
@@ -74,7 +75,7 @@ def fit_blocks(model: nn.Module, rehearse: Callable[[], Any], budget: int, devic
 
     Found by trying, log2 of the number of blocks times. Nothing is left switched on. The peak counts weights and all.
     """
-    most, peaks = count_blocks(model), dict[int, int]()
+    most, peaks = len(blocks_of(model)), dict[int, int]()
 
     def fits(count: int) -> bool:
         undo = recompute_blocks(model, count)
@@ -111,11 +112,6 @@ def peak_bytes(rehearse: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def count_blocks(model: nn.Module) -> int:
-    """How many blocks there are to recompute."""
-    return len(_innermost(_ready(model)) or find_blocks(model))
-
-
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The members of the outermost lists of two or more modules of one class that hold parameters."""
     for module in model.modules():
@@ -135,16 +131,11 @@ def drops_out(model: nn.Module) -> bool:
     return any(isinstance(rate := getattr(m, name, None), float) and rate > 0 for m in model.modules() for name in rates)
 
 
-def _ready(model: nn.Module) -> list[Any]:
+def _ready(model: nn.Module) -> list[nn.Module]:
+    """What follows Hugging Face's protocol, as our own blocks do. Hugging Face marks the model around its blocks, too."""
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
-def _innermost(ready: list[Any]) -> list[Any]:
-    """The blocks themselves: Hugging Face marks the model around them, too."""
-    return [module for module in ready if not any(hasattr(m, "gradient_checkpointing") for m in list(module.modules())[1:])]
-
-
-def _first(blocks: list[Any], count: int) -> list[Any]:
-    if not 0 <= count <= len(blocks):
-        raise ValueError(f"recompute: got {count} blocks, the model has {len(blocks)}; give at most so many.")
-    return blocks[:count]
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What there is to recompute."""
+    return [module for module in _ready(model) if len(_ready(module)) == 1] or find_blocks(model)

@@ -258,8 +258,6 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, step: TrainStep, decay: float):
-        if not 0 < decay < 1:
-            raise ValueError(f"Average: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1,000 steps.")
         state = step.state_dict()
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.decay, self.updates = decay, 0
