@@ -59,7 +59,7 @@ def test_pace_is_from_end_to_end_and_leaves_an_evaluation_out(monkeypatch):
     step.now += 0.25
     loop.launch(2, None)
     step.now += 60.0
-    loop.resume()
+    loop.note()
     loop.launch(3, None)
     loop.finish()
     assert [r.get("seconds") for r in seen] == [None, 0.75, 0.5]

@@ -104,7 +104,7 @@ def prepare(recipe: Recipe, options: Demo) -> Run:
 
 def as_long_as_useful(recipe: Recipe, corpus: Corpus) -> tuple[Recipe, str]:
     """PASSES over the data, but no more than MOST_STEPS. And a line that says so."""
-    tokens, a_step = corpus.tokens * (1 - recipe.validation), recipe.seq * recipe.micro_batch * recipe.accumulate
+    tokens, a_step = corpus.tokens * (1 - recipe.validation), recipe.tokens_per_step
     wanted = max(round(PASSES * tokens / a_step), 1)
     steps = min(wanted, MOST_STEPS)
     passes = f"{steps * a_step / tokens:.1f} passes over {tokens / 1e6:.1f}M tokens"

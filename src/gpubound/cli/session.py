@@ -76,23 +76,19 @@ def alone(out: str) -> Iterator[None]:
 def train(
     run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: Tape | None = None
 ) -> "Outcome":
-    """Train `run` with a live line, a tape, perhaps a logger.
-
-    `sample(run)` gives a text that the best weights write, for the report. `tape` is the run's, when it has been begun.
-    """
+    """Train `run` with a live line, a tape (`tape` if it has been begun), perhaps a logger. The best weights write `sample`."""
     config = dataclasses.asdict(run.recipe)
     tape = tape or Tape.create(run.folder)
     tape.rewind(run.done)
     run.checkpoints.first = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
-    machine = {"device": label(run.device), "gpubound": __version__, "torch": torch.__version__}
-    machine |= {"python": sys.version.split()[0]}
-    tape.tell(name=title, config=config, machine=machine, placement=str(run.placement), mfu=scale.formula)
-    tape.tell(verdict=None, finished=False, sample=None)
+    versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
+    tape.tell(mfu=scale.formula, verdict=None, finished=False, sample=None)
     say(run.placement.summary)
     size, left = sum(p.numel() for p in run.model.parameters()), max(run.steps - first, 0)
     after = f" after step {first:,}" if first else ""
-    say(f"{title}: {quantity(size)} parameters, {left:,} steps of {quantity(run.tokens_per_step)} tokens{after}")
+    say(f"{title}: {quantity(size)} parameters, {left:,} steps of {quantity(run.stage.recipe.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
@@ -128,20 +124,17 @@ class Scale:
         kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
         self.figure = f"{kind}_flops_per_s"
         self.flops_per_s: float | None = None
-        self.formula: str | None = None
+        self.formula: str | None = None  # how `mfu` comes about, with this run's numbers
         try:
             self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(kind)
-            self.formula = self._formula(kind)
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
-
-    def _formula(self, kind: str) -> str:
-        """How `mfu` comes about, with this run's numbers."""
-        sizes, lengths = self.sizes, {stage.recipe.seq for stage in self.run.stages}
+            return
+        sizes, lengths = self.sizes, {stage.recipe.seq for stage in run.stages}
         seq = lengths.pop() if len(lengths) == 1 else "seq"
-        return (
+        self.formula = (
             f"share of the matrix rate = tokens/s · (6 · {quantity(sizes.product_parameters)} parameters in products + "
-            f"6 · {sizes.layers} layers · {sizes.width} wide · {seq} tokens) / {quantity(self.flops_per_s or 0, 'FLOP/s')} "
+            f"6 · {sizes.layers} layers · {sizes.width} wide · {seq} tokens) / {quantity(self.flops_per_s, 'FLOP/s')} "
             f"({kind}, measured on this machine)"
         )
 

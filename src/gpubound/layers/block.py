@@ -45,11 +45,7 @@ def run_block(
 def run_blocks(
     blocks: Iterable[Any], final_norm: RMSNorm, x: Tensor, rope: Any, mask: Any = None, step: Callable = run_block
 ) -> Tensor:
-    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden).
-
-    A model whose blocks are of another kind brings a `step` of its own, with the arguments and results of `run_block`. `rope`
-    and `mask` are whatever that step reads.
-    """
+    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden). `step` runs other blocks as `run_block` does."""
     pending = None
     for block in blocks:
         if block.gradient_checkpointing and block.training:

@@ -116,11 +116,7 @@ class Spanning(NamedTuple):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weightᵀ + bias.
-
-    A weight with a main_grad gets its gradient there (kernels/accumulate.py), and what its record says takes part; a weight
-    without either is F.linear.
-    """
+    """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part."""
     if getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty):
         return F.linear(x, weight, bias)
     if _seen_through():
@@ -130,11 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
-    """x times several weights, their outputs side by side: (..., ΣO).
-
-    One product when the weights lie one behind the other in memory (`Stacked` puts them so), else one each. The gradients
-    go to the weights themselves.
-    """
+    """x times several weights, their outputs side by side (..., ΣO): one product where the weights are neighbours in memory."""
     _check(x, weights, biases)
     each = biases if biases is not None else [None] * len(weights)
     if _seen_through():

@@ -13,8 +13,7 @@ from .stacked import Kernels
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + eps) · (weight + offset).
 
-    `add` is the form that a decoder block wants: it adds what the last sub-layer computed to the residual stream and norms
-    the sum, in one pass over memory.
+    `add` adds what the last sub-layer computed to the residual stream and norms the sum, in one pass over memory.
     """
 
     OPS = ("rms_norm", "add_rms_norm")

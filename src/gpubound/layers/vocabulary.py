@@ -94,9 +94,8 @@ def lm_loss(
 ) -> Tensor:
     """Cross-entropy of a linear head over x (..., hidden), in fp32.
 
-    labels (...): the token at each position, or with `shifted` the one that the position must predict. The mean over the
-    labels that are not ignore_index; with `total`, the sum divided by it (a micro-batch of a larger batch). `options` go to
-    linear_cross_entropy.
+    labels (...): the token at each position, or with `shifted` the one that the position must predict. The mean over those
+    that are not ignore_index; with `total`, the sum divided by it. `options` go to linear_cross_entropy.
     """
     if not shifted:
         labels = shift(labels, ignore_index)

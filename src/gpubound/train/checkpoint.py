@@ -47,10 +47,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run: the `keep` newest stay, every `keep_every`-th step, and the best score.
-
-    `first` is called, on the writing thread, before a checkpoint takes its place: what must be on disk before it.
-    """
+    """The checkpoints of one run. `first` puts on disk, on the writing thread, what must be there before a checkpoint is."""
 
     def __init__(
         self, folder: str | Path, keep: int = 3, keep_every: int | None = None, first: Callable[[], None] = lambda: None

@@ -42,10 +42,7 @@ def _has_no_rows(recipe: Recipe) -> bool:
 
 
 def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
-    """A corpus for each phase: opened where `data` is one, else built into the run's folder (once: it is found again).
-
-    All of them have one tokenizer: that of the corpora that were built before, if there are any.
-    """
+    """A corpus for each phase, all of one tokenizer: opened where `data` is one, else built into the run's folder, once."""
     stages = recipe.stages()
     opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
     tokenizer = _known_tokenizer(recipe, list(opened.values()))

@@ -162,10 +162,7 @@ class StepValues:
 
 
 class StepResult:
-    """One step's report: device scalars (loss, grad_norm, tokens, skipped, lr, updates, loss_scale) and `read()` for the host.
-
-    The scalars are this step's own: later steps do not write into them.
-    """
+    """One step's report: scalars on the device, which no later step writes into, and `read()` for the host."""
 
     def __init__(self, report: Tensor):
         self._report = report

@@ -204,10 +204,7 @@ class Members:
 
 
 class Weights:
-    """The parameters moved into flat buffers, one a group, with fp32 masters behind 16-bit ones when wanted.
-
-    The Parameter objects stay: state_dict, tied weights and optimizers made elsewhere still see them.
-    """
+    """The parameters moved into flat buffers, one a group, perhaps with fp32 masters. The Parameter objects stay the same."""
 
     def __init__(self, layout: FlatLayout, masters: bool):
         self.layout = layout

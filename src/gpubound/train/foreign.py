@@ -31,10 +31,7 @@ NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may ke
 
 
 class Foreign:
-    """What makes a torch optimizer of a list of Parameters (a class, a functools.partial, a lambda), for one TrainStep.
-
-    It stands where the numbers of our own optimizers do (optimizer.py).
-    """
+    """What makes a torch optimizer of a list of Parameters, for one TrainStep; it stands where our AdamW(...) does."""
 
     def __init__(self, make: Callable[[list[Parameter]], Optimizer], graph: str):
         self.make, self.graph = make, graph

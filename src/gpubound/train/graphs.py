@@ -34,10 +34,7 @@ MOST_NOISE = 5e-1  # whatever the rate: a limit of the value's own size would le
 
 
 def gather(given: Any, accumulate: int) -> list[Any]:
-    """The micro-batches of the next step: a list of them, one batch by itself, or `accumulate` drawn from a feed or iterator.
-
-    Fewer than `accumulate` are a ragged last window; an empty list means that an iterator had no more.
-    """
+    """The next step's micro-batches: a list, one batch, or `accumulate` from a feed or iterator, at whose end fewer or none."""
     if isinstance(given, list):
         if not 1 <= len(given) <= accumulate:
             raise ValueError(
@@ -94,9 +91,8 @@ def _check(path: Path, leaf: Any, device: torch.device) -> None:
 class WindowGraphs:
     """Runs the device step on given micro-batches: as graphs where the device has them and `mode` allows it.
 
-    auto captures on a GPU and runs call by call elsewhere. require always goes through capture(), which on a CPU keeps to the
-    same static buffers and makes the same checks, without a graph. A step of one micro-batch is one graph; of more, a graph
-    that every micro-batch is a replay of, and one for the update.
+    auto captures on a GPU alone. require always goes through capture(), which on a CPU makes the same checks, without a graph.
+    A step of one micro-batch is one graph; of more, a graph that every micro-batch is a replay of, and one for the update.
     """
 
     def __init__(self, step: DeviceStep, mode: str):

@@ -102,12 +102,9 @@ class Loop:
         self._newest, self._before = launched, end
 
     def note(self, **measured: Any) -> None:
-        """Add to the newest step's record."""
+        """Add to the newest step's record. What measured it kept the device busy: no time of the next step's."""
         assert self._newest is not None
         self._newest.noted |= measured
-
-    def resume(self) -> None:
-        """Something else kept the device busy since the newest step: it is not counted as the next step's time."""
         self._before = Mark(self.step.device)
 
     def finish(self) -> None:

@@ -126,10 +126,7 @@ class Muon:
 
 
 class FlatAdamW:
-    """The moments and the four numbers that the optimizer carries from step to step, and the update itself.
-
-    `state` (updates, skipped, loss scale, good steps) lives on the device in fp64 and is written by the device alone.
-    """
+    """The moments and the four numbers that the optimizer carries from step to step, and the update itself."""
 
     loads: tuple[str, ...] = ()  # how those names of a state begin that `load` takes; the others are written in place
 
@@ -140,6 +137,7 @@ class FlatAdamW:
         self._seed = seed if precision.at_random else None  # all weights are bf16 without masters then
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
         self._begin_moments(weights.layout)
+        # updates, skipped, loss scale, good steps: written by the device alone
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(weights.layout.device)
         self.rates = schedule.table(config.lr, weights.layout.device)

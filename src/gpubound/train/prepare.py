@@ -137,7 +137,7 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
 def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device) -> Recipe:
     """`recipe` with the largest micro-batch for which `attempt` does not run out of memory, and as many tokens a step.
 
-    Only divisors of the rows of a step are tried, largest first, so that accumulation makes up for the rest exactly.
+    Only divisors of the rows of a step are tried, largest first: accumulation makes up for the rest exactly.
     """
     rows = recipe.micro_batch * recipe.accumulate
     for size in (n for n in range(rows, 0, -1) if rows % n == 0):

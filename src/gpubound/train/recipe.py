@@ -175,6 +175,10 @@ class Recipe:
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.accumulate * self.seq
+
+    @property
     def budget(self) -> int | None:
         """The bytes that a step may take, where recomputing is to keep it within them."""
         way, number = parse_recompute(self.recompute)

@@ -66,11 +66,6 @@ class Run:
     def finished(self) -> bool:
         return self.over and self.phase == len(self.stages) - 1
 
-    @property
-    def tokens_per_step(self) -> int:
-        recipe = self.stage.recipe
-        return recipe.micro_batch * recipe.accumulate * recipe.seq
-
     def enter(self, phase: int) -> None:
         """Make phase number `phase` ready, from the weights as they are, with a fresh objective and optimizer."""
         if hasattr(self, "step"):
@@ -145,7 +140,6 @@ class Run:
         measured = self.validate()
         self.evaluations[self.done] = measured["held_out"]
         loop.note(**measured)
-        loop.resume()
         if self.best == self.done:
             return True
         patience = self.stage.recipe.patience
@@ -178,10 +172,7 @@ class Run:
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:
-        """Inside, the model has the weights (their average, if there is one) of this phase's lowest held-out loss.
-
-        Gives their step.
-        """
+        """Inside, the model has the weights, or their average, of this phase's lowest held-out loss. Gives their step."""
         best = self.best or self.done
         with self.average.applied() if self.average else nullcontext():
             if best == self.done:

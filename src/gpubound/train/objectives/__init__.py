@@ -44,10 +44,7 @@ class Objective:
         """Called before the step is captured: what must read the device once happens here."""
 
     def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
-        """What a record says of the held-out data. `held_out` is what the best weights are chosen by, the lower the better.
-
-        Here it is the mean of the training's own loss.
-        """
+        """What a record says of held-out data. The best weights have the lowest `held_out`: here, the mean of the loss."""
         total, count = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             loss, items = self(model, batch)
