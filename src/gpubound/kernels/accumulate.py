@@ -141,19 +141,17 @@ def open_sums(weights: Sequence[Tensor]) -> None:
 def close_sums(weights: Sequence[Tensor]) -> None:
     """Zero what nobody has delivered to since `open_sums`."""
     for weight in weights:
-        record = record_of(weight)
-        if record is not None and record.opening is not None and opens([weight]):
+        if opens([weight]):
             weight.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 def opens(weights: Sequence[Tensor]) -> bool:
     """True when all of these begin a new sum, so that the caller's delivery writes. Mixed ones are zeroed, and it adds."""
-    opening = [weight for weight in weights if (record := record_of(weight)) is not None and record.opening is not None]
+    opening = [(w, record) for w in weights if (record := record_of(w)) is not None and record.opening is not None]
     if not opening:
         return False
     recording = _recording(weights[0])
-    for weight in opening:
-        record = made_record(weight)
+    for _, record in opening:
         if record.opening is not recording:
             raise GraphError(
                 "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay "
@@ -163,7 +161,7 @@ def opens(weights: Sequence[Tensor]) -> bool:
         record.opening = None
     if len(opening) == len(weights):
         return True
-    for weight in opening:
+    for weight, _ in opening:
         weight.main_grad.zero_()  # type: ignore[attr-defined]
     return False
 

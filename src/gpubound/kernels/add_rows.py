@@ -39,10 +39,6 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
 @definition(lambda g, cols=40: (draw(g, 9, cols).detach(), ints(3, 8, 3, 0, 3).long(), draw(g, 5, cols), 0))
 @torch.no_grad()
 def add_rows_reference(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
-    """table[ids[i]] += rows[i] for every i, in the table's own dtype and in place, but where ids[i] is `without`.
-
-    An id that is neither `without` nor in the table makes the table's first row NaN.
-    """
     ids, rows = ids.flatten().long(), rows.reshape(-1, rows.shape[-1]).to(table.dtype)
     left_out, inside = ids == without, (ids >= 0) & (ids < len(table))
     rows = rows.masked_fill(left_out[:, None], 0).masked_fill(~(left_out | inside)[:, None], torch.nan)

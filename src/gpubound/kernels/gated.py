@@ -55,7 +55,6 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 @definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
 @torch.no_grad()
 def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a packed [gate | up] from that of h = silu(gate) · up, and h itself again."""
     gate, up = _wide_halves(gate_up, None)
     d, s = dh.to(gate.dtype), torch.sigmoid(gate)
     gradient = torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1)

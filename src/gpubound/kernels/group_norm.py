@@ -1,6 +1,4 @@
-"""GroupNorm: x (N, C, *) is normalised over each of `groups` runs of channels with all that follows; weight and bias per
-channel.
-"""
+"""GroupNorm: x (N, C, *) is normalised over each of `groups` runs of channels with all that follows."""
 
 from math import prod
 

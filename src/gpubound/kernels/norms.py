@@ -49,8 +49,7 @@ def add_rms_norm(
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(y, s): s = x + residual, rounded once to x.dtype, and y its norm."""
-    s = x + residual
+    s = x + residual  # rounded once to x.dtype
     return rms_norm_reference(s, weight, eps, offset), s
 
 
@@ -86,7 +85,6 @@ def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
 def dynamic_tanh_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`alpha` holds one element; `weight` and `bias` one for each of x's last dimension."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.tanh(alpha.to(wide).reshape(()) * x.to(wide)) * weight.to(wide)
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)

@@ -1,8 +1,7 @@
-"""16-bit values rounded to 8: times a scale that is known beforehand, row-major and transposed at once.
+"""16-bit values rounded to 8: over a scale that is known beforehand, row-major and transposed at once.
 
-`state` is (scale, seen, …) in fp32: values are divided by `scale`, and the largest magnitude among them is added to `seen`, of
-which the next scale is made. What lies beyond the format's largest number becomes that number. Infinity becomes NaN, or a step
-that overflowed would look finite.
+Of `seen`, the largest magnitude so far, the next scale is made. What lies beyond the format's largest number becomes that
+number. Infinity becomes NaN, or a step that overflowed would look finite.
 """
 
 import torch
@@ -32,9 +31,8 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
 @definition(lambda g, dtype=torch.float8_e4m3fn, both=True: (draw(g, 32, 48), _state(), dtype, both))
 @torch.no_grad()
 def quantize_reference(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
-    """(q, its transpose) of a matrix; None for the transpose unless `both`."""
-    q = _rounded(x.float(), state, dtype)
-    return q, q.t().contiguous() if both else None
+    q, q_t = _rounded(x.float(), state, dtype)
+    return q, q_t if both else None
 
 
 def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,9 +44,7 @@ def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple
 @definition(lambda g: (draw(g, 32, 96), _state(), torch.float8_e4m3fn))
 @torch.no_grad()
 def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """silu(gate) · up of the packed [gate | up] (N, 2 I), as (q, its transpose), never stored in 16 bits."""
-    q = _rounded(swiglu_reference(gate_up.float()), state, dtype)
-    return q, q.t().contiguous()
+    return _rounded(swiglu_reference(gate_up.float()), state, dtype)
 
 
 def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,16 +57,15 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
 @definition(lambda g: (draw(g, 32, 48), draw(g, 32, 96), _state(), torch.float8_e5m2))
 @torch.no_grad()
 def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradient of the packed [gate | up], from that of silu(gate) · up, as (q, its transpose)."""
     gradient, _ = swiglu_backward_reference(dh.float(), gate_up.float())
-    q = _rounded(gradient, state, dtype)
-    return q, q.t().contiguous()
+    return _rounded(gradient, state, dtype)
 
 
-def _rounded(values: Tensor, state: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(values: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     state[1] = torch.maximum(state[1], values.abs().amax())
     scaled = (values * (1 / state[0])).clamp(-LARGEST[dtype], LARGEST[dtype])
-    return torch.where(values.isinf(), torch.nan, scaled).to(dtype)
+    q = torch.where(values.isinf(), torch.nan, scaled).to(dtype)
+    return q, q.t().contiguous()
 
 
 def _check(op: str, x: Tensor, state: Tensor, dtype: torch.dtype) -> None:

@@ -34,13 +34,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     return implementation("rope", q, None, shape)(q, k, cos, sin)
 
 
-@definition(
-    lambda g, heads=4, kv_heads=2, size=16, pairs=8: (
-        draw(g, 2, 3, heads, size),
-        draw(g, 2, 3, kv_heads, size),
-        *draw_angles(g, 3, pairs),
-    )
-)
+def _example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size: int = 16, pairs: int = 8) -> tuple:
+    q, k = (draw(generator, 2, 3, count, size) for count in (heads, kv_heads))
+    return q, k, *draw_angles(generator, 3, pairs)
+
+
+@definition(_example)
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
@@ -63,16 +62,13 @@ def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
     return implementation("rope_qkv", qkv, None, shape)(qkv, cos, sin, heads, kv_heads)
 
 
-@definition(
-    lambda g, heads=4, kv_heads=2, size=16, pairs=8: (
-        draw(g, 2, 3, (heads + 2 * kv_heads) * size),
-        *draw_angles(g, 3, pairs),
-        heads,
-        kv_heads,
-    )
-)
+def _packed_example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size: int = 16, pairs: int = 8) -> tuple:
+    qkv = draw(generator, 2, 3, (heads + 2 * kv_heads) * size)
+    return qkv, *draw_angles(generator, 3, pairs), heads, kv_heads
+
+
+@definition(_packed_example)
 def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of a packed product (B, T, (heads + 2 kv_heads) D): q and k turned, v as it is."""
     total = heads + 2 * kv_heads
     q, k, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads, kv_heads, kv_heads], 2)
     return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)

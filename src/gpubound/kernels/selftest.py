@@ -3,10 +3,10 @@
 The suite in tests/ is wider. This one runs on the user's machine, with the user's driver and compiler, where it counts.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from .ops import OPS, load
 
@@ -63,32 +63,21 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name, with fixed upstream gradients."""
-    moved = [_move(a, device, dtype) for a in arguments]
+
+    def own(argument: torch.Tensor) -> torch.Tensor:
+        copy = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
+        return copy.to(device, dtype).requires_grad_() if argument.requires_grad else copy.to(device)
+
+    moved = tree_map_only(torch.Tensor, own, arguments)
     result = function(*moved)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
     upstream = [torch.linspace(1, -1, t.numel()).reshape(t.shape).to(t) for t in wired]
-    wanted = {f"the gradient of argument {name}": t for name, t in _tensors(moved) if t.requires_grad}
+    leaves = [(path, t) for path, t in tree_flatten_with_path(moved)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = {f"the gradient of argument {path[0].idx}{keystr(path[1:])}": t for path, t in leaves}
     # On this thread: an op's first call may come in backward (what is computed again there), and then the device's own thread
     # is the one that waits for this verdict. Left to it, both would wait for ever.
     with torch.autograd.set_multithreading_enabled(False):
         gradients = torch.autograd.grad(wired, list(wanted.values()), upstream, allow_unused=True) if wired else ()
     named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     return named | {name: g for name, g in zip(wanted, gradients) if g is not None}
-
-
-def _tensors(arguments: list) -> Iterator[tuple[str, torch.Tensor]]:
-    """By number, those in named tuples by their field's name too."""
-    for i, argument in enumerate(arguments):
-        fields = getattr(argument, "_fields", None)
-        named = [(f"{i}", argument)] if fields is None else [(f"{i}.{field}", t) for field, t in zip(fields, argument)]
-        yield from ((name, t) for name, t in named if isinstance(t, torch.Tensor))
-
-
-def _move(argument: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(_move(a, device, dtype) for a in argument))
-    if not isinstance(argument, torch.Tensor):
-        return argument
-    own = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
-    return own.to(device, dtype).requires_grad_() if argument.requires_grad else own.to(device)

@@ -93,8 +93,7 @@ def _torch_norm(module: Any) -> Swap:
     shape = (BATCH, width[0], 4, 4) if isinstance(module, nn.GroupNorm) else (BATCH, TOKENS, *width)
     part: Any = TORCH_NORMS[type(module)]
     refusal = f"it norms over {len(width)} dimensions, the kernel over one" if len(width) > 1 else ""
-    calls = ((part.op, () if part.op == "group_norm" else (shape[-1],)),)
-    return Swap(part, calls, cases=(random_case(module, shape),), refusal=refusal)
+    return Swap(part, (part.call(shape),), cases=(random_case(module, shape),), refusal=refusal)
 
 
 def _home(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import group_norm, layer_norm, rms_norm
+from ..kernels.choose import Call
 from ..layers.stacked import Kernels
 
 
@@ -77,6 +78,11 @@ class _Norm:
 
     op: str
 
+    @classmethod
+    def call(cls, x: tuple[int, ...]) -> Call:
+        """What it calls for an input of shape `x`."""
+        return cls.op, x[-1:]
+
     def forward(self: Any, x: Tensor) -> Tensor:  # self is the module that it is swapped into, too
         return self.original.forward(self, x) if torch.is_autocast_enabled(x.device.type) else self.normed(x)
 
@@ -100,6 +106,10 @@ class TorchLayerNorm(_Norm):
 
 class TorchGroupNorm(_Norm):
     op = "group_norm"
+
+    @classmethod
+    def call(cls, x: tuple[int, ...]) -> Call:
+        return cls.op, ()  # its self-test takes no shape
 
     def normed(self: Any, x: Tensor) -> Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)

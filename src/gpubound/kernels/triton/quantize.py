@@ -129,47 +129,40 @@ def _format(dtype: torch.dtype) -> tuple[float, tuple[float, float] | None]:
     return LARGEST[dtype], None if not interpreted() else (2.0**-3, 2.0**-6) if fine else (2.0**-2, 2.0**-14)
 
 
-def _results(rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, cols, device=like.device, dtype=dtype), torch.empty(cols, rows, device=like.device, dtype=dtype)
-
-
 def _launch(
-    kernel: Any, way: str, matrices: Sequence[Tensor], strides: Sequence[int], state: Tensor, q: Tensor, q_t: Tensor,
-    **constants: Any,
-) -> None:  # fmt: skip
-    """Write q, and its transpose, from matrices of one shape."""
-    rows, cols = matrices[0].shape
-    largest, steps = _format(q.dtype)
+    kernel: Any, way: str, state: Tensor, dtype: torch.dtype, width: int, matrices: Sequence[Tensor], strides: Sequence[int],
+    both: bool = True, **constants: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(q of `width` columns, its transpose if `both`), from matrices of one shape."""
+    (rows, cols), like = matrices[0].shape, matrices[0]
+    q = torch.empty(rows, width, device=like.device, dtype=dtype)
+    q_t = torch.empty(width, rows, device=like.device, dtype=dtype) if both else None
+    largest, steps = _format(dtype)
 
     def run(plan: MatrixPlan) -> None:
         kernel[triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)](
-            *matrices, state, q, q_t, rows, cols, *strides, LARGEST=largest, STEPS=steps, **constants,
+            *matrices, state, q, q if q_t is None else q_t, rows, cols, *strides, LARGEST=largest, STEPS=steps, **constants,
             ROWS=plan.rows, COLS=plan.columns, num_warps=plan.warps,
         )  # fmt: skip
 
-    launch(job_of("quantize", way, (rows, cols), matrices[0]), run)
+    launch(job_of("quantize", way, (rows, cols), like), run)
+    return q, q_t
 
 
 @torch.no_grad()
 def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
     x = _matrix(x)
-    rows, cols = x.shape
-    q, q_t = _results(rows, cols, x, dtype) if both else (torch.empty(x.shape, device=x.device, dtype=dtype), None)
-    _launch(_quantize_kernel, "plain", [x], [x.stride(0)], state, q, q if q_t is None else q_t, BOTH=both)
-    return q, q_t
+    return _launch(_quantize_kernel, "plain", state, dtype, x.shape[1], [x], [x.stride(0)], both, BOTH=both)
 
 
 @torch.no_grad()
 def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     gate, up = _halves(gate_up, None)
-    results = _results(gate.shape[0], gate.shape[1], gate, dtype)
-    _launch(_swiglu_kernel, "swiglu", [gate, up], [gate.stride(0)], state, *results)
-    return results
+    return _launch(_swiglu_kernel, "swiglu", state, dtype, gate.shape[1], [gate, up], [gate.stride(0)])
 
 
 @torch.no_grad()
 def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
-    results = _results(gate_up.shape[0], gate_up.shape[1], gate, dtype)
-    _launch(_swiglu_backward_kernel, "swiglu_backward", [dh, gate, up], [dh.stride(0), gate.stride(0)], state, *results)
-    return results
+    matrices, strides = [dh, gate, up], [dh.stride(0), gate.stride(0)]
+    return _launch(_swiglu_backward_kernel, "swiglu_backward", state, dtype, gate_up.shape[1], matrices, strides)
