@@ -65,20 +65,19 @@ def require_rows(op: str, x: Tensor, **per_column: Tensor | None) -> None:
     require_floating(op, x)
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar; reshape it to (1,).")
+    require_columns(op, x, x.shape[-1:], "last dimension", **per_column)
+
+
+def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], what: str, **per_column: Tensor | None) -> None:
     for name, t in per_column.items():
-        if t is not None:
-            require_columns(op, name, t, x, x.shape[-1:], "last dimension")
+        if t is not None and t.shape != wanted:
+            raise ValueError(
+                f"{op}: {name} must have shape {tuple(wanted)} to match x, got {tuple(t.shape)}; "
+                f"it needs one value for each of x's {what}."
+            )
+        require_device(op, name, t, x)
 
 
-def require_columns(op: str, name: str, t: Tensor, x: Tensor, wanted: tuple[int, ...], what: str) -> None:
-    if t.shape != wanted:
-        raise ValueError(
-            f"{op}: {name} must have shape {tuple(wanted)} to match x, got {tuple(t.shape)}; "
-            f"it needs one value for each of x's {what}."
-        )
-    require_device(op, name, t, x)
-
-
-def require_device(op: str, name: str, t: Tensor, x: Tensor) -> None:
-    if t.device != x.device:
+def require_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
+    if t is not None and t.device != x.device:
         raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")

@@ -4,8 +4,7 @@ For one row of logits z over V words, capped first when `softcap` is given (z �
 
     loss = lse − (1 − ε) · z_y − ε · mean(z) + ζ · lse²        lse = log Σ exp z,  ε = label_smoothing,  ζ = z_loss
 
-The loss is at least float32, whatever the logits are. A row whose label is `ignore_index` counts for nothing. A label that is
-neither that nor in 0..V−1 makes its row's loss and gradient NaN: the host cannot look without waiting, and must not miss it.
+The loss is at least float32, whatever the logits are.
 """
 
 import torch
@@ -214,8 +213,7 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{tuple(bias.shape)}; it needs one value for each word."
         )
     for name, t in (("weight", weight), ("bias", bias), ("grad_scale", grad_scale)):
-        if t is not None:
-            require_device(op, name, t, x)
+        require_device(op, name, t, x)
     if chunk is not None and chunk < 1:
         raise ValueError(
             f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for logits no larger than the weight."

@@ -21,9 +21,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tenso
         raise ValueError(
             f"group_norm: groups must divide x's {channels} channels, got {groups}; choose a divisor of {channels}."
         )
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None:
-            require_columns("group_norm", name, t, x, (channels,), "channels")
+    require_columns("group_norm", x, (channels,), "channels", weight=weight, bias=bias)
     return implementation("group_norm", x)(x, groups, weight, bias, eps)
 
 

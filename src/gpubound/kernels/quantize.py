@@ -98,8 +98,6 @@ def scaled_product(
     if not has_cores(a.device):
         y = (a.float() @ b.float().t()).mul_(scale_a * scale_b)
         return y.to(dtype) if out is None else out.copy_(y)
-    if out is None:
-        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 

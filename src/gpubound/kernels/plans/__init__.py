@@ -106,17 +106,11 @@ def fits(job: Job, plan: Plan) -> bool:
     return not asked or asked + SPARE <= job.chip.shared_bytes
 
 
-def _known(job: Job) -> Iterator[Plan]:
+def _first_that_fits(job: Job) -> Plan:
     for table in (plans_kept(job.chip.name), SEARCHED.get(job.chip.capability, {})):
         for key in keys_of(job):
-            if key in table:
-                yield RULES[job.op].kind(*table[key])
-
-
-def _first_that_fits(job: Job) -> Plan:
-    for plan in _known(job):
-        if fits(job, plan):
-            return plan
+            if key in table and fits(job, plan := RULES[job.op].kind(*table[key])):
+                return plan
     plan = RULES[job.op].plan(job)
     while not fits(job, plan) and (smaller := plan.smaller()) is not None:
         plan = smaller

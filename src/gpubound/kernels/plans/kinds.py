@@ -66,7 +66,8 @@ class RowPlan(NamedTuple):
         return (min(self.each * job.chip.sms, tiles) if self.each else tiles,)
 
     def shared(self, job: Job) -> int:
-        return (self.stages - 1) * row_tensors(job) * self.rows * power_of_two(job.shape[0]) * job.bytes
+        tensors = (2 if job.way == "backward" else 1) + (job.op == "add_rms_norm")  # that are read row by row
+        return (self.stages - 1) * tensors * self.rows * power_of_two(job.shape[0]) * job.bytes
 
     def smaller(self) -> "RowPlan | None":
         if self.stages > 1:
@@ -88,11 +89,6 @@ class RowPlan(NamedTuple):
                 yield RowPlan(rows, 0, warps, 1, hint)
             elif stages == 3 and not hint:
                 yield from (RowPlan(rows, each, warps, stages, hint) for each in (2, 4, 8) if each * warps <= 64)
-
-
-def row_tensors(job: Job) -> int:
-    """Tensors that a norm's program reads for each of its rows."""
-    return (2 if job.way == "backward" else 1) + (job.op == "add_rms_norm")
 
 
 class TilePlan(NamedTuple):
@@ -149,10 +145,10 @@ class MatrixPlan(NamedTuple):
         _, columns, *parts = job.shape
         packed = job.op == "packed_product"
         longest = power_of_two(parts[0] if packed else columns)
+        apart = parts if len(parts) > 1 and not packed else []
         heights = (16,) if job.way.endswith("head") else (1, 2, 4, 8, 16)
         for height, wide, warps in product(heights, (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
-            apart = [] if packed else parts
-            if wide > longest or any(part % height for part in apart if len(apart) > 1):
+            if wide > longest or any(part % height for part in apart):
                 continue
             if (4 if packed else 8) <= height * wide / (32 * warps) <= 128:
                 yield MatrixPlan(height, wide, warps)

@@ -43,10 +43,6 @@ def norm_rows(job: Job) -> RowPlan:
     return RowPlan(rows, max(1, min(8, fits)), warps)
 
 
-def group_norm(job: Job) -> TilePlan:
-    return TilePlan(4096, 2 if job.way == "forward" else 4)
-
-
 def gated(job: Job) -> TilePlan:
     """Programs follow each other along a row, so that those which run at the same time read and write neighbouring memory.
 
@@ -54,10 +50,6 @@ def gated(job: Job) -> TilePlan:
     elements lie within 1 % of each other.
     """
     return TilePlan(512, 2)
-
-
-def swiglu_backward(job: Job) -> TilePlan:
-    return TilePlan(1024, 4)
 
 
 def losses(job: Job) -> TilePlan:
@@ -147,17 +139,14 @@ def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
 
 
 RULES = {
-    "add_rms_norm": Rule(RowPlan, norm_rows, _width),
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
-    "dynamic_tanh": Rule(RowPlan, norm_rows, _width),
     "gated": Rule(TilePlan, gated, _first(0)),
-    "group_norm": Rule(TilePlan, group_norm, _first(0)),
-    "layer_norm": Rule(RowPlan, norm_rows, _width),
+    "group_norm": Rule(TilePlan, lambda job: TilePlan(4096, 2 if job.way == "forward" else 4), _first(0)),
     "losses": Rule(TilePlan, losses, _width),
     "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
-    "rms_norm": Rule(RowPlan, norm_rows, _width),
     "rope": Rule(RopePlan, rope, _first(1)),
-    "swiglu_backward": Rule(TilePlan, swiglu_backward, _first(0)),
+    "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
 }

@@ -1,9 +1,8 @@
 """What the norms share: the walk of a program over tiles of rows, and the end of a backward that summed over rows.
 
 A backward's programs each sum the gradients of the small weights over their own rows. Their parts (P, S, C) fp32 hold, for each
-of P programs, its sums for S weights of C elements each; they become the gradients in one launch. The order of summation
-depends on P alone, so the bits are the same in every run. torch would take three launches for two bf16 weights, a sum and two
-casts.
+of P programs, its sums for S weights of C elements. They become the gradients in one launch, where torch would take three for
+two bf16 weights. The order of summation depends on P alone, so the bits are the same in every run (atomics' would not be).
 """
 
 from collections.abc import Sequence
@@ -116,10 +115,11 @@ def deliver_parts(
     """`accumulate.deliver` of parts[:, s].sum(0) for each of at most two `weights`, then of numbers.sum() for `number`."""
     programs, sums, cols = parts.shape
     owners = [*weights, *([] if number is None else [number])]
-    if not all(_writable(owner) for owner in owners):
+    mains = [main_gradient(owner) for owner in owners]
+    # The kernel may not write while dynamo traces, nor into an accumulator of other strides.
+    if torch.compiler.is_compiling() or not all(main is None or main.is_contiguous() for main in mains):
         wide = [*parts.sum(0).unbind(0), *([] if numbers is None or number is None else [numbers.sum().view(number.shape)])]
         return tuple(deliver(owner, gradient) for owner, gradient in zip(owners, wide))
-    mains = [main_gradient(owner) for owner in owners]
     outs = [torch.empty(t.shape, device=t.device, dtype=t.dtype) if main is None else main for t, main in zip(owners, mains)]
     adds = [main is not None and not opens([owner]) for main, owner in zip(mains, owners)]
     block = min(power_of_two(cols), COLUMNS)
@@ -138,9 +138,3 @@ def deliver_parts(
     else:  # autograd takes what it writes
         put()
     return tuple(out if main is None else None for out, main in zip(outs, mains))
-
-
-def _writable(owner: Tensor) -> bool:
-    """True where a kernel may write the gradient: not while dynamo traces, nor into an accumulator of other strides."""
-    main = main_gradient(owner)
-    return not torch.compiler.is_compiling() and (main is None or main.is_contiguous())

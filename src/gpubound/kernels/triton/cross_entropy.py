@@ -60,12 +60,6 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss), reduction)
 
 
-def _buffer(rows: int, words: int, like: Tensor) -> Tensor:
-    """(rows, words) whose rows begin 64 elements apart or a multiple of it: cuBLAS and 16-byte loads want them aligned."""
-    width = words if torch.compiler.is_compiling() else 64 * triton.cdiv(words, 64)  # dynamo wants out= contiguous
-    return torch.empty(rows, width, device=like.device, dtype=like.dtype)[:, :words]
-
-
 def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, dtype):
     """(losses, dx, dweight, dbias), gradients times `scale`; dweight is added to what comes in, or made in `dtype`."""
     want_x, want_weight, want_bias = wanted
@@ -73,7 +67,10 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
     w, b = weight.to(x_NH.dtype), None if bias is None else bias.to(x_NH.dtype)
     dx = torch.empty(x_NH.shape, device=x_NH.device, dtype=x_NH.dtype) if want_x else None
     owners = () if dweight is None else (weight,)
-    losses, dbias, logits = [], None, _buffer(min(rows, tokens), words, x_NH)
+    # Rows that begin at a multiple of 64 elements: cuBLAS and 16-byte loads want them aligned. dynamo wants out= contiguous.
+    width = words if torch.compiler.is_compiling() else 64 * triton.cdiv(words, 64)
+    logits = torch.empty(min(rows, tokens), width, device=x_NH.device, dtype=x_NH.dtype)[:, :words]
+    losses, dbias = [], None
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         part, z = x_NH[start:stop], logits[: stop - start]

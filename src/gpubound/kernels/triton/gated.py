@@ -106,22 +106,17 @@ def _even(matrices: list[Tensor], elements: int) -> list[Tensor]:
     return matrices
 
 
-def _cut(rows: int, cols: int, elements: int) -> tuple[tuple[int], int, int]:
-    """(grid, rows a program, columns a program)."""
-    block = min(elements, power_of_two(max(cols, 1)))
-    at_once = elements // block
-    return (triton.cdiv(rows, at_once) * triton.cdiv(cols, block),), at_once, block
-
-
 def _launch(kernel: Any, way: str, activation: str, matrices: list[Tensor], strided: int) -> None:
     """`strided`: how many of the matrices, the first, the kernel reads by their own row strides."""
 
     def run(plan: TilePlan) -> None:
         tiled = _even(matrices, plan.elements)
         rows, cols = tiled[0].shape
-        grid, at_once, block = _cut(rows, cols, plan.elements)
-        strides = (x.stride(0) for x in tiled[:strided])
-        kernel[grid](*tiled, rows, *strides, cols, at_once, block, plan.hint, activation, num_warps=plan.warps)
+        wide = min(plan.elements, power_of_two(max(cols, 1)))
+        high = plan.elements // wide
+        kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide),)](
+            *tiled, rows, *(x.stride(0) for x in tiled[:strided]), cols, high, wide, plan.hint, activation, num_warps=plan.warps
+        )
 
     launch(job_of("gated", way, (matrices[0].shape[1],), matrices[0]), run)
 

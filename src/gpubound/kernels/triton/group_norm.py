@@ -175,11 +175,8 @@ def _works(cut: Tiling) -> tuple[int, ...]:
     return (BOTH,) if cut.tiles == 1 else (SUMS_ONLY, REST_ONLY)
 
 
-def _launch(
-    kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], need_sums: bool = False, need_dx: bool = True,
-    **constants: Any,
-) -> Tensor:  # fmt: skip
-    """Launch a kernel over the tiles of x: (N · runs of places, 2, C), each run's sums, empty unless they are needed."""
+def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], **constants: Any) -> Tensor:
+    """Launch a kernel over the tiles of x: (N · runs of places, 2, C), each run's sums, empty unless SUMS are wanted."""
     samples, channels = x.shape[:2]
     places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
 
@@ -187,8 +184,9 @@ def _launch(
         cut = _tiling(rows, per_group, places, plan.elements)
         # Where the tiles of a group leave their sums; a stand-in where each has its own.
         parts = torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
-        sums = torch.empty(samples * cut.across if need_sums else 0, 2, channels, device=x.device, dtype=torch.float32)
-        for work in _works(cut) if need_dx else (SUMS_ONLY,):
+        runs = samples * cut.across if constants.get("SUMS") else 0
+        sums = torch.empty(runs, 2, channels, device=x.device, dtype=torch.float32)
+        for work in _works(cut) if constants.get("DX", True) else (SUMS_ONLY,):
             kernel[(cut.programs,)](
                 *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, GROUPS=groups,
                 PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2], TILES=power_of_two(cut.tiles), WORK=work,
@@ -224,8 +222,8 @@ class _GroupNorm(torch.autograd.Function):
         w, dx = x if weight is None else weight.contiguous(), torch.empty_like(x) if need_dx else None
         sums = _launch(
             _group_norm_backward_kernel, "backward", x, ctx.groups,
-            (dy.contiguous(), x, w, mean, rstd, x if dx is None else dx), need_sums, need_dx, WEIGHT=weight is not None,
-            SUMS=need_sums, DX=need_dx,
+            (dy.contiguous(), x, w, mean, rstd, x if dx is None else dx),
+            WEIGHT=weight is not None, SUMS=need_sums, DX=need_dx,
         )  # fmt: skip
         if not need_sums:
             return dx, None, None, None, None

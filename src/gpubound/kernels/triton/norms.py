@@ -1,8 +1,7 @@
 """Norms over rows. One pass over memory each way; fp32 inside, the tensors' dtype at the edges.
 
-A program walks over tiles of rows. Backward, each sums the gradients of the small weights over its own rows; the sums of all
-programs are added at the end (_rows.py), so they are the same in every run (atomics would not be). With x̂ the normed row and
-g = dy · weight,
+A program walks over tiles of rows, and backward sums the small weights' gradients over its own (_rows.py). With x̂ the normed
+row and g = dy · weight,
 
     RMSNorm        dx = rstd · (g − x̂ · mean(g · x̂))              dweight = Σ_rows dy · x̂
     LayerNorm      dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))    dweight = Σ_rows dy · x̂         dbias = Σ_rows dy
