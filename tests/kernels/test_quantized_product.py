@@ -202,9 +202,8 @@ def test_weights_that_share_an_x_are_one(device):
 OTHERS = """
 import torch
 from gpubound.kernels.decode_product import draw_stream
-from gpubound.kernels.ops import OPS
+from gpubound.kernels.ops import OPS, draw
 from gpubound.kernels.quantized_product import draw_packed
-from gpubound.kernels.selftest import draw
 
 def give(op, example):
     OPS[op] = OPS[op]._replace(example=example)

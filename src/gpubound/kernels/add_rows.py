@@ -5,8 +5,7 @@ from torch import Tensor
 
 from .checks import INTEGERS
 from .choose import implementation
-from .ops import definition
-from .selftest import draw, ints
+from .ops import definition, draw, ints
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 from .accumulate import widened
 from .checks import INTEGERS, require_device, require_last
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 
 def loss_shape(words: int, label_smoothing: float = 0.0, softcap: float | None = None) -> tuple:

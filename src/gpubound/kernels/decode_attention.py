@@ -22,9 +22,8 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, capped_, rms_normed
-from .ops import definition
+from .ops import definition, draw, ints
 from .rope import draw_angles
-from .selftest import draw, ints
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

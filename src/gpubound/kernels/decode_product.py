@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 WRITTEN = "it is written in place"
 EARLY, LATE = 1, 2  # values of `dependent`; 0 is a plain launch

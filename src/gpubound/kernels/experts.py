@@ -14,8 +14,7 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, check_stream, draw_stream, rms_normed
-from .ops import definition
-from .selftest import doubles, draw, ints
+from .ops import definition, doubles, draw, ints
 
 STACKED = "an expert's weight follows the other's"
 

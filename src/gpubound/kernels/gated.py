@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .checks import require_last
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

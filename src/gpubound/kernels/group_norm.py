@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .checks import require_columns, require_floating
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

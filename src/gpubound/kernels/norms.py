@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .checks import require_device, require_rows, too_wide
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:

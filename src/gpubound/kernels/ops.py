@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
+import torch
+
 from ..device import constant
 from . import triton  # the package: its files, which import triton itself, are imported when called for
 
@@ -32,6 +34,24 @@ def definition(example: Callable[..., tuple], op: str | None = None) -> Callable
         return function
 
     return register
+
+
+# What examples are made of. The kernel gets `draw`n tensors in the dtype of the call, and their gradients are compared; all
+# others are passed as they are (`draw(g, 4, 8).detach()` stays fp32 and has no gradient).
+
+
+def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32, requires_grad=True)
+
+
+def ints(*values: int) -> torch.Tensor:
+    """int32"""
+    return torch.tensor(values, device="cpu", dtype=torch.int32)
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, device="cpu", dtype=torch.float64)
 
 
 def reference(op: str) -> Callable:

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..device import constant
 from .choose import implementation
 from .gated import check_half, swiglu_backward_reference, swiglu_reference
-from .ops import definition
-from .selftest import doubles, draw
+from .ops import definition, doubles, draw
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 MULTIPLE = 16  # elements: every side of the matrices, or cuBLAS has no kernel

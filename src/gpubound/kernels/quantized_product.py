@@ -26,9 +26,8 @@ from .decode_product import (
     norm_product_reference,
 )
 from .experts import add_routed_reference, check_slots, draw_routes, routed_gate_up_reference
-from .ops import definition
+from .ops import definition, draw, ints
 from .packed import BITS, GROUP, Packed, pack, unpack
-from .selftest import draw, ints
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .choose import implementation
-from .ops import definition
-from .selftest import draw
+from .ops import definition, draw
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

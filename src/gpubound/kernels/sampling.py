@@ -18,8 +18,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .ops import definition
-from .selftest import doubles, draw, ints
+from .ops import definition, doubles, draw, ints
 
 
 class Rows(NamedTuple):

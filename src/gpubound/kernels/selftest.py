@@ -14,23 +14,6 @@ from .ops import OPS, load
 # a product, and rounding on the way (2^-11, 2^-8 a time). A wrong kernel is off by far more.
 LIMITS = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
-# What examples are made of. The kernel gets `draw`n tensors in the dtype of the call, and their gradients are compared; all
-# others are passed as they are (`draw(g, 4, 8).detach()` stays fp32 and has no gradient).
-
-
-def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Normal numbers."""
-    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32, requires_grad=True)
-
-
-def ints(*values: int) -> torch.Tensor:
-    """int32"""
-    return torch.tensor(values, device="cpu", dtype=torch.int32)
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, device="cpu", dtype=torch.float64)
-
 
 def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
     """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them.
@@ -73,8 +56,12 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
     upstream = [torch.linspace(1, -1, t.numel()).reshape(t.shape).to(t) for t in wired]
-    leaves = [(path, t) for path, t in tree_flatten_with_path(moved)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-    wanted = {f"the gradient of argument {path[0].idx}{keystr(path[1:])}": t for path, t in leaves}
+    wanted = {
+        f"the gradient of argument {i}{keystr(path)}": t
+        for i, argument in enumerate(moved)
+        for path, t in tree_flatten_with_path(argument)[0]
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    }
     # On this thread: an op's first call may come in backward (what is computed again there), and then the device's own thread
     # is the one that waits for this verdict. Left to it, both would wait for ever.
     with torch.autograd.set_multithreading_enabled(False):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .ops import definition
+from .ops import definition, draw, ints
 from .sampling import Rows, changed, check_embedding, embedding, example_rows
-from .selftest import draw, ints
 
 NGRAM = 3  # tokens at the end of a row that are looked for in it, at most
 

@@ -20,7 +20,7 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, power_of_two as power_of_two
+from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, job_of as job_of, power_of_two as power_of_two
 from .rules import RULES as RULES, WIDEST as WIDEST
 from .searched import SEARCHED, Key, plans_kept
 
@@ -28,11 +28,6 @@ from .searched import SEARCHED, Key, plans_kept
 TRIED: dict[tuple[str, str, tuple[int, ...]], Any] = {}
 
 _settled: dict[Job, Any] = {}
-
-
-def job_of(op: str, way: str, shape: tuple[int, ...], x: torch.Tensor) -> Job:
-    """The job of a launch on tensors like `x`."""
-    return Job(op, way, shape, x.element_size(), chip(x.device))
 
 
 def plan_for(job: Job) -> Any:

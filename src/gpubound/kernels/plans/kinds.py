@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple, Protocol, Self
 
-from ...device import Chip
+import torch
+
+from ...device import Chip, chip
 
 
 class Job(NamedTuple):
@@ -19,6 +21,11 @@ class Job(NamedTuple):
     shape: tuple[int, ...]  # what the op's rule reads (rules.py)
     bytes: int  # of an element
     chip: Chip
+
+
+def job_of(op: str, way: str, shape: tuple[int, ...], x: torch.Tensor) -> Job:
+    """The job of a launch on tensors like `x`."""
+    return Job(op, way, shape, x.element_size(), chip(x.device))
 
 
 class Plan(Protocol):

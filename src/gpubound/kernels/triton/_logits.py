@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import job_of
-from ..plans.kinds import TilePlan
+from ..plans.kinds import TilePlan, job_of
 from ._launch import launch
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..accumulate import deliver, main_gradient, opens
 from ..aside import aside
-from ..plans import job_of, power_of_two
-from ..plans.kinds import RowPlan
+from ..plans.kinds import RowPlan, job_of, power_of_two
 from ._launch import launch
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel

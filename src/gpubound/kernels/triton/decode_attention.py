@@ -20,8 +20,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY
-from ..plans import job_of, power_of_two
-from ..plans.kinds import AttentionPlan
+from ..plans.kinds import AttentionPlan, job_of, power_of_two
 from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
 from ._launch import launch, options
 from ._math import capped

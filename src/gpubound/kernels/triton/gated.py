@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import job_of, power_of_two
-from ..plans.kinds import TilePlan
+from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import sigmoid
 

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans import job_of
-from ..plans.kinds import MatrixPlan
+from ..plans.kinds import MatrixPlan, job_of
 from ..quantize import LARGEST
 from ._launch import launch
 from .gated import _activated, _halves, _matrix

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import job_of, power_of_two
-from ..plans.kinds import RopePlan
+from ..plans.kinds import RopePlan, job_of, power_of_two
 from ._launch import first_order_only, launch
 
 
