@@ -33,9 +33,9 @@ def stored(lengths, top):
 
 
 def cutter(tokens, plan, order, fields=None, mask=None, dtype=np.uint16):
-    fields = fields or (STREAM_FIELDS if plan.first is None else FIELDS)
+    fields = fields or (FIELDS if plan.tables else STREAM_FIELDS)
     held = torch.from_numpy(as_stored(tokens.astype(dtype)))
-    return Cutter(plan, order, fields, CPU, held.take, torch.from_numpy(mask).take if mask is not None else None, PAD)
+    return Cutter(plan, order, fields, PAD, CPU, held.take, torch.from_numpy(mask).take if mask is not None else None)
 
 
 def epoch_of(cut, epoch=0):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from ..corpus import Tokenizer
 from ..corpus.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..device import label
@@ -28,7 +27,7 @@ LENGTH = 4096  # tokens that a conversation may have, unless asked otherwise
 HELP = "/clear forgets what was said, /help says this; Ctrl-C ends a reply, Ctrl-D the conversation."
 
 
-def converse(options: "Generate", saved: Saved, device: torch.device, begun: float) -> int:
+def converse(options: "Generate", saved: Saved) -> int:
     """Exit code 0, or 2 when a turn from a pipe failed."""
     if saved.tokenizer.chat_template is None:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
@@ -36,8 +35,7 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
     settings = settings_of(options, saved)
     if not options.ignore_eos:
         settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
-    made = build(options, saved, [[0] * 8], length, device, begun)
-    chat = Chat(options, made, saved.tokenizer, settings, Speed(device))
+    chat = Chat(options, saved, build(options, saved, [[0] * 8], length), settings)
     if chat.live:
         # A shell starts a background job with Ctrl-C ignored; whoever types here expects it to end a reply.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,7 +43,7 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
     for text in chat.typed() if chat.live else stdin_lines():
         chat.take(text.rstrip("\n"))
     if options.json:
-        about = {"model": str(saved.folder), "device": label(device), "messages": chat.messages}
+        about = {"model": str(saved.folder), "device": label(saved.device), "messages": chat.messages}
         print(json.dumps(about | chat.speed.as_dict(), indent=1))
     print(chat.speed.line(), file=sys.stderr, flush=True)
     return 2 if chat.failed and not chat.live else 0
@@ -54,8 +52,8 @@ def converse(options: "Generate", saved: Saved, device: torch.device, begun: flo
 class Chat:
     """What was said, and how the next reply comes about."""
 
-    def __init__(self, options: "Generate", decoder: FastDecoder, tokenizer: Tokenizer, settings: dict[str, Any], speed: Speed):
-        self.decoder, self.tokenizer, self.settings, self.speed = decoder, tokenizer, settings, speed
+    def __init__(self, options: "Generate", saved: Saved, decoder: FastDecoder, settings: dict[str, Any]):
+        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, Speed(saved.device)
         self.start = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.start)
         self.quiet, self.live, self.failed = options.json, sys.stdin.isatty(), False

@@ -105,7 +105,8 @@ def _show(found: dict[str, Any], console: Console) -> None:
             name, value = "host memory", value and readable(value)
         facts.add_row(name, "none" if value is None else str(value))
     for gpu in found["gpus"]:
-        facts.add_row(f"cuda:{gpu['index']}", _gpu_line(gpu))
+        sizes = f"{readable(gpu['memory_bytes'])}, L2 {readable(gpu['l2_bytes'])}, {gpu['sms']} SMs"
+        facts.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, {sizes}, capability {gpu['capability']}; test: {gpu['test']}")
     for name, rows in found.get("plans", {}).items():
         ops = ", ".join(f"{op} {count}" for op, count in Counter(row["op"] for row in rows).items())
         facts.add_row("tuned plans", f"{name}: {len(rows)} ({ops}), kept in {file_of(name)}")
@@ -117,13 +118,6 @@ def _show(found: dict[str, Any], console: Console) -> None:
             console.print()
             console.print(_ceilings_table(found["ceilings"]))
     print("\n".join(line.rstrip() for line in shown.get().splitlines()))
-
-
-def _gpu_line(gpu: dict[str, Any]) -> str:
-    return (
-        f"{gpu['name']}, {readable(gpu['memory_bytes'])}, L2 {readable(gpu['l2_bytes'])}, {gpu['sms']} SMs, "
-        f"capability {gpu['capability']}; test: {gpu['test']}"
-    )
 
 
 def _ceilings_table(figures: dict[str, Any]) -> Table:

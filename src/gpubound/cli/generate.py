@@ -6,15 +6,13 @@ gpubound generate runs/first --chat                      Ctrl-C ends a reply, Ct
 
 import json
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 
 from ..decode.request import Choice
@@ -113,26 +111,17 @@ class Generate:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Generate, argv, "generate")
-    with plainly():
+    try:
         check(options)
         prompts = [] if options.chat else read_prompts(options)
-        device = resolve(options.device)
-        begun = time.perf_counter()
-        saved = open_saved(options.ckpt, device, options.dtype, options.tokenizer, options.trust_remote_code)
+        saved = open_saved(options.ckpt, resolve(options.device), options.dtype, options.tokenizer, options.trust_remote_code)
         if options.chat:
             from .chat import converse
 
-            return converse(options, saved, device, begun)
-        return write(options, saved, prompts, device, begun)
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """The decoder's sentences begin with 'generate:', as the command line's own do: once is enough."""
-    try:
-        yield
+            return converse(options, saved)
+        return write(options, saved, prompts)
     except ValueError as error:
-        if not str(error).startswith("generate: "):
+        if not str(error).startswith("generate: "):  # as the command line's own sentences do: once is enough
             raise
         raise ValueError(str(error).removeprefix("generate: ")) from error
 
@@ -185,7 +174,7 @@ def _text(file: str) -> str:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
 
 
-def write(options: Generate, saved: Saved, prompts: list[str], device: torch.device, begun: float) -> int:
+def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
     ids = [saved.tokenizer.encode(prompt) for prompt in prompts]
     settings = settings_of(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW}
@@ -193,8 +182,8 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
     # a multiple of 64, so that runs like each other have caches alike
     needed = min(-(-(longest + settings["max_new_tokens"]) // 64) * 64, saved.positions)
     together = max(1, options.batch // options.n)  # prompts
-    made = build(options, saved, ids[:together], needed if options.max_length is None else options.max_length, device, begun)
-    speed, found = Speed(device), []
+    made = build(options, saved, ids[:together], needed if options.max_length is None else options.max_length)
+    speed, found = Speed(saved.device), []
     for start in range(0, len(ids), together):
         batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
         run = made.start(ids[start : start + together], **batch)
@@ -211,7 +200,8 @@ def write(options: Generate, saved: Saved, prompts: list[str], device: torch.dev
             for (_, prompt, _), sequence in zip(rows, run.sequences)
         ]
     if options.json:
-        print(json.dumps({"model": str(saved.folder), "device": label(device), "sequences": found} | speed.as_dict(), indent=1))
+        about = {"model": str(saved.folder), "device": label(saved.device), "sequences": found}
+        print(json.dumps(about | speed.as_dict(), indent=1))
     print(speed.line(), file=sys.stderr, flush=True)
     return 0
 

@@ -56,6 +56,8 @@ class Saved:
     folder: Path  # where the weights were read
     ends: tuple[int, ...]  # tokens that end a text: the tokenizer's, and those that the model's files name
     positions: int  # tokens that the model is made for
+    device: torch.device
+    begun: float  # when it was asked for
 
 
 def open_saved(
@@ -66,7 +68,7 @@ def open_saved(
     trust_remote_code: bool = False,
 ) -> Saved:
     """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own."""
-    kind = dtype_asked(dtype)
+    begun, kind = time.perf_counter(), dtype_asked(dtype)
     own = Tokenizer.load(tokenizer) if tokenizer else None
     known = not Path(path).exists() and is_hub_name(path)
     source = find(_download(str(path), trust_remote_code) if known else Path(path))
@@ -79,7 +81,7 @@ def open_saved(
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
         model, folder = _from_folder(source, about, device, kind, trust_remote_code), source
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
-    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model))
+    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), device, begun)
 
 
 def find(path: Path) -> Path | Checkpoint:
@@ -216,25 +218,23 @@ def stdin_lines() -> Iterator[str]:
         raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
-def build(
-    options: "Generate", saved: Saved, probe: list[list[int]], length: int, device: torch.device, begun: float
-) -> FastDecoder:
+def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int) -> FastDecoder:
     """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
     # On a CPU a launch of many steps saves nothing, and the first token would wait for the last.
-    k = int(options.k) if options.k != "auto" else 1 if device.type == "cpu" else "auto"
+    k = int(options.k) if options.k != "auto" else 1 if saved.device.type == "cpu" else "auto"
     decode = partial(saved.tokenizer.decode, skip_special=not options.special)
     tokenizer = SimpleNamespace(encode=saved.tokenizer.encode, decode=decode)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
     way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
     made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
-    for _ in range(2 if device.type == "cuda" else 0):  # what such a request compiles, then what it captures: not on its clock
+    for _ in range(2 if saved.device.type == "cuda" else 0):  # what such a request compiles, then captures: not on its clock
         made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})
     first = next(saved.model.parameters())
     parts = [
         f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
-        f"{str(first.dtype).removeprefix('torch.')} on {label(device)}",
+        f"{str(first.dtype).removeprefix('torch.')} on {label(saved.device)}",
         f"its own forward ({made.path})" if made.path else made.kernels,
-        f"ready in {time.perf_counter() - begun:.2f} s",
+        f"ready in {time.perf_counter() - saved.begun:.2f} s",
     ]
     print(", ".join(parts), file=sys.stderr, flush=True)
     if options.table:

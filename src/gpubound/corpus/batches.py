@@ -5,7 +5,8 @@ from it. `fetch()` may therefore stand inside a captured CUDA graph, and each re
 code cuts the same batches on the host, and the ring brings them.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..feed.epochs import Feed, Served, Store, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
 from ..feed.source import Source
-from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, Packing, as_stored, plan_documents, plan_stream
+from .rows import FIELDS, STREAM_FIELDS, Cutter, Order, as_stored, plan_documents, plan_stream
 
 if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `batches`
@@ -76,6 +77,8 @@ def batches(
         "seed": seed, "shuffle": shuffle, "world": world,
     }  # fmt: skip
 
+    cutter = partial(Cutter, plan, order, chosen, pad_id)
+
     def upload() -> tuple[Tensor, Tensor | None]:
         stored = _to_device([as_stored(part.tokens) for part in corpus.parts], where)
         return stored, _to_device(corpus.masks(), where) if corpus.masked else None
@@ -83,11 +86,11 @@ def batches(
     need = corpus.tokens * (corpus.dtype.itemsize + corpus.masked) + plan.size
     tokens = resident("batches", where, mode, budget, keep, lambda: (need, upload))
     if tokens is None:
-        store: Any = Ringed(_HostCut(corpus, plan, order, chosen, pad_id), where, slots, Padding(), always=where.type == "cpu")
+        store: Any = Ringed(_HostCut(corpus, cutter), where, slots, Padding(), always=where.type == "cpu")
         return CorpusFeed(store, where, identity)
     stored, mask = tokens
-    cutter = Cutter(plan, order, chosen, where, stored.take, mask.take if mask is not None else None, pad_id)
-    return CorpusFeed(_DeviceCut(cutter, where), where, identity)
+    cut = cutter(where, stored.take, mask.take if mask is not None else None)
+    return CorpusFeed(_DeviceCut(cut, where), where, identity)
 
 
 def _check_options(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
@@ -153,15 +156,15 @@ class _DeviceCut(Store):
 class _HostCut(Source):
     """The source of a corpus too large for the device: the same batches, cut on the CPU from the memory-mapped shards."""
 
-    def __init__(self, corpus: "Corpus", plan: Packing, order: Order, fields: tuple[str, ...], pad_id: int):
+    def __init__(self, corpus: "Corpus", cutter: Callable[..., Cutter]):
         def read(index: Tensor) -> Tensor:
             return torch.from_numpy(as_stored(corpus.read(index.numpy())))
 
         def read_mask(index: Tensor) -> Tensor:
             return torch.from_numpy(corpus.read_mask(index.numpy()))
 
-        self.cutter = Cutter(plan, order, fields, torch.device("cpu"), read, read_mask if corpus.masked else None, pad_id)
-        self.length, self.seed, self.shuffle = self.cutter.steps, order.seed, order.shuffle
+        self.cutter = cutter(torch.device("cpu"), read, read_mask if corpus.masked else None)
+        self.length, self.seed, self.shuffle = self.cutter.steps, self.cutter.order.seed, self.cutter.order.shuffle
 
     def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
         for number in range(epoch * self.length + start, (epoch + 1) * self.length):

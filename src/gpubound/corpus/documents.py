@@ -160,17 +160,15 @@ def read_plain(path: Path, separator: str | None) -> Read:
 
 
 def read_jsonl(path: Path, text_key: str | None) -> Read:
-    done = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            done += len(line)
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
                 raise DataError(f"{path}:{number}: is not JSON ({error}); every line must be one JSON object.") from error
-            yield as_document(row, f"{path}:{number}", text_key), done
+            yield as_document(row, f"{path}:{number}", text_key), file.tell()
 
 
 def read_parquet(path: Path, text_key: str | None) -> Read:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..feed.source import Scatter
 
+Read = Callable[[Tensor], Tensor]  # what is stored, by index
 IGNORED = -100  # the label that losses skip
 STREAM_FIELDS = ("input_ids", "labels")
 FIELDS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens", "valid")
@@ -33,21 +34,20 @@ BEYOND = 1 << 48  # in `begins`, after a row's last piece: beyond every place of
 class Packing:
     """Rows of `seq` places. A stream needs no tables: row r begins at token r·seq.
 
-    With documents, the pieces of row r are number `first[r]` to `first[r + 1]`; piece p begins at place `begins[p]` of its
-    row, and place t in it holds token t + `shift[p]`. A row that is not full ends with a piece of padding.
+    With documents the tables are first (rows + 1), begins and shift (pieces): the pieces of row r are number `first[r]` to
+    `first[r + 1]`; piece p begins at place `begins[p]` of its row, and place t in it holds token t + `shift[p]`. A row that is
+    not full ends with a piece of padding.
     """
 
     seq: int
     rows: int
-    first: np.ndarray | None = None  # (rows + 1,)
-    begins: np.ndarray | None = None  # (pieces,)
-    shift: np.ndarray | None = None  # (pieces,)
+    tables: tuple[np.ndarray, ...] = ()
     most: int = 1  # pieces in the fullest row
 
     @property
     def size(self) -> int:
         """Bytes of the tables."""
-        return sum(table.nbytes for table in (self.first, self.begins, self.shift) if table is not None)
+        return sum(table.nbytes for table in self.tables)
 
 
 def plan_stream(tokens: int, seq: int) -> Packing:
@@ -82,7 +82,7 @@ def plan_documents(offsets: np.ndarray, seq: int, most: int) -> Packing:
         shifts.append(shift.reshape(-1))
     of_rows = np.concatenate(pieces)
     tables = (np.cumsum(of_rows), np.concatenate(begins), np.concatenate(shifts))
-    return Packing(seq, len(of_rows) - 1, *tables, int(of_rows.max()))
+    return Packing(seq, len(of_rows) - 1, tables, int(of_rows.max()))
 
 
 def _pieces(offsets: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,10 +153,10 @@ class Cutter:
         plan: Packing,
         order: Order,
         fields: tuple[str, ...],
-        device: torch.device,
-        read: Callable[[Tensor], Tensor],
-        read_mask: Callable[[Tensor], Tensor] | None,
         pad_id: int,
+        device: torch.device,
+        read: Read,
+        read_mask: Read | None,
     ):
         self.plan, self.order, self.fields, self.pad_id = plan, order, fields, pad_id
         self.read, self.read_mask = read, read_mask
@@ -166,12 +166,9 @@ class Cutter:
         self.lane = torch.arange(size, device=device) + order.rank * size  # B
         self.place = torch.arange(seq, device=device).expand(size, seq).contiguous()  # BT
         self.ends = torch.arange(2, device=device).view(2, 1, 1)  # a place's own token, and the next one
-        if plan.first is not None:
-            assert plan.begins is not None and plan.shift is not None
-            self.first, self.begins, self.shift = (
-                torch.from_numpy(np.ascontiguousarray(table, np.int64)).to(device)
-                for table in (plan.first, plan.begins, plan.shift)
-            )
+        if plan.tables:
+            tables = (torch.from_numpy(np.ascontiguousarray(table, np.int64)).to(device) for table in plan.tables)
+            self.first, self.begins, self.shift = tables
             self.piece = torch.arange(plan.most, device=device)  # M
             self.row_start = (torch.arange(size, device=device) * seq).view(size, 1)
             self.total = torch.full((1,), size * seq, device=device)
@@ -184,7 +181,7 @@ class Cutter:
         return self.scatter(place, epoch) if self.scatter is not None else place
 
     def cut(self, rows_B: Tensor) -> dict[str, Tensor]:
-        if self.plan.first is None:
+        if not self.plan.tables:
             token_BT = torch.add(self.place, rows_B.unsqueeze(-1), alpha=self.plan.seq)
             return self._fill(token_BT, None, {})
         begins_BM, shift_BM = self._pieces_of(rows_B)

@@ -131,10 +131,8 @@ class Shards:
         """Those that an interrupted build left in `path`."""
         state = Shards(path, settings)
         for number, file in enumerate(sorted(path.glob(f"*{SUFFIX}"))):
-            if file.name != shard_name(number):
-                raise DataError(
-                    f"{path}: holds {file.name}, wanted {shard_name(number)} there; delete the folder and build anew."
-                )
+            if file.name != (wanted := shard_name(number)):
+                raise DataError(f"{path}: holds {file.name}, wanted {wanted} there; delete the folder and build anew.")
             header = read_shard(file).header
             state.names.append(file.name)
             state.tokens, state.at = state.tokens + header.tokens, Position(header.texts_read, header.texts_crc)
@@ -156,7 +154,7 @@ class Shards:
             if not self.names:
                 raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
             return
-        name = shard_name(len(self.names))
+        name, about = shard_name(len(self.names)), {key: self.settings[key] for key in ("vocab_size", "tokenizer")}
         masked = any(mask is not None for _, mask in self.filling)
         masks = [mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self.filling]
         tokens: np.ndarray = np.concatenate([ids for ids, _ in self.filling])
@@ -165,8 +163,7 @@ class Shards:
             tokens.astype(DTYPES[str(self.settings["dtype"])]),
             np.cumsum([0, *(len(ids) for ids, _ in self.filling)]),
             np.concatenate(masks) if masked else None,
-            vocab_size=self.settings["vocab_size"],
-            tokenizer=self.settings["tokenizer"],
+            **about,
             texts_read=self.at.texts,
             texts_crc=self.at.crc,
         )

@@ -78,7 +78,7 @@ class _Chip:
 
     def __init__(self, nvml: Any, handle: Any):
         self.nvml, self.handle = nvml, handle
-        self._gauges = {"power_w": self._power}
+        self._gauges = {"power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3}
         self._samples: list[Any] = []
         if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
@@ -94,9 +94,6 @@ class _Chip:
                 notice(f"{name} is left out: NVML says {error}.")
                 del self._gauges[name]
         return found
-
-    def _power(self) -> float:
-        return self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3
 
     def _sm_active(self) -> float:
         """The share of SMs that had work, averaged since the last reading."""
@@ -116,10 +113,8 @@ class _Chip:
         self.nvml.nvmlShutdown()
 
 
-# Without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would.
-LINES = 10
+LINES = 10  # without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would
 SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
-
 
 # What a line says of a step, in this order.
 PARTS: dict[str, Callable[[Any], str]] = {
@@ -148,9 +143,8 @@ class LiveLine:
     def __init__(self, steps: int, title: str = "train", console: Console | None = None):
         self.steps, self.title = steps, printable(title)
         self.console = console or Console(file=sys.stderr)
-        self._every = max(1, steps // LINES)
+        self._every, self._shown = max(1, steps // LINES), False
         self._bar: Any = None
-        self._shown = False
         self._seldom: dict[str, Any] = {}
         self._phase: str | None = None
 

@@ -26,14 +26,10 @@ def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = Non
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
     out = tapes[0].path / "report.html" if out is None else Path(out)
     _check(out)
-    found = [Figures(tape) for tape in tapes]
-    called = names(tapes)
+    found, called = [Figures(tape) for tape in tapes], names(tapes)
     page = template().render(
         title=" against ".join(called),
-        runs=[
-            {"name": name, "about": figures.about, "figures": figures, "index": index}
-            for index, (name, figures) in enumerate(zip(called, found))
-        ],
+        runs=[{"name": name, "figures": run, "index": index} for index, (name, run) in enumerate(zip(called, found))],
         tiles=tiles(found[0]) if len(found) == 1 else [],
         facts=rows([figures.facts() for figures in found]),
         measured=rows([figures.gauges() for figures in found]),
