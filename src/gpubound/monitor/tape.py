@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Tape:
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, about
-        self._zero: float | None = None  # the clock when training had lasted 0 s
+        self._zero = time.monotonic()  # when training had lasted 0 s
 
     @classmethod
     def create(cls, path: str | Path, **about: Any) -> "Tape":
@@ -54,7 +55,6 @@ class Tape:
         tape = cls(path, old | {"starts": [*(old.get("starts") or []), start]} | about)
         if (path / STEPS).exists():
             tape.rewind(LAST)  # a line that was cut off would swallow the next one
-        tape._elapsed()
         tape.tell()
         return tape
 
@@ -71,7 +71,7 @@ class Tape:
         write_whole(self.path / ABOUT, json.dumps(self.about, indent=1, default=str))
 
     def append(self, record: dict[str, Any]) -> None:
-        record = record | {"elapsed_s": round(self._elapsed(), 3)}
+        record = record | {"elapsed_s": round(time.monotonic() - self._zero, 3)}
         line = json.dumps({k: _plain(v) for k, v in record.items() if v is not None})
         try:
             with open(self.path / STEPS, "a") as file:
@@ -84,27 +84,19 @@ class Tape:
 
     def flush(self) -> None:
         """Every line is on the disk when this returns: a checkpoint of a step must not outlive its line."""
-        if (self.path / STEPS).exists():
-            with open(self.path / STEPS, "rb") as file:
-                os.fsync(file.fileno())
+        with suppress(FileNotFoundError), open(self.path / STEPS, "rb") as file:
+            os.fsync(file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far."""
+        """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far.
+        The seconds of training go on from the last line's."""
         kept = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
         write_whole(self.path / STEPS, kept)
-        self._zero = None
-        self._elapsed()
+        self._zero = time.monotonic() - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
 
     def steps(self) -> list[dict[str, Any]]:
         """Every step's record, oldest first. When a resumed run wrote a step again, the later line counts."""
         return sorted({record["step"]: record for record in self._lines()}.values(), key=lambda record: record["step"])
-
-    def _elapsed(self) -> float:
-        """Seconds of training. A resumed run's go on from its last line's."""
-        now = time.monotonic()
-        if self._zero is None:
-            self._zero = now - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
-        return now - self._zero
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         file = self.path / STEPS
