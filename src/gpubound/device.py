@@ -24,7 +24,7 @@ import torch
 from .errors import DeviceError
 from .trace import notice
 
-POLICIES = ("auto", "require", "cpu", "cuda", "cuda:<index>")
+POLICIES = ("auto", "require", "cpu", "cuda")
 
 
 @cache
@@ -224,8 +224,8 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
 def _parse(spec: str | torch.device) -> tuple[str, int | None]:
     text = str(spec)
     name, colon, index = text.partition(":")
-    if name not in ("auto", "require", "cpu", "cuda") or (colon and (name != "cuda" or not index.isdecimal())):
-        raise ValueError(f"device: got {text!r}, wanted one of {', '.join(POLICIES)}.")
+    if name not in POLICIES or (colon and (name != "cuda" or not index.isdecimal())):
+        raise ValueError(f"device: got {text!r}, wanted one of {', '.join(POLICIES)}, cuda:<index>.")
     return name, int(index) if index else None
 
 

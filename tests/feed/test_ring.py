@@ -24,8 +24,6 @@ class LateLane:
         self.pending, self.stagings, self.waits, self.sends = [], 0, 0, 0
         self.uses_end = True  # whether the device ever gets through what it was given
 
-    def admit(self): ...
-
     def staging(self, size):
         self.stagings += 1
         return torch.zeros(size, dtype=torch.uint8)
@@ -91,7 +89,7 @@ def test_the_ring_s_thread_asks_for_an_event_and_never_synchronizes():
 @pytest.mark.parametrize("slots", [1, 3, 5])
 def test_a_slot_is_written_again_only_after_its_copy(slots):
     lane = LateLane()
-    got = drain(Ring(numbers(40), lane, slots, Padding(), always=True))
+    got = drain(Ring(numbers(40), lane, slots, Padding()))
     lane.finish()
     assert len(got) == 40 and right(got)
     assert lane.stagings == slots and lane.sends == 40
@@ -101,7 +99,7 @@ def test_a_slot_keeps_its_memory_for_smaller_batches():
     """Pinned memory is slow to get: only a larger batch than a slot has had takes more."""
     lane = LateLane()
     batches = ({"x": torch.full((512 * size,), float(i)), "y": torch.tensor(i)} for i, size in enumerate([3, 1, 2, 3, 4, 1]))
-    got = drain(Ring(batches, lane, 1, Padding(), always=True))
+    got = drain(Ring(batches, lane, 1, Padding()))
     lane.finish()
     assert len(got) == 6 and right(got) and lane.stagings == 2
 
@@ -109,7 +107,7 @@ def test_a_slot_keeps_its_memory_for_smaller_batches():
 def test_this_lane_sees_a_slot_that_is_written_too_early():
     """The test above would notice: without the wait for the copy's event, batches come out with their successors' values."""
     lane = LateLane(honours_events=False)
-    got = drain(Ring(numbers(40), lane, 3, Padding(), always=True))
+    got = drain(Ring(numbers(40), lane, 3, Padding()))
     lane.finish()
     assert len(got) == 40 and not right(got)
 
@@ -132,7 +130,7 @@ def test_reads_no_further_ahead_than_its_slots():
             read.append(1)
             yield batch
 
-    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding())
     assert settle(lambda: len(read), 3)
     ring.take()
     assert settle(lambda: len(read), 4)
@@ -142,7 +140,7 @@ def test_reads_no_further_ahead_than_its_slots():
 def test_no_more_batches_on_the_device_than_it_can_work_off():
     lane = LateLane()
     lane.uses_end = False
-    ring = Ring(numbers(40), lane, 3, Padding(), always=True)
+    ring = Ring(numbers(40), lane, 3, Padding())
     for _ in range(AHEAD * 3):
         ring.take()
     assert settle(lambda: lane.sends, AHEAD * 3), lane.sends
@@ -158,7 +156,7 @@ def test_what_the_source_raises_arrives_with_its_traceback():
         yield from numbers(2)
         raise KeyError("third")
 
-    ring = Ring(broken_source(), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(broken_source(), Lane(CPU), 3, Padding())
     assert right([ring.take().batch, ring.take().batch])
     with pytest.raises(KeyError, match="third") as error:
         ring.take()
@@ -176,7 +174,7 @@ def test_closing_ends_the_thread_and_the_source():
             closed.append(True)
 
     before = threading.active_count()
-    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding())
     ring.take()
     assert threading.active_count() == before + 1
     ring.close()
@@ -185,7 +183,7 @@ def test_closing_ends_the_thread_and_the_source():
 
 def test_a_forgotten_ring_ends_its_thread():
     before = threading.active_count()
-    ring = Ring(numbers(1000), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(numbers(1000), Lane(CPU), 3, Padding())
     ring.take()
     del ring
     assert threading.active_count() == before
@@ -200,7 +198,7 @@ def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
         yield {"x": torch.ones(1)}
         gate.wait()
 
-    ring = Ring(source(), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(source(), Lane(CPU), 3, Padding())
     ring.take()
     ring.close()
     assert capsys.readouterr().err == (
@@ -227,7 +225,7 @@ def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
         "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last),
         "text": "stays",
     }
-    ring = Ring(iter([batch]), Lane(CPU), 3, Padding(), always=True)
+    ring = Ring(iter([batch]), Lane(CPU), 3, Padding())
     new = ring.take().batch
     for key, value in batch.items():
         if key == "text":

@@ -86,7 +86,7 @@ def batches(
     need = corpus.tokens * (corpus.dtype.itemsize + corpus.masked) + plan.size
     tokens = resident("batches", where, mode, budget, keep, lambda: (need, upload))
     if tokens is None:
-        store: Any = Ringed(_HostCut(corpus, cutter), where, slots, Padding(), always=where.type == "cpu")
+        store: Any = Ringed(_HostCut(corpus, cutter), where, slots, Padding())
         return CorpusFeed(store, where, identity)
     stored, mask = tokens
     cut = cutter(where, stored.take, mask.take if mask is not None else None)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..device import resolve, usable_bytes
+from ..device import POLICIES, resolve, usable_bytes
 from ..trace import fallback, notice
 from ..words import byte_count, readable
 from .epochs import Direct, Feed, Store
@@ -22,8 +22,6 @@ from .source import BatchList, Items, Source, open_source
 SHARE = 4
 
 Made = TypeVar("Made")
-
-MODES = ("auto", "resident", "ring", "direct")
 
 
 def feed(
@@ -65,8 +63,8 @@ def feed(
     >>> [batch["x"].sum().item() for batch in feed(batches, device="cpu")]
     [2.0, 2.0, 2.0]
     """
-    if mode not in MODES:
-        raise ValueError(f"feed: mode: got {mode!r}, wanted one of {', '.join(MODES)}.")
+    if mode not in ("auto", "resident", "ring", "direct"):
+        raise ValueError(f"feed: mode: got {mode!r}, wanted one of auto, resident, ring, direct.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
         raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
     if hasattr(source, "make_feed"):  # a Corpus, whose batches are cut on the device
@@ -90,7 +88,7 @@ def feed(
     if store is None and (mode == "direct" or (mode == "auto" and where.type == "cpu")):
         store = Direct(opened, where, padding)
     elif store is None:
-        store = Ringed(opened, where, slots, padding, always=mode == "ring" and where.type == "cpu")
+        store = Ringed(opened, where, slots, padding)
     identity = {"seed": opened.seed, "shuffle": opened.shuffle, "length": store.length, "batch_size": batch_size}
     return Feed(store, where, identity)
 
@@ -146,7 +144,7 @@ def target(device: str | torch.device | None) -> torch.device:
     if device is None:
         return resolve("auto")
     cpu = isinstance(device, torch.device) and device.type == "cpu"  # perhaps with an index, which no policy has
-    if not cpu and str(device).partition(":")[0] in ("auto", "require", "cpu", "cuda"):
+    if not cpu and str(device).partition(":")[0] in POLICIES:
         return resolve(device)
     return torch.empty(0, device=device).device
 

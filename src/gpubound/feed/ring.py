@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -48,9 +47,6 @@ class Lane:
     def __init__(self, device: torch.device):
         self.device = device
 
-    def admit(self) -> None:
-        """Raise if the consumer cannot take a batch where it stands."""
-
     def staging(self, size: int) -> Tensor:
         """Host memory to copy from."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -75,13 +71,6 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.stream = torch.cuda.Stream(device)
-
-    def admit(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise GraphError(
-                "feed: a batch was asked of the ring inside a graph capture, which cannot hold a copy made outside it; take "
-                "the batch before and copy it into the graph's inputs, or keep a corpus resident and call its fetch()."
-            )
 
     def staging(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -126,7 +115,6 @@ class _Reader:
     lane: Lane
     slots: list[Slot]
     padding: Padding
-    always: bool
     tickets: threading.Semaphore
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     used: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # an event for each batch whose successor was taken
@@ -136,7 +124,7 @@ class _Reader:
     def run(self, batches: Iterator[Any], stream: Any) -> None:
         """Read ahead, on the consumer's `stream`: a source that computes on the GPU would have used it without this thread."""
         try:
-            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            with torch.cuda.stream(stream):
                 self._read_ahead(batches)
             self.ready.put(END)
         except BaseException as error:  # whatever the source raised belongs to the consumer
@@ -154,7 +142,8 @@ class _Reader:
                 self.held_back = True
                 self.lane.wait(self.used.get())
                 self.held_back = False
-            parcel = pack(batch, self.lane.device, self.padding, self.always)
+            here = self.lane.device.type == "cpu"  # where nothing needs a copy, a ring is made only when it is asked for
+            parcel = pack(batch, self.lane.device, self.padding, always=here)
             slot = self.slots[number % len(self.slots)]
             self.ready.put(self._send(parcel, slot) if parcel.copied else Delivery(parcel))
 
@@ -179,9 +168,9 @@ class _Reader:
 
 
 class Ring:
-    def __init__(self, batches: Iterator[Any], lane: Lane, slots: int, padding: Padding, always: bool = False):
+    def __init__(self, batches: Iterator[Any], lane: Lane, slots: int, padding: Padding):
         self._lane = lane
-        self._reader = _Reader(lane, [Slot() for _ in range(slots)], padding, always, threading.Semaphore(slots))
+        self._reader = _Reader(lane, [Slot() for _ in range(slots)], padding, threading.Semaphore(slots))
         self._taken = self._over = False
         stream = torch.cuda.current_stream(lane.device) if lane.device.type == "cuda" else None
         thread = threading.Thread(target=self._reader.run, args=(batches, stream), name="gpubound-feed", daemon=True)
@@ -220,16 +209,20 @@ class Ringed(Store):
 
     mode = "ring"
 
-    def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding, always: bool):
-        self.source, self.slots, self.padding, self.always = source, slots, padding, always
+    def __init__(self, source: Source, device: torch.device, slots: int, padding: Padding):
+        self.source, self.slots, self.padding = source, slots, padding
         self.length = source.length
         self.lane = CudaLane(device) if device.type == "cuda" else Lane(device)
 
     def admit(self) -> None:
-        self.lane.admit()
+        if self.lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise GraphError(
+                "feed: a batch was asked of the ring inside a graph capture, which cannot hold a copy made outside it; take "
+                "the batch before and copy it into the graph's inputs, or keep a corpus resident and call its fetch()."
+            )
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
-        ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding, self.always)
+        ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding)
         try:
             while (served := ring.take()) is not None:
                 yield served
