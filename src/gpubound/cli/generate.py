@@ -137,8 +137,8 @@ def check(options: Generate) -> None:
         raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
     if options.k != "auto" and not (options.k.isdecimal() and 0 < int(options.k) <= STEPS):
         raise ValueError(f"k: got {options.k!r}, wanted auto or a number of steps a launch, 1 to {STEPS}.")
-    for name in ("prompt", "stop", "system"):
-        for text in (given,) if isinstance(given := getattr(options, name), str) else given or ():
+    for name, texts in (("prompt", options.prompt), ("stop", options.stop), ("system", (options.system or "",))):
+        for text in texts:
             check_text(name, text)
     if options.chat and options.n > 1:
         raise ValueError(f"n: got {options.n}, but a conversation has one reply a turn; leave --n out.")

@@ -148,10 +148,8 @@ def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
     needs_transformers(f"{folder}: its tokenizer is not a tokenizer.json")
     from transformers import AutoTokenizer
 
-    found = attempt(
-        folder,
-        lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code),
-    )
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    found = attempt(folder, lambda: AutoTokenizer.from_pretrained(folder, **options))
     return adapt(found)  # type: ignore[return-value]  # what has a backend_tokenizer becomes a Tokenizer
 
 

@@ -128,8 +128,7 @@ class Progress:
     def __init__(self, title: str, wanted: bool = True, size: int | None = None):
         self.title, self.wanted, self.size = printable(title), wanted, size
         self.began = self._shown = time.monotonic()
-        self._line = ""
-        self._bar: Any = None
+        self._line, self._bar = "", None
 
     def __enter__(self) -> "Progress":
         if self.wanted and prints() and sys.stderr.isatty():
@@ -147,8 +146,11 @@ class Progress:
         """Show `done` of the size, and what else there is to say; not more often than is of use."""
         if not self.wanted:
             return
-        now = time.monotonic()
-        self._line = ", ".join((self._of(done), *facts))
+        now, far = time.monotonic(), f"{readable(done)} read"
+        if self.size:
+            done = min(done, self.size)
+            far = f"{readable(done)} of {readable(self.size)} ({100 * done // self.size} %)"
+        self._line = ", ".join((far, *facts))
         if now - self._shown >= (PROGRESS_SECONDS if self._bar is None else 0.1):
             self._shown = now
             self._print(done)
@@ -159,12 +161,6 @@ class Progress:
             self._line = text
             self._print(self.size)
             self._line = ""
-
-    def _of(self, done: int) -> str:
-        if not self.size:
-            return f"{readable(done)} read"
-        done = min(done, self.size)
-        return f"{readable(done)} of {readable(self.size)} ({100 * done // self.size} %)"
 
     def _print(self, done: int | None) -> None:
         if self._bar is not None:

@@ -42,7 +42,7 @@ class Tokenizer:
 
     def __init__(self, inner: Any, eos_token: str | None, chat_template: Any = None, **special: str | None):
         if inner.truncation or inner.padding:  # set for a model's inputs; here it would cut documents short in silence
-            inner = _library().Tokenizer.from_str(inner.to_str())
+            inner = type(inner).from_str(inner.to_str())
             inner.no_truncation()
             inner.no_padding()
         self.inner, self.eos_token = inner, eos_token
@@ -105,26 +105,25 @@ class Tokenizer:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.eos_token,
-            "chat_template": self.chat_template,
-        }
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        config |= {"chat_template": self.chat_template} | self.special
         for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
             (folder / name).unlink(missing_ok=True)  # of a tokenizer that was here before: they would be read, too
-        write_whole(folder / "tokenizer_config.json", json.dumps(config | self.special))
+        write_whole(folder / "tokenizer_config.json", json.dumps(config))
         write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
         """From a tokenizer.json, or a folder that holds one (as every Hugging Face model with a fast tokenizer does)."""
+        import tokenizers
+
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         file = folder / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.exists():
             raise ValueError(f"tokenizer: {file} does not exist, wanted a tokenizer.json or a folder with one.")
         regular(file)
         try:
-            inner = _library().Tokenizer.from_file(str(file))
+            inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}") from error
         config: dict[str, Any] = {}
@@ -136,12 +135,6 @@ class Tokenizer:
         if isinstance(chat, list):  # several by their names
             chat = next((t.get("template") for t in chat if isinstance(t, dict) and t.get("name") == "default"), None)
         return Tokenizer(inner, special.pop("eos_token"), chat, **special)
-
-
-def _library() -> Any:
-    import tokenizers
-
-    return tokenizers
 
 
 def _content(name: str, token: Any, file: Path) -> str | None:
@@ -191,14 +184,15 @@ def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Toke
             f"train_tokenizer: vocab_size: got {vocab_size}, wanted at least {smallest}: 256 bytes and {len(SPECIALS)} "
             "special tokens."
         )
-    library = _library()
-    inner = library.Tokenizer(library.models.BPE())
-    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,  # its bars and ours would write over each other
     )
     source = texts if isinstance(texts, Texts) else Texts(texts)
