@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,13 +10,8 @@ from gpubound.errors import DeviceError
 from gpubound.watch import pretend
 from gpubound.watch.pretend import SimTensor, simgpu
 
+from ..kernels.apart import apart
 from .test_ledger import Block, make_step
-
-
-def run_alone(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_it_is_a_device_of_its_own(sim):
@@ -117,7 +110,7 @@ print(threads == [threading.get_ident()], x.grad.tolist() == (2 + x.cos()).tolis
 @pytest.mark.parametrize(("earlier", "here"), [("", False), ("torch.ones(2, requires_grad=True).sum().backward()", True)])
 def test_the_thread_of_a_backward(earlier, here):
     """A device thread, as on CUDA. Autograd makes none after the process's first backward: then it is the calling thread."""
-    assert run_alone(BACKWARD.format(before=earlier)) == f"{here} True 2"
+    assert apart(BACKWARD.format(before=earlier)) == f"{here} True 2\n"
 
 
 def test_an_exception_in_a_hook_comes_out_of_backward(sim):
@@ -208,7 +201,7 @@ def test_beside_a_real_gpu(monkeypatch):
 
 
 def test_importing_registers_nothing():
-    assert run_alone(
+    assert apart(
         "import torch, gpubound.watch.pretend, gpubound.watch.forbid, gpubound.watch.ledger\n"
         "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())"
     ).startswith("privateuseone")
