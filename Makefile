@@ -23,9 +23,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(VENV)/bin/gpubound demo $(ARGS)
 
-# Two processes with a thread each: with torch's default, on two cores, threads would wait for each other.
+# Two processes with a thread each: with torch's default, on two cores, threads would wait for each other. The longest files
+# begin first, as tests/conftest.py orders them. Bytecode is kept in any case: without it each process that a test starts, and
+# each `make test`, compiles the library and rewrites the tests' assertions again, which is 8 s for each of the two.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	  $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 # The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
 test-hard: $(VENV)/.installed

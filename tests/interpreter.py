@@ -21,6 +21,7 @@ def hasten() -> None:
         (interpreter, "_patch_builtin", replace_builtins),
         (interpreter, "_get_np_dtype", numpy_type),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", sanitize_overflow),
+        (TritonSemantic, "broadcast_impl_value", broadcast),
         (tl.block_type, "__init__", make_block_type),
         (tl.tensor, "__init__", make_tensor),
     ):
@@ -102,25 +103,36 @@ def sanitize_overflow(semantic, left, right, operation) -> None:
 
 
 _blocks: dict = {}
+_of_scalars: dict = {}  # what all tensors of a shape have in common, as `of_tensors` of a block type
+_of_blocks: dict = {}
 
 
 def make_block_type(block, element, shape) -> None:
     """Types of the same elements and shape are made once. All of them know what their tensors have in common."""
     pointer = isinstance(element, tl.pointer_type)
-    key = (element.name, pointer and (element.address_space, element.const), *map(tl.core._unwrap_if_constexpr, shape))
+    shape = tuple(map(tl.core._unwrap_if_constexpr, shape))
+    key = (element.name, pointer and (element.address_space, element.const), shape)
     if key not in _blocks:
-        _theirs["make_block_type"](block, element, shape)
-        _blocks[key] = vars(block) | {"of_tensors": {}}
+        _theirs["make_block_type"](block, element, list(shape))
+        _blocks[key] = vars(block) | {"of_tensors": _of_blocks.setdefault(shape, {})}
     vars(block).update(_blocks[key])
 
 
-_of_scalars: dict = {}
+def of_tensors(type) -> dict:
+    return type.of_tensors if type.is_block() else _of_scalars
 
 
 def make_tensor(tensor, handle, type) -> None:
     """A tensor's shape is a tuple of constants, which Triton makes for each tensor."""
-    common = type.of_tensors if type.is_block() else _of_scalars
+    common = of_tensors(type)
     if not common:
         _theirs["make_tensor"](tensor, handle, type)
         common.update(shape=tensor.shape, numel=tensor.numel)
     vars(tensor).update(common, handle=handle, type=type, dtype=type.scalar)
+
+
+def broadcast(semantic, left, right) -> tuple:
+    """Triton compares two shapes element by element, also where they are one."""
+    if of_tensors(left.type) is of_tensors(right.type):
+        return left, right
+    return _theirs["broadcast"](semantic, left, right)
