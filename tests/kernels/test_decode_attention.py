@@ -137,8 +137,8 @@ def test_wrong_arguments_are_named(device):
     for wrong, sentence in (
         (
             {"qkv": case.qkv[:, :64]},
-            "decode_attention: qkv must be (1, 128) for 4 heads and caches (1, 2, 150, 16), got (1, 64) and a v cache "
-            "(1, 2, 150, 16); all three come from one model.",
+            "decode_attention: qkv must be a contiguous floating-point tensor (1, 128), got torch.float32 (1, 64); pass the "
+            "product as norm_product writes it.",
         ),
         (
             {"position": case.position.long()},

@@ -281,11 +281,11 @@ def _body(
 def _calls(live: BoundModel, weights: str | None) -> list[Call]:
     """The products of its steps, in the forms that its layers ask for."""
     first, head, ops = live.layers[0], live.norm, weight_format(weights)
-    (_, _, offset), normed = first.attention.norm or NO_NORM, first.attention.norm is not None
+    norm, _, offset = first.attention.norm or NO_NORM
     product, add, gate_up = ops.ops
-    found: list[Call] = [(product, form(offset, 0.0, normed=normed)), (add, ())]
-    found.append((product, form(head.offset, live.shape.logit_cap)))
+    found: list[Call] = [(product, form(norm, offset, 0.0)), (add, ())]
+    found.append((product, form(head.weight, head.offset, live.shape.logit_cap)))
     if live.reader.routers():
         found += [(op, ()) for op in ops.expert_ops]
     activation = live.reader.activation()
-    return [*found, (gate_up, form(offset, activation, normed=normed))]
+    return [*found, (gate_up, form(norm, offset, activation))]

@@ -85,7 +85,7 @@ class Speculator:
     def run(self, rows: int, steps: int, way: LaunchWay) -> None:
         """`steps` steps for each of the first `rows` rows: 1 to T tokens each, all on the device."""
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
-        state, each, text = slots.first(rows), self._each(rows), self.text[:rows]
+        state, each, text = slots.rows.first(rows), self._each(rows), self.text[:rows]
         chunk = Chunk(*(t[:n].view(rows, T) for t in (self.chunk, each.position, each.alive)))
         into, chained, logprob = Into(self.chosen[:n]), body.chained(n), self.logprob[:n] if way.logprobs else None
         chosen = Said(into.emitted.view(rows, T), None if logprob is None else logprob.view(rows, T))
@@ -114,7 +114,7 @@ class Speculator:
     def _each(self, rows: int) -> Rows:
         """The state of the first rows' tokens, each as a row of its own."""
         n = rows * self.tokens
-        each = _first(self.rows, n)
+        each = self.rows.first(n)
         each.limit.view(rows, -1).copy_(self.slots.rows.limit[:rows, None])
         return each
 
@@ -169,10 +169,6 @@ class Speculator:
         return self.body.same_kernels(rows * self.tokens)
 
 
-def _first(rows: Rows, count: int) -> Rows:
-    return Rows._make(t if name == "stops" else t[:count] for name, t in zip(Rows._fields, rows))
-
-
 class Drafting(Speculator):
     """Drafts by a smaller model, whose cache follows the rows as the body's does."""
 
@@ -191,7 +187,7 @@ class Drafting(Speculator):
 
     def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
         (rows, T), other = chunk.token.shape, self.drafting
-        own = _first(self.own, rows)
+        own = self.own.first(rows)
         x = None if other.x is None else other.x[:rows]
         settings, by_parts = self._own_settings(rows, way), way.greedy and other.finds_best(rows)
         own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently

@@ -69,13 +69,8 @@ class Slots:
         self._waiting: deque[tuple[int, int]] = deque()
         self._next = 0
 
-    def first(self, rows: int) -> Rows:
-        """The state of the first `rows` rows."""
-        return Rows(*(t if name == "stops" else t[:rows] for name, t in zip(Rows._fields, self.rows)))
-
     def choice(self, rows: int, seen: bool) -> Settings:
-        values = {name: getattr(self.settings, name)[:rows] for name in Settings._fields[:-1]}
-        return Settings(**values, seen=self.marks()[:rows] if seen else None)
+        return Settings._make([*(t[:rows] for t in self.settings[:-1]), self.marks()[:rows] if seen else None])
 
     def marks(self) -> Tensor:
         """uint8 (max_batch, V), made when a penalty is first asked for."""
@@ -162,7 +157,7 @@ class LaunchWay(NamedTuple):
 
 def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: LaunchWay) -> None:
     """`steps` tokens for each of the first `rows` rows, all on the device. The one definition of the loop: graphs record it."""
-    state, settings = slots.first(rows), slots.choice(rows, way.penalty)
+    state, settings = slots.rows.first(rows), slots.choice(rows, way.penalty)
     embed = body.embed
     x = body.x[:rows] if embed is not None else None
     chained = body.chained(rows)

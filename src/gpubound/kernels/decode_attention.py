@@ -230,10 +230,10 @@ def _countable(heads: Heads) -> Heads:
 
 def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor) -> None:
     device, shape = cache.k.device, cache.k.shape
-    if len(shape) != 4 or shape[3] % 2 or out.dim() != 2 or out.shape[1] % max(1, shape[3]):
+    if len(shape) != 4 or shape[3] % 2 or out.dim() != 2 or out.shape[1] % max(1, shape[1] * shape[3]):
         raise ValueError(
-            f"{op}: caches must be (rows, kv heads, places, an even head size) and out (rows, heads x head size), got "
-            f"{tuple(shape)} and {tuple(out.shape)}."
+            f"{op}: caches must be (rows, kv heads, places, an even head size) and out (rows, heads x head size) with as many "
+            f"heads for each kv head, got {tuple(shape)} and {tuple(out.shape)}."
         )
     B, K, places, D = shape
     H, tokens = out.shape[1] // D, position.shape[1:]
@@ -241,21 +241,19 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
         _check_pages(op, cache.pages, cache.k)
         B, places = len(cache.pages), min(len(heads.cos), places * cache.pages.shape[1])
     rows = B * tokens.numel()
-    if shape != cache.v.shape or H % K or qkv.shape != (rows, (H + 2 * K) * D) or len(out) != rows:
-        raise ValueError(
-            f"{op}: qkv must be ({rows}, {(H + 2 * K) * D}) for {H} heads and caches {tuple(shape)}, got "
-            f"{tuple(qkv.shape)} and a v cache {tuple(cache.v.shape)}; all three come from one model."
-        )
     require(op, "position", position, torch.int32, (B, *tokens), device, "it says where each row stands")
     angles = places, min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
         require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
-    require(op, "qkv", qkv, None, tuple(qkv.shape), device, "pass the product as norm_product writes it")
+    require(op, "qkv", qkv, None, (rows, (H + 2 * K) * D), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
-    require(op, "out", out, None, tuple(out.shape), device, WRITTEN)
+    require(op, "out", out, None, (rows, H * D), device, WRITTEN)
     _check_heads(op, heads, (D, H, K), device)
-    _check_scratch(op, scratch, (rows, K, H // K, D), device)
+    (sums, finished), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
+    require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
+    counts = (max(rows * K, finished.numel()),)
+    require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
 
 
 def _check_pages(op: str, pages: Tensor, cache: Tensor) -> None:
@@ -285,20 +283,10 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
     whole = heads.q_norm is not None and len(heads.q_norm) > width
     for name, norm, count in zip(("heads.q_norm", "heads.k_norm"), (heads.q_norm, heads.k_norm), counts):
         if norm is not None:
-            wanted = (count * width if whole else width,)
-            of = "of a row" if whole else "of a head"
-            require(op, name, norm, None, wanted, device, f"it has one weight for each dimension {of}")
+            columns, of = (count * width, "row") if whole else (width, "head")
+            require(op, name, norm, None, (columns,), device, f"it has one weight for each dimension of a {of}")
     if heads.window < 0:
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
-
-
-def _check_scratch(op: str, scratch: Scratch, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """It may hold more rows than the call has."""
-    (sums, finished), (rows, K, group, D) = scratch, shape
-    wanted = (max(rows, len(sums)), K, "splits", group, D + 2)
-    require(op, "scratch.partial", sums, torch.float32, wanted, device, "it has (rows, kv heads, splits, group, D + 2)")
-    counts = (max(rows * K, finished.numel()),)
-    require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
 
 
 def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:

@@ -30,7 +30,7 @@ def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 
     """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("norm_rows", norm, None, form(offset))(x, norm, eps, out, offset)
+    return implementation("norm_rows", norm, None, form(norm, offset))(x, norm, eps, out, offset)
 
 
 @definition(lambda g, *form: (*draw_stream(g, 48), torch.zeros(2, 48), *form))
@@ -43,7 +43,7 @@ def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0
     """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing."""
     check_stream("add_norm", x, norm)
     require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
-    return implementation("add_norm", norm, None, form(offset))(y, norm, eps, x, offset, dependent)
+    return implementation("add_norm", norm, None, form(norm, offset))(y, norm, eps, x, offset, dependent)
 
 
 @definition(lambda g, *form: (draw(g, 2, 48).detach(), draw(g, 48), 1e-6, draw(g, 2, 48).detach(), *form))
@@ -87,9 +87,8 @@ def norm_product(
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    implementation("norm_product", weight, None, form(offset, cap, normed=norm is not None))(
-        x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, offset, cap
-    )
+    kernel = implementation("norm_product", weight, None, form(norm, offset, cap))
+    kernel(x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, offset, cap)
     return out
 
 
@@ -134,9 +133,8 @@ def norm_gate_up(
     check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
-    return implementation("norm_gate_up", gate, None, form(offset, activation, normed=norm is not None))(
-        x, norm, eps, gate, up, gate_bias, up_bias, out, dependent, offset, activation
-    )
+    kernel = implementation("norm_gate_up", gate, None, form(norm, offset, activation))
+    return kernel(x, norm, eps, gate, up, gate_bias, up_bias, out, dependent, offset, activation)
 
 
 @definition(lambda g, *form: formed((*draw_stream(g, 48), *_draw_gate_up(g)), *form))
@@ -221,10 +219,11 @@ def check_activation(op: str, activation: str) -> None:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
 
 
-def form(offset: float, *rest: Any, normed: bool = True) -> tuple:
+def form(norm: Tensor | None, offset: float, *rest: Any) -> tuple:
     """What an example takes of a call: nothing for the usual form, which most calls have."""
-    usual = normed and not offset and rest in ((), (0.0,), ("silu",))
-    return () if usual else (offset, *rest) if normed else (None, *rest)
+    if norm is None:
+        return None, *rest
+    return (offset, *rest) if offset or rest not in ((), (0.0,), ("silu",)) else ()
 
 
 def formed(arguments: tuple, offset: float | None = 0.0, *rest: Any) -> tuple:

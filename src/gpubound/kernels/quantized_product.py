@@ -69,9 +69,8 @@ def quantized_norm_product(
     check_biases("quantized_norm_product", (bias,), [weight.words])
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
-    implementation("quantized_norm_product", x if norm is None else norm, None, form(offset, cap, normed=norm is not None))(
-        x, norm, eps, weight, bias, out, best, arg, dependent, offset, cap
-    )
+    kernel = implementation("quantized_norm_product", x if norm is None else norm, None, form(norm, offset, cap))
+    kernel(x, norm, eps, weight, bias, out, best, arg, dependent, offset, cap)
     return out
 
 
@@ -108,9 +107,8 @@ def quantized_norm_gate_up(
     check_biases("quantized_norm_gate_up", (bias,), [gate_up.words])
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
-    return implementation("quantized_norm_gate_up", out, None, form(offset, activation, normed=norm is not None))(
-        x, norm, eps, gate_up, bias, out, dependent, offset, activation
-    )
+    kernel = implementation("quantized_norm_gate_up", out, None, form(norm, offset, activation))
+    return kernel(x, norm, eps, gate_up, bias, out, dependent, offset, activation)
 
 
 @definition(

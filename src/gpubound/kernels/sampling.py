@@ -31,6 +31,9 @@ class Rows(NamedTuple):
     bad: Tensor  # 0, or 1 + the position whose logits were not finite
     stops: Tensor  # (S,): a row ends with any of these tokens; padded with -1
 
+    def first(self, count: int) -> "Rows":
+        return Rows._make([*(t[:count] for t in self[:-1]), self.stops])
+
 
 class Settings(NamedTuple):
     """How each row chooses: one value a row, read by every step, so that a captured graph follows what is written here."""
@@ -219,8 +222,7 @@ def embedding(embed: Tensor, token: Tensor) -> Tensor:
 
 
 def _check_rows(op: str, rows: Rows, into: Into, first: Tensor, words: int | None) -> None:
-    state = {f"rows.{name}": t for name, t in zip(Rows._fields, rows) if name != "stops"} | {"emitted": into.emitted}
-    for name, t in state.items():
+    for name, t in [*zip((f"rows.{field}" for field in Rows._fields[:-1]), rows), ("emitted", into.emitted)]:
         require(op, name, t, torch.int32, (len(first),), first.device)
     require(op, "rows.stops", rows.stops, torch.int32, ("S",), first.device)
     check_embedding(op, first, into.embed, into.x, words)

@@ -33,16 +33,18 @@ def launch_product(
 ) -> None:
     """Launch a kernel whose programs each own some rows of a weight, and walk along all of their `reach` elements or words.
 
+    None among its arguments is a tensor that this form of the kernel does not read: the first stands in for it.
+
     across   programs for each stretch of rows. Kernels over packed weights (KIND) have them in front
     height   the rows of a program, where they are not the plan's to choose
     """
-    rows = job.shape[0]
+    rows, given = job.shape[0], [arguments[0] if argument is None else argument for argument in arguments]
 
     def run(plan: MatrixPlan) -> None:
         plan = plan if height is None else plan._replace(rows=height)
         along = plan.along(rows)
         kernel[(across, along) if "KIND" in constants else (along, across)](
-            *arguments, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
+            *given, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
             **options(plan.warps, dependent),
         )  # fmt: skip
 

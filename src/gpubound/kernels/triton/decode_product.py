@@ -72,7 +72,7 @@ def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.cons
 def _gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         y = gate / (1.0 + tl.exp(-gate)) * up
-    elif ACTIVATION == "gelu_tanh":  # as in swiglu.py: (1 + tanh u) / 2 = sigmoid(2u)
+    elif ACTIVATION == "gelu_tanh":  # as in gated.py: (1 + tanh u) / 2 = sigmoid(2u)
         y = gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481282636 * gate * gate))) * up
     else:
         y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
@@ -248,15 +248,13 @@ def norm_product(
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
     parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
-    biases = [b if b is not None else x for b in (bias, k_bias, v_bias)]
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
     launch_product(
-        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x,
-        x if norm is None else norm, weight, k, v, *biases, out, x if best is None else best, x if arg is None else arg, eps,
-        q_rows, k_rows, rows, height=height, B=len(x), BIAS=bias is not None, BEST=best is not None,
-        GAIN=None if norm is None else offset, CAP=cap,
+        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x, norm,
+        weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
+        BIAS=bias is not None, BEST=best is not None, GAIN=None if norm is None else offset, CAP=cap,
     )  # fmt: skip
     return out, best, arg
 
@@ -266,10 +264,10 @@ def norm_gate_up(
     x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    (rows, width), biases = gate.shape, [b if b is not None else x for b in (gate_bias, up_bias)]
+    rows, width = gate.shape
     launch_product(
-        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x,
-        x if norm is None else norm, gate, up, *biases, out, eps, rows, B=len(x), BIAS=gate_bias is not None,
+        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm,
+        gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None,
         GAIN=None if norm is None else offset, ACTIVATION=activation,
     )  # fmt: skip
     return out
@@ -280,6 +278,6 @@ def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, depen
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
-        x if bias is None else bias, x, rows, B=len(h), BIAS=bias is not None,
+        bias, x, rows, B=len(h), BIAS=bias is not None,
     )  # fmt: skip
     return x

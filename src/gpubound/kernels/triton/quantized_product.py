@@ -112,8 +112,8 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KI
 
 @triton.jit
 def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, experts, rows,
-                                     S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                                     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                           S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                           WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     GROUPS: tl.constexpr = (K + 127) // 128
     N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
     SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
@@ -137,8 +137,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
 
 @triton.jit
 def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one, experts, rows, S: tl.constexpr,
-                                 K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                                 DEPENDENT: tl.constexpr):  # fmt: skip
+                       K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
     GROUPS: tl.constexpr = (K + 127) // 128
     N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
     SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
@@ -190,9 +190,9 @@ def quantized_norm_product(
         use, height = "head", power_of_two(-(-weight.rows // best.shape[1]))  # a partial maximum a program
     at_once, rows = _at_once(x), weight.rows
     _multiply(
-        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, x if norm is None else norm, weight.words,
-        weight.scale, x if bias is None else bias, out, x if best is None else best, x if arg is None else arg, _ONE, eps, rows,
-        height=height, B=at_once, BIAS=bias is not None, BEST=best is not None, GAIN=None if norm is None else offset, CAP=cap,
+        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm, weight.words, weight.scale, bias,
+        out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
+        GAIN=None if norm is None else offset, CAP=cap,
     )  # fmt: skip
     return out, best, arg
 
@@ -204,8 +204,8 @@ def quantized_norm_gate_up(
 ) -> Tensor:  # fmt: skip
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
-        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, x if norm is None else norm,
-        gate_up.words, gate_up.scale, x if bias is None else bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None,
+        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm, gate_up.words,
+        gate_up.scale, bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None,
         GAIN=None if norm is None else offset, ACTIVATION=activation,
     )  # fmt: skip
     return out
@@ -216,7 +216,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
-        x if bias is None else bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
+        bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
     )  # fmt: skip
     return x
 
