@@ -75,7 +75,7 @@ def search(monkeypatch, seconds, wrong=()):
     job = Job("rms_norm", "forward", (64, 0), 4, device.INTERPRETED)
     x = torch.randn(2, 64)
 
-    def work():
+    def work(_):
         plan = plans.plan_for(job)
         if plan.rows == 8:
             raise RuntimeError("out of resource")
@@ -101,7 +101,7 @@ def search(monkeypatch, seconds, wrong=()):
         lambda works, **_: measure.compare_samples({name: [seconds[plans_of(w)]] * 20 for name, w in works.items()}),
     )
     today = plans.plan_for(job)
-    return today, tune.search(job, work, CPU, 60)
+    return today, tune.search(job, measure.Prepared(lambda: None, work), CPU, 60)
 
 
 def test_the_fastest_right_plan_wins(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from ..errors import MeasureError
 from ..kernels import plans
 from ..kernels.plans import Job, Plan, candidates
 from ..kernels.plans.searched import keep
-from ..measure import Prepared, Work
+from ..measure import Prepared
 from ..models.folder import dtype_of, read_config
 from ..models.llama.decoder import DecoderConfig
 from ..models.llama.weights import config_of
@@ -111,7 +111,7 @@ def search_all(config: DecoderConfig, dtype: torch.dtype, device: torch.device, 
     return list(found.values())
 
 
-def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Work]:
+def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Prepared]:
     """The ops of a training step, forward and backward apart, then those of a decoding step of one row."""
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -136,21 +136,17 @@ def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> It
     q, k, v = draw(config.heads * size, hidden), *draw(2, config.kv_heads * size, hidden).unbind(0)
     out, down, gate, up = draw(hidden, config.heads * size), draw(hidden, wide), draw(wide, hidden), draw(wide, hidden)
     attended, activated = draw(1, config.heads * size), draw(1, wide)
-    yield lambda: kernels.norm_product(row, weight, 1e-5, q, k, v)
+    yield Prepared(row.zero_, lambda x: kernels.norm_product(x, weight, 1e-5, q, k, v))
     yield Prepared(row.zero_, lambda to: kernels.add_product(attended, out, None, to))
-    yield lambda: kernels.norm_gate_up(row, weight, 1e-5, gate, up)
+    yield Prepared(row.zero_, lambda x: kernels.norm_gate_up(x, weight, 1e-5, gate, up))
     yield Prepared(row.zero_, lambda to: kernels.add_product(activated, down, None, to))
 
 
-def _forward(op: Callable, inputs: list[Tensor]) -> Work:
-    def run() -> Any:
-        with torch.no_grad():
-            return op(*inputs)
-
-    return run
+def _forward(op: Callable, inputs: list[Tensor]) -> Prepared:
+    return Prepared(lambda: inputs, torch.no_grad()(lambda given: op(*given)))
 
 
-def _backward(op: Callable, inputs: list[Tensor]) -> Work:
+def _backward(op: Callable, inputs: list[Tensor]) -> Prepared:
     def prepare() -> tuple:
         leaves = [t.detach().requires_grad_() for t in inputs]
         result = op(*leaves)
@@ -160,16 +156,14 @@ def _backward(op: Callable, inputs: list[Tensor]) -> Work:
     return Prepared(prepare, lambda state: torch.autograd.grad(*state))
 
 
-def jobs_of(work: Work) -> list[Job]:
+def jobs_of(work: Prepared) -> list[Job]:
     """The jobs whose plans a work asks for while it is timed."""
     measure.run_once(work)  # with the self-test of its op, whose jobs are others
-    if not isinstance(work, Prepared):
-        return plans.asked_by(work)
     state = work.prepare()
     return plans.asked_by(lambda: work.run(state))
 
 
-def search(job: Job, work: Work, device: torch.device, seconds: float) -> Found:
+def search(job: Job, work: Prepared, device: torch.device, seconds: float) -> Found:
     """Time the candidates, then the fastest that is right once more beside the plan of today."""
     until, today = time.monotonic() + seconds, plans.plan_for(job)
     gpu = device.type == "cuda"
@@ -192,15 +186,14 @@ def search(job: Job, work: Work, device: torch.device, seconds: float) -> Found:
     return Found(job, best, len(timed), seconds_of["today"], seconds_of["best"], final.ratios["today"].low > WIN)
 
 
-def under(job: Job, plan: Plan, work: Work) -> Work:
+def under(job: Job, plan: Plan, work: Prepared) -> Prepared:
     """The work with that plan for the job."""
-    prepare, run = (work.prepare, work.run) if isinstance(work, Prepared) else (lambda: None, lambda _: work())
 
     def tried(state: Any) -> Any:
         with plans.trying(job, plan):
-            return run(state)
+            return work.run(state)
 
-    return Prepared(prepare, tried)
+    return Prepared(work.prepare, tried)
 
 
 def _tensors(result: Any) -> list[Tensor]:
