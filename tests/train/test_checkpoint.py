@@ -43,7 +43,7 @@ def test_newest_best_and_grid_are_kept(tmp_path):
     store = Checkpoints(tmp_path, keep=2, keep_every=40)
     for step, score in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 5.0), (50, 4.0), (60, 6.0)):
         store.save(step, tensors(step), {}, score=score, wait=True)
-    assert [p.name for p in store._paths()] == ["step-00000020", "step-00000040", "step-00000050", "step-00000060"]
+    assert [p.name for p in store.paths()] == ["step-00000020", "step-00000040", "step-00000050", "step-00000060"]
 
 
 def test_a_damaged_score_is_not_the_best(tmp_path):
@@ -53,7 +53,7 @@ def test_a_damaged_score_is_not_the_best(tmp_path):
     state = tmp_path / "step-00000002" / "state.json"
     state.write_text(state.read_text().replace('"score": 6.0', '"score": 4.0'))
     store.save(3, tensors(3), {}, wait=True)
-    assert [p.name for p in store._paths()] == ["step-00000001", "step-00000003"]
+    assert [p.name for p in store.paths()] == ["step-00000001", "step-00000003"]
 
 
 DAMAGED = "is damaged: its {} does not have the checksum that was written with it."
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, capsy
     assert str(error.value) == f"{newest} {sentence.format(newest)}"
     for step in (2, 3):
         store.save(step, tensors(step), {"batch": step}, wait=True)
-    assert [p.name for p in store._paths()] == ["step-00000002", "step-00000003"]
+    assert [p.name for p in store.paths()] == ["step-00000002", "step-00000003"]
 
 
 def test_none_at_all(tmp_path):

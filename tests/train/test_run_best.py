@@ -60,7 +60,7 @@ def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch)
     run.go(lambda record: None)
     assert run.done == 12 and run.finished
     store = run.checkpoints
-    assert [p.name for p in store._paths()] == ["step-00000003", "step-00000006", "step-00000012"]
+    assert [p.name for p in store.paths()] == ["step-00000003", "step-00000006", "step-00000012"]
     best, last = store.at(6).tensors(), store.at(12).tensors()
     kept = [name for name in best if name.startswith(("model.", "step."))]
     assert all(torch.equal(best[name], last[name]) for name in kept)
@@ -77,7 +77,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
     live = {name: t.clone() for name, t in run.model.state_dict().items()}
-    assert run.best == 6 and [p.name for p in run.checkpoints._paths()] == ["step-00000006", "step-00000012"]
+    assert run.best == 6 and [p.name for p in run.checkpoints.paths()] == ["step-00000006", "step-00000012"]
     exported = dict(load_hf(run.export(tmp_path / "model")).named_parameters())
     wanted = run.checkpoints.at(6).tensors()
     assert all(torch.equal(exported[name], wanted[f"average.{name}"]) for name in run.average.average)

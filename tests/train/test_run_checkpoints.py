@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 
 def test_checkpoints_that_stay_for_good(corpus, tmp_path):
     run, _ = train(recipe(corpus, tmp_path, steps=12, save_every=2, keep_every=4, keep=1))
-    assert [p.name for p in run.checkpoints._paths()] == ["step-00000004", "step-00000008", "step-00000012"]
+    assert [p.name for p in run.checkpoints.paths()] == ["step-00000004", "step-00000008", "step-00000012"]
 
 
 def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):

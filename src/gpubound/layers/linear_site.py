@@ -143,7 +143,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights, format = joined.weights, format_of(joined.weights[0])
-    adapters: Sequence[Spanning] = _adapters_of(weights) if any(map(adapted, weights)) else ()
+    adapters: Sequence[Spanning] = _spanning(weights) if any(map(adapted, weights)) else ()
     if torch.is_grad_enabled():
         theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
         return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
@@ -158,18 +158,22 @@ def format_of(weight: Tensor) -> Format:
     return AS_IT_IS if record is None or record.format is None else record.format
 
 
+def adapters_of(weight: Tensor) -> Sequence[Adapter]:
+    record = record_of(weight)
+    return () if record is None else record.adapters
+
+
 def adapted(weight: Tensor) -> bool:
     """Whether something is added to this weight's products, so that no form may pass them by."""
-    record = record_of(weight)
-    return record is not None and len(record.adapters) > 0
+    return len(adapters_of(weight)) > 0
 
 
-def _adapters_of(weights: Sequence[Tensor]) -> Sequence[Spanning]:
+def _spanning(weights: Sequence[Tensor]) -> Sequence[Spanning]:
     kinds: dict[type[Adapter], list[Spanning]] = {}
     start = 0
     for weight in weights:
         stop = start + weight.shape[0]
-        for adapter in record.adapters if (record := record_of(weight)) is not None else ():
+        for adapter in adapters_of(weight):
             kinds.setdefault(type(adapter), []).append(Spanning(adapter, start, stop))
         start = stop
     return [spanning for kind, members in kinds.items() for spanning in kind.join(members)]
@@ -183,8 +187,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, format, adapters, joined, *parameters):
         y, kept = format.forward(x, joined)
-        if adapters:
-            ctx.starts, kept = _add(adapters, x, y, kept)
+        kept, ctx.starts = list(kept), []
+        for spanning in adapters:
+            ctx.starts.append(len(kept))
+            kept += spanning.adapter.forward(x, spanning.of(y))
         reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
         stream, norm, *ctx.gain = (recompute.origin(x) or (x, None)) if reads_x else (None, None)
         ctx.save_for_backward(stream, norm, *kept)
@@ -197,7 +203,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, g):
         x, norm, *kept = ctx.saved_tensors
         check_unchanged(ctx)
-        joined, adapters = ctx.joined, ctx.adapters
+        joined = ctx.joined
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
         if norm is not None:
@@ -205,26 +211,12 @@ class _Product(torch.autograd.Function):
         x, rows = None if x is None else rows_of(x), rows_of(g)
         dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx, wanted[:last])
         db = bias_gradients(joined.biases, wanted[last:bias], rows) if joined.biases else ()
-        more = _adapter_gradients(ctx, rows, x, kept, dx) if adapters else ()
+        more: list[Tensor | None] = []
+        for spanning, start, stop in zip(ctx.adapters, ctx.starts, [*ctx.starts[1:], len(kept)]):
+            more += spanning.adapter.backward(spanning.of(rows), x, kept[start:stop], dx)
         if dx is not None and g.dim() != 2:
             dx = dx.view(*g.shape[:-1], dx.shape[-1])
         return dx, None, None, None, *dw, *db, *more
-
-
-def _add(adapters: Sequence[Spanning], x: Tensor, y: Tensor, kept: Sequence[Tensor]) -> tuple[list[int], Sequence[Tensor]]:
-    """What the adapters have to add, and behind what the format keeps, what they keep; where each one's begins."""
-    starts = []
-    for spanning in adapters:
-        starts.append(len(kept))
-        kept = (*kept, *spanning.adapter.forward(x, spanning.of(y)))
-    return starts, kept
-
-
-def _adapter_gradients(ctx: Any, g: Tensor, x: Any, kept: Sequence[Tensor], dx: Tensor | None) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for spanning, start, stop in zip(ctx.adapters, ctx.starts, [*ctx.starts[1:], len(kept)]):
-        found += spanning.adapter.backward(spanning.of(g), x, kept[start:stop], dx)
-    return found
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -257,8 +249,7 @@ def _seen_through() -> bool:
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = format_of(weight).plain(x, weight, bias)
-    record = record_of(weight)
-    for adapter in () if record is None else record.adapters:
+    for adapter in adapters_of(weight):
         y = y + adapter.plain(x)
     return y
 

@@ -92,13 +92,9 @@ class Checkpoints:
                 f"Free space or choose another folder."
             ) from failure
 
-    def exist(self) -> bool:
-        """Whether there is a checkpoint, whole or damaged."""
-        return bool(self._paths())
-
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint. Damaged ones are skipped, each with a line that says why."""
-        for path in reversed(self._paths()):
+        for path in reversed(self.paths()):
             try:
                 return open_checkpoint(path)
             except DataError as error:
@@ -111,7 +107,8 @@ class Checkpoints:
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
+        """All that are there, whole or damaged."""
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
 
     def _write(self, step: int, snapshot: dict[str, Tensor], done: torch.cuda.Event | None, facts: dict[str, Any]) -> None:
@@ -143,12 +140,12 @@ class Checkpoints:
         A step beyond `newest`, which has just been written, was damaged, or the run would have gone on from there: it must
         not push a whole one out.
         """
-        paths = [p for p in self._paths() if _number(p) <= newest]
+        paths = [p for p in self.paths() if _number(p) <= newest]
         kept = set(paths[-self.keep :])
         kept |= {p for p in paths if self.keep_every and _number(p) % self.keep_every == 0}
         scores = [(score, p) for p in paths if (score := _score(p)) is not None]
         kept |= {min(scores)[1]} if scores else set()
-        for path in set(self._paths()) - kept:
+        for path in set(self.paths()) - kept:
             shutil.rmtree(path)
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)

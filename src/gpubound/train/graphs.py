@@ -8,6 +8,7 @@ holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from .device_step import DeviceStep
 from .objectives import Objective
 
 MODES = ("auto", "require", "off")
+UPDATE = "update"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
 # A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
@@ -100,22 +102,28 @@ class WindowGraphs:
         self.captured: list[Captured] = []
         self._off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
-        self._known: dict[tuple, Captured | None] = {}  # by a micro-batch's key; None: it cannot be captured
-        self._update: Captured | None = None
+        self._known: dict[Any, Captured | None] = {}  # by a micro-batch's key, or UPDATE; None: it cannot be captured
 
     def run(self, window: list[MicroBatch]) -> Tensor:
-        if not self.step.calibrated:
-            self.step.calibrate(window[0].whole())
-        graphs = [graph for batch in window if (graph := self._graph_of(batch)) is not None]
-        if len(graphs) < len(window):
-            return self.step.run([batch.whole() for batch in window])
-        if self.step.single:
+        step = self.step
+        if not step.calibrated:
+            step.calibrate(window[0].whole())
+        graphs = [self._graph_of(batch.key, partial(self._capture, batch)) for batch in window]
+        if None in graphs:
+            return step.run([batch.whole() for batch in window])
+        if step.single:
             return graphs[0](*window[0].tensors)
-        self.step.begin()
+        step.begin()
         for batch, graph in zip(window, graphs):
             self._check_adding()
             graph(*batch.tensors)
-        return self._updated()
+        # Captured at its first time here: only behind real gradients does its certificate see weights move.
+        update = self._graph_of(UPDATE, partial(self._graph, step.update))
+        if update is None:  # a step is graphs or calls, so that nobody takes the times of one for those of the other
+            self._off = True
+            self.drop()
+            return step.update()
+        return update()
 
     def _check_adding(self) -> None:
         """A micro-batch's graph adds, as it was recorded: where a sum waits to be written, it would add to the last one."""
@@ -128,37 +136,23 @@ class WindowGraphs:
     def drop(self) -> None:
         self._known.clear()
         self.captured.clear()
-        self._update = None
 
-    def _graph_of(self, batch: MicroBatch) -> Captured | None:
-        """The graph of a whole step, or that of a micro-batch; None to run it call by call."""
+    def _graph_of(self, key: Any, capturing: Callable[[], Captured]) -> Any:
+        """The graph of a whole step, a micro-batch or the update, captured at its first time; None to run it call by call."""
         if self._off:
             return None
-        if batch.key not in self._known:
-            self._known[batch.key] = self._tried(lambda: self._capture(batch))
-        return self._known[batch.key]
-
-    def _updated(self) -> Tensor:
-        """The update, captured at its first time: only behind real gradients does its certificate see weights move."""
-        if self._update is None:
-            self._update = self._tried(lambda: self._graph(self.step.update))
-        if self._update is None:  # a step is graphs or calls, so that nobody takes the times of one for those of the other
-            self._off = True
-            self.drop()
-            return self.step.update()
-        return self._update()
-
-    def _tried(self, capturing: Callable[[], Captured]) -> Captured | None:
-        try:
-            return capturing()
-        except (GraphError, torch.OutOfMemoryError) as error:
-            if self._required:
-                raise
-            fallback("train step as one graph", str(error))
-            return None
+        if key not in self._known:
+            try:
+                self._known[key] = capturing()
+            except (GraphError, torch.OutOfMemoryError) as error:
+                if self._required:
+                    raise
+                fallback("train step as one graph", str(error))
+                self._known[key] = None
+        return self._known[key]
 
     def _capture(self, batch: MicroBatch) -> Captured:
-        if sum(known is not None for known in self._known.values()) >= MOST:
+        if len(self.captured) - (UPDATE in self._known) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         step = self.step
         if isinstance(step.loss, Objective):

@@ -76,7 +76,7 @@ def prepare(
 
 def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
     found = checkpoints.latest()
-    if found is None and checkpoints.exist():  # a new run would remove them
+    if found is None and checkpoints.paths():  # a new run would remove them
         raise DataError(
             f"{checkpoints.folder} holds checkpoints, and none of them is whole; "
             f"restore one, or give another --out to begin anew."

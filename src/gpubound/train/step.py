@@ -142,7 +142,14 @@ class TrainStep:
 
         The tensors are live, not copies. `precision` is its name as character codes, because every value is a tensor.
         """
-        return {"precision": spelled(self._precision), "state": self._optimizer.state, **dict(self._named_state())}
+        layout, optimizer = self._weights.layout, self._optimizer
+        state = {"precision": spelled(self._precision), "state": optimizer.state, **dict(optimizer.named_moments())}
+        for group, master in zip(layout.groups, self._weights.masters):
+            if master is not None:
+                state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
+        if self._fp8 is not None:
+            state |= {f"fp8.{slot.name}": states[:, 0] for slot, states in zip(self._fp8.slots, self._fp8.states)}
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
@@ -163,16 +170,6 @@ class TrainStep:
         self._weights.round_masters()
         if self._fp8 is not None:
             self._fp8.loaded()
-
-    def _named_state(self):
-        layout, optimizer = self._weights.layout, self._optimizer
-        yield from optimizer.named_moments()
-        for group, master in zip(layout.groups, self._weights.masters):
-            if master is not None:
-                for slot in layout.slots_of(group):
-                    yield f"master.{slot.name}", slot.view(master, group.start)
-        for slot, states in zip(self._fp8.slots, self._fp8.states) if self._fp8 else ():
-            yield f"fp8.{slot.name}", states[:, 0]
 
     def close(self) -> None:
         """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""
