@@ -9,7 +9,6 @@ call by call, and the host waits for the device once a step to learn whether to 
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..trace import fallback
 from .flat_buffers import FlatLayout, Weights, lay_out
 from .optimizer import FlatAdamW
 from .precision import Precision, read, spelled
+from .schedule import is_rate
 
 PREFIX, CLASS = "optimizer.", "optimizer.class"  # of the names of its state
 NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
@@ -231,8 +231,9 @@ def _made(make: Callable[[list[Parameter]], Optimizer], parameters: list[Paramet
 
 
 def _lr(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    lr = group.get("lr")
-    if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr) or float(lr) < 0:
+    lr: Any = group.get("lr")
+    lr = lr.item() if isinstance(lr, Tensor) else lr
+    if not is_rate(lr):
         raise ValueError(
             f"TrainStep: {type(optimizer).__name__}: every param_group needs a finite lr of at least 0, got {lr!r}; "
             f"the schedule moves it."

@@ -6,7 +6,6 @@ update has the size that AdamW's would have (0.2 · √ of the longer side). Ada
 norm, one clip, one schedule, one skip.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from ..kernels.record import made_record
 from ..layers.vocabulary import head_of
 from .flat_buffers import ADAMW, MUON, FlatLayout, FlatSlot, Group, Weights, lay_out, matrices
 from .precision import Precision
-from .schedule import Schedule
+from .schedule import Schedule, is_rate
 
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
@@ -43,8 +42,7 @@ class AdamW:
     decays: Callable[[str, Parameter], bool] = matrices
 
     def __post_init__(self):
-        numbers = self.lr, self.eps, self.weight_decay
-        if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
+        if not all(map(is_rate, (self.lr, self.eps, self.weight_decay))):
             raise ValueError(
                 f"{type(self).__name__}: lr, eps and weight_decay must be finite numbers of at least 0, "
                 f"got {self.lr}, {self.eps} and {self.weight_decay}."
@@ -88,7 +86,7 @@ class Muon:
     rest: AdamW = field(default_factory=AdamW)
 
     def __post_init__(self):
-        rates = 0 <= self.lr < math.inf and 0 <= self.weight_decay < math.inf
+        rates = is_rate(self.lr) and is_rate(self.weight_decay)
         if not rates or not 0 <= self.momentum < 1 or self.iterations < 1:
             raise ValueError(
                 f"Muon: lr and weight_decay must be finite and not negative, momentum lies from 0 to below 1, "

@@ -40,7 +40,7 @@ class Schedule:
             )
         if self.steps is not None and not (isinstance(self.steps, int) and 1 <= self.steps <= MOST_STEPS):
             raise ValueError(f"Schedule: steps must be a whole number from 1 to {MOST_STEPS:,}, got {self.steps!r}.")
-        if not _finite(self.warmup) or self.warmup < 0:
+        if not is_rate(self.warmup):
             raise ValueError(f"Schedule: warmup must be a number of updates, or below 1 a part of steps, got {self.warmup!r}.")
         if self.steps is None and (self.shape != "constant" or 0 < self.warmup < 1):
             raise ValueError(
@@ -50,7 +50,7 @@ class Schedule:
         if self.warmup_steps > (self.steps or MOST_STEPS):
             raise ValueError(f"Schedule: warmup must lie between 0 and steps={self.steps or MOST_STEPS}, got {self.warmup}.")
         for name, value in (("final", self.final), ("decay", self.decay)):
-            if not _finite(value) or not 0 <= value <= 1:
+            if not is_rate(value) or value > 1:
                 raise ValueError(f"Schedule: {name} must lie between 0 and 1, got {value!r}.")
 
     @property
@@ -82,7 +82,7 @@ class Schedule:
         """A rate that is not finite makes every weight NaN at once, and the guard looks at gradients alone."""
         if isinstance(factor, Tensor | np.generic):
             factor = factor.item()
-        if not _finite(factor) or factor < 0:
+        if not is_rate(factor):
             raise ValueError(f"Schedule: shape gives {factor!r} at update {update}, wanted a finite factor of at least 0.")
         return float(factor)
 
@@ -92,5 +92,6 @@ class Schedule:
         return torch.from_numpy(lr * self._factors(np.arange(1, length + 2))).to(device)
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def is_rate(value: Any) -> bool:
+    """Whether this is a finite number of at least 0."""
+    return isinstance(value, int | float) and 0 <= value < math.inf

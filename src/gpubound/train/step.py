@@ -10,7 +10,6 @@ What it changes about the model: the trainable parameters move into flat buffers
 frozen parameters and buffers stay as they are. `close()` takes everything off again but the dtype and the place in memory.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -34,7 +33,7 @@ from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
-from .schedule import Schedule
+from .schedule import Schedule, is_rate
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
@@ -127,7 +126,7 @@ class TrainStep:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        if not (isinstance(lr, int | float) and math.isfinite(lr) and lr >= 0):
+        if not is_rate(lr):
             raise ValueError(f"TrainStep: lr must be a finite number of at least 0, got {lr!r}.")
         self._optimizer.set_lr(lr)
 
