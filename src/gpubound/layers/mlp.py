@@ -47,8 +47,10 @@ class MLP(Projecting):
             y = gated(self.activation, *self.one_by_one(x))
         else:
             trained = self._trained(down) if self.activation == "silu" and torch.is_grad_enabled() else None
-            if trained is not None and (result := self._as_one(x, gates, trained)) is not None:
-                return result
+            if trained is not None and not any(map(adapted, gates.weights)):
+                whole = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
+                if whole is not None:
+                    return whole
             packed = multiply(x, gates)
             if trained is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
                 return gated_down(packed, trained)
@@ -59,11 +61,6 @@ class MLP(Projecting):
         """down's weight, where it trains and its product is all that calling `down` does."""
         weight = down._parameters["weight"] if plain(down) and down._parameters["bias"] is None else None
         return weight if weight is not None and weight.requires_grad and not adapted(weight) else None
-
-    def _as_one(self, x: Tensor, gates: Joined, down: Tensor) -> Tensor | None:
-        if any(map(adapted, gates.weights)):
-            return None
-        return format_of(down).gated(x, gates, Joined(down.detach(), None, [down], ()))
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)

@@ -61,7 +61,7 @@ class Accumulators:
     def zero(self) -> None:
         """Begin a new sum with one memset."""
         self.gradient.zero_()
-        self._forget()
+        self._taken, self._bytes = [], 0  # of a backward that broke off
         if self.opened:
             for parameter in self._parameters:
                 made_record(parameter).opening = None
@@ -69,7 +69,7 @@ class Accumulators:
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
-        self._forget()
+        self._taken, self._bytes = [], 0
         open_sums(self._parameters)
         self.opened = True
 
@@ -78,10 +78,6 @@ class Accumulators:
         if self.opened:
             close_sums(self._parameters)
         self.opened = False
-
-    def _forget(self) -> None:
-        """What the hooks of a backward that broke off had taken."""
-        self._taken, self._bytes = [], 0
 
     def release(self) -> None:
         """Remove the hooks and main_grad. From now on gradients go to parameter.grad."""

@@ -79,10 +79,6 @@ class DeviceStep:
             self.reduce(self.accumulators.gradient, self.totals)
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
-    @property
-    def calibrated(self) -> bool:
-        return self.fp8 is None or self.fp8.calibrated
-
     def calibrate(self, batch: Any) -> None:
         """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
         assert self.fp8 is not None

@@ -106,7 +106,7 @@ class WindowGraphs:
 
     def run(self, window: list[MicroBatch]) -> Tensor:
         step = self.step
-        if not step.calibrated:
+        if step.fp8 is not None and not step.fp8.calibrated:
             step.calibrate(window[0].whole())
         graphs = [self._graph_of(batch.key, partial(self._capture, batch)) for batch in window]
         if None in graphs:
