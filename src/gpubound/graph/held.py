@@ -32,35 +32,31 @@ class Input:
     constant: Any = None
 
     def check(self, given: Any) -> None:
-        if self.buffer is None:
+        if (want := self.buffer) is None:
             self._check_constant(given)
             return
-        want = self.buffer
         if not isinstance(given, Tensor):
-            raise GraphError(f"{self.name}: got {given!r}, wanted a tensor as captured; pass a tensor, or capture again.")
+            raise self._other(repr(given), "a tensor", "pass a tensor, or capture again")
         if given.shape != want.shape:
-            raise GraphError(
-                f"{self.name}: got shape {tuple(given.shape)}, wanted {tuple(want.shape)} as captured; "
-                "pad it to the captured shape, or capture once for each shape."
-            )
+            remedy = "pad it to the captured shape, or capture once for each shape"
+            raise self._other(f"shape {tuple(given.shape)}", tuple(want.shape), remedy)
         if given.dtype != want.dtype:
-            raise GraphError(f"{self.name}: got {given.dtype}, wanted {want.dtype} as captured; cast it before the call.")
+            raise self._other(given.dtype, want.dtype, "cast it before the call")
         if given.device != want.device:
-            raise GraphError(
-                f"{self.name}: got a tensor on {given.device}, wanted {want.device} as captured; move it before the call."
-            )
+            raise self._other(f"a tensor on {given.device}", want.device, "move it before the call")
         if given.numel() and given.data_ptr() == 0:
             raise GraphError(
                 f"{self.name}: got a dead tensor, its memory has been freed; wanted {given.numel()} elements; pass a live one."
             )
 
+    def _other(self, got: Any, wanted: Any, remedy: str) -> GraphError:
+        return GraphError(f"{self.name}: got {got}, wanted {wanted} as captured; {remedy}.")
+
     def _check_constant(self, given: Any) -> None:
         if isinstance(given, Tensor):
-            raise GraphError(
-                f"{self.name}: got a tensor, wanted the constant {self.constant!r} as captured; "
-                "pass the constant, or capture again with a tensor."
-            )
-        if type(given) is not type(self.constant) or (given is not self.constant and given != self.constant):
+            remedy = "pass the constant, or capture again with a tensor"
+            raise self._other("a tensor", f"the constant {self.constant!r}", remedy)
+        if not same(given, self.constant):
             raise GraphError(
                 f"{self.name}: got the constant {given!r}, wanted {self.constant!r} as captured: constants are baked into the "
                 "graph; pass it as a tensor, or capture again."

@@ -4,10 +4,9 @@ Inputs keep their shapes and dtypes. Floating tensors are drawn anew from the ex
 are shuffled, so that ids stay in range and a mask keeps its count; where a shuffle changes nothing (one position, a constant)
 an integer counts down and a boolean flips. What cannot be varied so is named in the certificate.
 
-From the host come the time, and random numbers of Python and NumPy. A graph bakes in whatever it read there. Mostly that shows,
-because eager reads something else at its next call; but the time in seconds, as an fp32 number, is the same for two minutes,
-and a choice among few may be the same by chance. So each eager call of the certificate reads clocks that are decades off, and
-draws from other seeds.
+From the host come the time, and random numbers of Python and NumPy, which a graph bakes in. Mostly that shows, because eager
+reads something else at its next call; but the time as an fp32 number is the same for two minutes, and a choice among few may be
+the same by chance. So each eager call of the certificate reads clocks that are decades off, and draws from other seeds.
 
 Last the poison: NaN where nothing should be read. A graph that looks at what it was not given then shows it.
 """
@@ -106,12 +105,10 @@ def _replacements(seconds: int) -> dict[int, Any]:
     def ahead(clock: Callable[[], Any], by: int) -> Callable[[], Any]:
         return lambda: clock() + by if threading.get_ident() == home else clock()
 
-    found: dict[int, Any] = {}
-    for name in _CLOCKS:
-        found[id(getattr(time, name))] = ahead(getattr(time, name), seconds)
-        found[id(getattr(time, f"{name}_ns"))] = ahead(getattr(time, f"{name}_ns"), seconds * 10**9)
-    found[id(datetime.datetime)] = _calendar(home, datetime.timedelta(seconds=seconds))
-    return found
+    clocks = [(getattr(time, name), seconds) for name in _CLOCKS]
+    clocks += [(getattr(time, f"{name}_ns"), seconds * 10**9) for name in _CLOCKS]
+    calendar = _calendar(home, datetime.timedelta(seconds=seconds))
+    return {id(clock): ahead(clock, by) for clock, by in clocks} | {id(datetime.datetime): calendar}
 
 
 class _Kind(type(datetime.datetime)):  # type: ignore[misc]
@@ -164,9 +161,8 @@ def _bound(reach: Reach, replacements: dict[int, Any]) -> Iterator[Bound]:
                 yield partial(_put_default, function, index), value
         yield from _items(function.__kwdefaults__ or {}, replacements)
     for way in reach.builtins:
-        slot = way.slot() if id(way.find()) in replacements else None
-        if slot is not None and isinstance(slot[0], (dict, list)):
-            yield partial(slot[0].__setitem__, slot[1]), way.find()
+        if id(value := way.find()) in replacements and (slot := way.slot()) and isinstance(slot[0], (dict, list)):
+            yield partial(slot[0].__setitem__, slot[1]), value
 
 
 def _items(space: dict[str, Any], replacements: dict[int, Any]) -> Iterator[Bound]:
@@ -207,7 +203,7 @@ def spoil(tensor: Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.numel():
-        tensor.copy_(tensor.reshape(-1)[:1].clone().expand(tensor.numel()).reshape(tensor.shape))
+        tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
 
 
 def fill_results(outputs: Any, gradients: Sequence[Tensor], foreign: set[int]) -> None:

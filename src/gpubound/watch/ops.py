@@ -22,17 +22,13 @@ UP, DOWN = "copy to device", "copy to host"
 LAUNCHLESS = {
     "_local_scalar_dense",
     "_pin_memory",
-    "_reshape_alias",
     "_unsafe_view",
-    "alias",
-    "detach",
     "detach_",
     "empty",
     "empty_like",
     "empty_strided",
     "is_pinned",
     "is_same_size",
-    "lift_fresh",
     "new_empty",
     "new_empty_strided",
     "record_stream",
@@ -154,6 +150,11 @@ def decides(func) -> bool:
     return _look(func) in (_indexes, _repeats)
 
 
+def mixes(func) -> bool:
+    """True for an op in which a CPU tensor with dimensions may meet a device tensor; CUDA refuses it in any other."""
+    return _look(func) in (_indexes, _converted, _copied) or func._opname == "set_"
+
+
 def _counts(device: torch.device, home: torch.device | None) -> bool:
     return not on_host(device) if home is None else device == home
 
@@ -177,17 +178,14 @@ def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
         return ()
     given = [i for i in indices if isinstance(i, torch.Tensor)]
     masks = [i for i in given if i.dtype in (torch.bool, torch.uint8)]
-    if len(args) > 2 and is_number(args[2], target.device) and len(given) == len(masks) == 1:
-        return ()  # x[mask] = number: torch turns it into masked_fill
+    if len(args) > 2 and len(given) == len(masks) == 1:
+        value = args[2]
+        if on_host(value) and value.device != target.device and value.numel() == 1:
+            return ()  # x[mask] = number: torch turns it into masked_fill
     uploaded = [i for i in given if on_host(i) and not _counts(i.device, home) and i.numel()]
     found = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
     why = MASK_PUT if len(args) > 2 else MASK
     return (*found, *(Move("sync", "boolean mask", target.device, why) for _ in masks[:1]))
-
-
-def is_number(value: Any, device: torch.device) -> bool:
-    """Whether what is assigned to a tensor on `device` was a Python number: it comes as one element on the host."""
-    return isinstance(value, torch.Tensor) and on_host(value) and value.device != device and value.numel() == 1
 
 
 def _converted(func, args, kwargs, home) -> tuple[Move, ...]:

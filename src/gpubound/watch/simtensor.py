@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from .ops import composite, on_host, tensors
+from .ops import composite, mixes, on_host, tensors
 from .unseen import announce
 
 NAME = "simgpu"
@@ -108,25 +108,11 @@ class SimTensor(torch.Tensor):
         return twin
 
 
-# A CPU tensor with dimensions may meet a device tensor only here; anywhere else CUDA refuses it, and so do we.
-_MIXING = {
-    "_to_copy",
-    "copy_",
-    "_foreach_copy_",
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-    "set_",
-}
-
-
 def _run(func, args, kwargs):
     """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op says so."""
     if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):  # a custom op's body runs on the device, too
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
-    if func._opname not in _MIXING:
+    if not mixes(func):
         strays = [t for t in tensors(args) if on_host(t) and t.dim() > 0]
         if strays and any(isinstance(t, SimTensor) for t in tensors(args)):
             raise RuntimeError(
