@@ -3,12 +3,10 @@
 A graph that has baked in what it should compute agrees with eager on the inputs it was captured with, and on no others. Each
 round starts from one state, runs eagerly, puts the state back, replays, and compares every output, every tensor written and
 every gradient made. The next round goes on from where the last ended, so counters and moments are seen to move as they should.
+Where they disagree, more calls find out why.
 
 Beside the capture's snapshot one copy of the state is enough: it holds what a round starts from, then in exchange what eager
 has left. The first round starts from the snapshot itself.
-
-Where they disagree, more calls find out why: the replay ignores an input, fn differs from itself, or fn keeps something on the
-host.
 """
 
 import time

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..errors import GraphError
-from .reach import MISSING, Reach, Way, same
+from .reach import MISSING, Reach, Values, same
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,7 @@ class Held:
     """
 
     def __init__(
-        self,
-        held: list[tuple[str, Tensor]],
-        reach: Reach,
-        plain: list[tuple[Way, Any]],
-        gradients: list[tuple[str, Tensor, Tensor]],
+        self, held: list[tuple[str, Tensor]], reach: Reach, plain: Values, gradients: list[tuple[str, Tensor, Tensor]]
     ) -> None:
         self._registered, self._calls = _registrations(), 0
         self.names = [name for name, _ in held]

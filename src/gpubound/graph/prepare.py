@@ -11,7 +11,7 @@ from ..errors import GraphError
 from ..watch.ops import on_host
 from .held import Held, StaticInputs
 from .memory import allocating_in
-from .reach import Reach, Way, same, storage_key
+from .reach import Reach, Values, same, storage_key
 from .rehearse import Leaf, Rehearsal
 from .runner import runner_for
 from .vary import fill_results, scribble
@@ -152,7 +152,7 @@ def held_tensors(rehearsal: Rehearsal) -> list[tuple[str, Tensor]]:
     return held + list(zip(rehearsal.inputs.names, rehearsal.inputs.buffers))
 
 
-def steady_values(before: Reach, after: Reach) -> list[tuple[Way, Any]]:
+def steady_values(before: Reach, after: Reach) -> Values:
     """The Python values that fn names and leaves alone. One that it counts up itself is the certificate's to judge."""
     first = {way.name: value for way, value in before.plain}
     return [(way, value) for way, value in after.plain if way.name in first and same(value, first[way.name])]

@@ -60,6 +60,9 @@ class Way:
         return any(step in registries or (step[0] == "item" and isinstance(step[1], Tensor)) for step in self.steps)
 
 
+Values = list[tuple[Way, Any]]
+
+
 def same(now: Any, value: Any) -> bool:
     """Whether a Python value is as it was; a tensor in its place is not."""
     return now is value or (type(now) is type(value) and now == value)
@@ -73,9 +76,9 @@ class Reach:
         self._names: dict[int, str] = {}  # by the tensor's id
         self._lying: dict[int, str] = {}  # by its memory
         self.generators: list[torch.Generator] = []
-        self.constants: list[tuple[Way, Any]] = []
+        self.constants: Values = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.modes: list[tuple[Way, Any]] = []  # every module's `training`
+        self.modes: Values = []  # every module's `training`
         self.functions: list[types.FunctionType] = [*_bare(fn)]  # fn, and those that it reaches
         self.builtins: list[Way] = []  # attributes and items that are functions in C, or classes: a clock may be one
         self._seen: set[int] = set()

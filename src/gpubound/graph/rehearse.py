@@ -21,7 +21,7 @@ from .held import StaticInputs
 from .memory import Generators, Snapshot, whole
 from .operations import Hazard, Origin, refuse
 from .reach import Reach, same, storage_key
-from .runner import EagerRunner, GraphRunner
+from .runner import Runner
 
 
 @dataclass
@@ -42,13 +42,7 @@ class Rehearsal:
     """
 
     def __init__(
-        self,
-        name: str,
-        fn: Callable,
-        inputs: StaticInputs,
-        before: Reach,
-        runner: EagerRunner | GraphRunner,
-        device: torch.device,
+        self, name: str, fn: Callable, inputs: StaticInputs, before: Reach, runner: Runner, device: torch.device
     ) -> None:
         self.name, self.fn, self.inputs, self.runner, self.device = name, fn, inputs, runner, device
         self.before = self.reach = before
@@ -68,9 +62,8 @@ class Rehearsal:
     def perform(self, calls: int) -> None:
         """Every call before the capture. Where copies of the state left no memory for one, they leave the device first."""
         if not self._fits(calls):
-            notice(
-                f"capture({self.name}): the device has no memory for fn beside copies of its state; they are moved to the host."
-            )
+            full = "the device has no memory for fn beside copies of its state; they are moved to the host."
+            notice(f"capture({self.name}): {full}")
             gc.collect()  # what the broken call held
             self._fits(calls)
 

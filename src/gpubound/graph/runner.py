@@ -191,7 +191,10 @@ class GraphRunner:
         self.graph.replay()
 
 
-def runner_for(device: torch.device, pool: Any) -> EagerRunner | GraphRunner:
+Runner = EagerRunner | GraphRunner
+
+
+def runner_for(device: torch.device, pool: Any) -> Runner:
     return GraphRunner(device, pool) if device.type == "cuda" else EagerRunner(device)
 
 

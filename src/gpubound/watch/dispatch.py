@@ -27,10 +27,6 @@ SAMPLE = 65_536  # bytes looked at to tell whether a buffer was rewritten behind
 _COPIES = {"h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies", "pageable_copies", "repeated_uploads", "dead_clones"}
 
 
-def storage_of(t: torch.Tensor) -> torch.UntypedStorage:
-    return t.elem.untyped_storage() if isinstance(t, pretend.SimTensor) else t.untyped_storage()
-
-
 class Uploads:
     """Remembers what was uploaded, to notice the same storage, unchanged, going up again.
 
@@ -82,11 +78,11 @@ class Clones:
     def used(self, args, kwargs) -> None:
         """Drop the candidates whose source this op uses: their clone was needed."""
         if self._candidates:
-            touched = {storage_of(t)._cdata for t in ops.tensors((*args, *kwargs.values()))}
+            touched = {t.untyped_storage()._cdata for t in ops.tensors((*args, *kwargs.values()))}
             self._candidates = [c for c in self._candidates if c.source.expired() or c.source.cdata not in touched]
 
     def cloned(self, source: torch.Tensor, place: Place) -> None:
-        storage = storage_of(source)
+        storage = source.untyped_storage()
         size = source.numel() * source.element_size()
         if size and size == storage.nbytes():
             self._candidates = [*self._candidates[-self.LIMIT + 1 :], _Candidate(StorageWeakRef(storage), place, size)]
@@ -162,7 +158,6 @@ class OpSensor(Sensor):
 class SimGpu(OpSensor):
     name = "simgpu"
     sees = "every op, copy and sync on the pretend device, in any thread"
-    blind = ""
     beneath = True
 
     def absent(self) -> str | None:

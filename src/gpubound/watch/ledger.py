@@ -153,14 +153,7 @@ class Ledger:
         return self.device is None or self.device.type == device_type
 
     def record(
-        self,
-        kind: str,
-        what: str,
-        count: int = 1,
-        bytes: int = 0,
-        ms: float = 0.0,
-        detail: str = "",
-        place: Place | None = None,
+        self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
     ) -> None:
         """Add to the row of this thing at this place: the caller's, unless another is given (`Place()` where it is lost)."""
         place = place or here(self.origins)

@@ -1,8 +1,8 @@
 """What an aten op makes the host do: wait, or move bytes between host and device.
 
-It serves whoever sees ops: the ledger's and the guard's dispatch modes, the pretend device, and the watched calls before a
-capture. A mode stands above composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero)
-shows as one op, and events.py needs a line for it. `tests/watch/test_gpu.py` holds both against what CUDA really does.
+It serves whoever sees ops: ledger, guard, the pretend device, and the watched calls before a capture. Their mode stands above
+composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero) shows as one op, and events.py
+needs a line for it. `tests/watch/test_gpu.py` holds both against what CUDA really does.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,21 +20,9 @@ UP, DOWN = "copy to device", "copy to host"
 
 # Ops that start nothing on the device. Views are recognised by their schema.
 LAUNCHLESS = {
-    "_local_scalar_dense",
-    "_pin_memory",
-    "_unsafe_view",
-    "detach_",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "is_pinned",
-    "is_same_size",
-    "new_empty",
-    "new_empty_strided",
-    "record_stream",
-    "resize_",
-    "set_",
-}
+    "_local_scalar_dense", "_pin_memory", "_unsafe_view", "detach_", "empty", "empty_like", "empty_strided", "is_pinned",
+    "is_same_size", "new_empty", "new_empty_strided", "record_stream", "resize_", "set_",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -123,10 +111,9 @@ def launches(func) -> bool:
 
 
 def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None = None) -> tuple[Move, ...]:
-    """What `func` makes the host do.
+    """What `func` makes the host do. `beneath`: seen by the device itself, rather than by a mode above composite kernels.
 
-    `beneath`: seen by the device itself, below composite kernels, rather than by a mode above them. `home`: the device whose
-    waits count, where a CPU stands for a GPU; by default every device but the host.
+    `home`: the device whose waits count, where a CPU stands for a GPU; by default every device but the host.
     """
     look = _look(func)
     if look is None or (beneath and look is _lifted):

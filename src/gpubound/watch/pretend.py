@@ -7,8 +7,7 @@
 
 Tensors there hold a CPU tensor and compute with it, but torch treats them as lying on a device of their own: mixing them
 with CPU tensors is refused, reading a value needs a copy, and backward runs on a device thread, as on CUDA (on the calling
-thread, if this process ran a backward before it called `simgpu()`). Every op, in whatever thread, is told to `observers` before
-it runs.
+thread, if this process ran a backward before it called `simgpu()`). `observers` are told of every op before it runs.
 
 Not pretended: streams (work runs in order), a generator of its own (the CPU's is used), `torch.empty(pin_memory=True)`
 (`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
@@ -84,8 +83,8 @@ def _device_guard():
         def type_(self):
             """The device type; also asked as an exception leaves a hook on an autograd thread (torch 2.11 to 2.13 at least).
 
-            Answering with that exception still pending would end the process. A call makes Python wrap it in a SystemError,
-            which we can catch and keep; `_engine` raises it again where backward was called.
+            An answer with that exception pending would end the process. A call makes Python wrap it in a SystemError, which
+            we catch and keep; `_engine` raises it again where backward was called.
             """
             try:
                 _raise_pending()
@@ -147,23 +146,9 @@ def _register() -> list[object]:
 # The same ops in 16 bits, and the same kept in fp32, as CUDA's autocast has for transformers.
 _LOWER = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "scaled_dot_product_attention")
 _FP32 = (
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "softmax.int",
-    "log_softmax.int",
-    "cross_entropy_loss",
-    "nll_loss",
-    "mse_loss",
-    "exp",
-    "log",
-    "pow.Tensor_Scalar",
-    "rsqrt",
-    "sum",
-    "sum.dim_IntList",
-    "norm.Scalar",
-    "cumsum",
-)
+    "layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss",
+    "mse_loss", "exp", "log", "pow.Tensor_Scalar", "rsqrt", "sum", "sum.dim_IntList", "norm.Scalar", "cumsum",
+)  # fmt: skip
 
 
 def _autocast(library: torch.library.Library) -> list[torch.library.Library]:

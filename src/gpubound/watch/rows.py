@@ -112,9 +112,9 @@ def _by_line(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
         names = list(dict.fromkeys(row.what for row in same))
         what = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
         place = Place(None, node="nodes", built=site) if backward else Place(site)
-        if len(same) == 1:
-            place = same[0].place
-        merged.append(LedgerRow("launch", what, place, count=sum(row.count for row in same)))
+        merged.append(
+            LedgerRow("launch", what, same[0].place if len(same) == 1 else place, count=sum(row.count for row in same))
+        )
     return sorted(merged, key=lambda row: -row.count)
 
 
@@ -128,21 +128,16 @@ def _table(rows: Iterable[LedgerRow]) -> list[str]:
     for row in rows:
         site = row.place.site or row.place.built
         what = f"{row.what} [{row.detail}]" if row.detail else row.what
-        cells.append(
-            (row.kind, what, str(row.count), _amount(row), str(site or "line unknown"), _cut(site.code) if site else "")
-        )
+        code = site.code if site else ""
+        code = code if len(code) <= CODE else f"{code[: CODE - 4]} ..."
+        cells.append((row.kind, what, str(row.count), _amount(row), str(site or "line unknown"), code))
         notes.append(_note(row.place))
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS) - 1)]
     lines = []
     for line, note in zip(cells, notes):
         lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip())
-        if note:
-            lines.append(f"  {note}")
+        lines += [f"  {note}"] if note else []
     return lines
-
-
-def _cut(code: str) -> str:
-    return code if len(code) <= CODE else f"{code[: CODE - 4]} ..."
 
 
 def _note(place: Place) -> str:

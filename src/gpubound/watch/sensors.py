@@ -31,7 +31,7 @@ class Sensor:
     name: str
     counts: frozenset[str]  # the ledger's totals that this sensor can vouch for
     sees: str
-    blind: str  # what it does not see; empty when nothing is known
+    blind = ""  # what it does not see; empty when nothing is known
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
@@ -57,7 +57,6 @@ class Kernels(Sensor):
     name = "kernels"
     counts = frozenset({"launches"})
     sees = "every launch call to the CUDA driver, in any thread, without its line"
-    blind = ""
 
     def absent(self) -> str | None:
         if self.ledger.launches != "kernels":
@@ -174,7 +173,6 @@ class Collector(Sensor):
     name = "gc"
     counts = frozenset({"gc_pauses", "gc_ms"})
     sees = "garbage collections, with the line that set them off"
-    blind = ""
 
     def start(self, ending: ExitStack) -> None:
         self._began: float | None = None

@@ -98,11 +98,9 @@ class SimTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
-        twin: torch.Tensor = SimTensor(self.elem.detach().clone())
+        twin: torch.Tensor = SimTensor(self.elem.detach().clone()).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, self.requires_grad)
-        else:
-            twin.requires_grad_(self.requires_grad)
         twin.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = twin
         return twin

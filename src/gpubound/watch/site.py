@@ -73,10 +73,8 @@ def _put_there(path: str) -> bool:
 @cache
 def _packages(folder: str) -> frozenset[str]:
     """The top-level names that pip's records in `folder` list. The user's own files may lie beside them."""
-    names: set[str] = set()
-    for record in Path(folder).glob("*.dist-info/RECORD"):
-        names.update(re.split("[/,]", line, maxsplit=1)[0] for line in record.read_text(errors="replace").splitlines())
-    return frozenset(names)
+    records = [record.read_text(errors="replace") for record in Path(folder).glob("*.dist-info/RECORD")]
+    return frozenset(re.split("[/,]", line, maxsplit=1)[0] for record in records for line in record.splitlines())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +157,9 @@ def site_of_error(error: BaseException) -> Site | None:
 
 def site_in(frames: list[dict]) -> Site | None:
     """The user's line among a recorded stack's frames, innermost first."""
-    for frame in frames:
-        file, line = frame["filename"], frame["line"]
+    for file, line, function in ((frame["filename"], frame["line"], frame["name"]) for frame in frames):
         if file != "??" and owner(file) is USER:
-            return Site(file, line, frame["name"], linecache.getline(file, line).strip(), line)
+            return Site(file, line, function, linecache.getline(file, line).strip(), line)
     return None
 
 
