@@ -276,6 +276,14 @@ def test_a_manifest_that_lies(corpus, content, said):
     assert str(corpus.path / MANIFEST) in refused(corpus.path)
 
 
+@pytest.mark.parametrize("texts", [None, [1], [-1, 0], [1 << 62, 0], [True, 0]], ids=str)
+def test_a_manifest_without_a_position(corpus, texts):
+    manifest = json.loads((corpus.path / MANIFEST).read_text()) | {"texts": texts}
+    (corpus.path / MANIFEST).write_text(json.dumps(manifest))
+    wanted = "wanted how many were read and their checksum; restore the file or build the corpus anew."
+    assert refused(corpus.path) == f"{corpus.path / MANIFEST}: texts: got {texts!r}, {wanted}"
+
+
 def test_a_claim_that_is_garbled(tmp_path):
     (tmp_path / CLAIM).write_text("{")
     assert refused(tmp_path).startswith(f"{tmp_path / CLAIM}: is not JSON (")

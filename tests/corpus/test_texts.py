@@ -86,6 +86,15 @@ def test_how_far_it_has_read(tmp_path):
     assert Texts(iter(["abc"])).size is None and Texts([{"text": "abc"}]).size is None
 
 
+def test_texts_of_several_kinds_are_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    both = Texts([Texts(tmp_path, text_key="body"), Texts(["abc", "de"])])
+    assert both.size == 14 + 5 and both.files is None
+    for _ in range(2):
+        assert [(text, both.read) for text in both] == [("x", 14), ("abc", 14), ("de", 17)] and both.read == both.size
+    assert Texts([Texts(iter(["abc"])), "de"]).size is None
+
+
 # What a data folder from elsewhere may hold
 
 
