@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry:
         options = replace(options, model="tiny", seq=32, micro=2, accumulate="2")
     device = resolve("cpu" if options.dry else "require")
-    bench = Bench("checkpoint", device, " ".join(["gpubound bench checkpoint", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "checkpoint", device, argv)
     for word in options.accumulate.split(","):
         with strict():  # a snapshot that went through the host would be measured as one on the device
             measure_case(bench, options, int(word))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +49,7 @@ from .decode_peers import (
     prompts,
 )
 from .decode_start import MARK
-from .harness import Bench, chosen, importable, release
+from .harness import Bench, chosen, need_transformers, release
 
 PARTS = ("start", "speed", "packed", "cache", "host")
 CPU = "cpu"  # a part by itself, for machines without a GPU
@@ -123,10 +123,9 @@ def main(argv: Sequence[str]) -> int:
     batches = batch_sizes(options.batch or (",".join(map(str, CPU_BATCHES)) if on_cpu else "1,32"))
     if options.rounds < 3:
         raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
-    if not importable("transformers"):
-        raise MeasureError("bench decode needs transformers: pip install 'gpubound[hf]'.")
+    need_transformers("bench decode")
     device = resolve("cpu" if dry or on_cpu else "require")
-    bench = Bench("decode", device, " ".join(["gpubound bench decode", *argv]), dry=dry, folder=options.results)
+    bench = Bench.of(replace(options, dry=dry), "decode", device, argv)
     if on_cpu:
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:

@@ -51,7 +51,7 @@ class Feed:
 def main(argv: Sequence[str]) -> int:
     options = arguments(Feed, argv, "bench feed")
     device = resolve("cpu" if options.dry else "require")
-    bench = Bench("feed", device, " ".join(["gpubound bench feed", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "feed", device, argv)
     for word in ("2" if options.dry else options.batches).split(","):
         cached_batches(bench, int(word))
         release(device)

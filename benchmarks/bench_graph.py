@@ -19,7 +19,7 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .harness import Bench, importable, release
+from .harness import Bench, need_transformers, release
 from .shapes import SHAPES, Shape, llama_config
 
 KERNELS = "sum of its kernels"
@@ -48,14 +48,13 @@ class Graph:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Graph, argv, "bench graph")
-    if not importable("transformers"):
-        raise MeasureError("bench graph needs transformers: pip install 'gpubound[hf]'.")
+    need_transformers("bench graph")
     name = "tiny" if options.dry else options.shape
     if name not in SHAPES:
         raise ValueError(f"--shape: got {name!r}, wanted one of {', '.join(SHAPES)}.")
     lengths = [int(word) for word in ("8" if options.dry else options.lengths).split(",")]
     device = resolve("cpu" if options.dry else "require")
-    bench = Bench("graph", device, " ".join(["gpubound bench graph", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "graph", device, argv)
     forward = build(SHAPES[name], max(lengths), device)
     for length in lengths:
         measure_length(bench, name, SHAPES[name], forward, length)

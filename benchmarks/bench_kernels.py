@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if "liger" in peers and not importable("liger_kernel"):
         print("liger-kernel is not installed (pip install 'gpubound[bench]'): measuring without it", file=sys.stderr)
         peers.remove("liger")
-    bench = Bench("kernels", device, " ".join(["gpubound bench kernels", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "kernels", device, argv)
     limits = measure.ceilings(device, quick=options.dry)
     dtype = torch.float32 if options.dry else torch.bfloat16
     for width in widths:

@@ -21,7 +21,7 @@ from gpubound.errors import MeasureError
 from gpubound.trace import strict
 
 from . import results
-from .harness import Bench, chosen, importable
+from .harness import Bench, chosen, need_transformers
 from .shapes import SHAPES, llama_config
 
 CONTESTANTS = ("ours", "liger", "eager", "compile")
@@ -71,12 +71,11 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Place, argv, "bench place")
     settings = [SETTINGS[name] for name in (["tiny"] if options.dry else chosen("--shapes", options.shapes, list(SETTINGS)))]
     peers = ["eager"] if options.dry else chosen("--peers", options.peers, CONTESTANTS[1:])
-    if not importable("transformers"):
-        raise MeasureError("bench place needs transformers: pip install 'gpubound[hf]'.")
+    need_transformers("bench place")
     device = resolve("cpu" if options.dry else "require")
     if options.worker:
         return serve(options.worker, settings[0], device)
-    bench = Bench("place", device, " ".join(["gpubound bench place", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "place", device, argv)
     flops_per_s = measure.ceilings(device, quick=options.dry).flops_per_s(torch.float32 if options.dry else torch.bfloat16)
     for setting in settings:
         contest(bench, setting, ["ours", *peers], 3 if options.dry else options.rounds, flops_per_s)

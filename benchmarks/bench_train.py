@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         for name in names:
             profile(options.profile, name, known[name], device.type)
         return 0
-    bench = Bench("train", device, " ".join(["gpubound bench train", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "train", device, argv)
     limit = measure.ceilings(device, quick=options.dry)
     for name in names:
         with tempfile.TemporaryDirectory() as kernels:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     device = resolve("cpu" if options.dry else "require")
     if options.worker:
         return serve(options.worker, settings[0], device)
-    bench = Bench("trainer", device, " ".join(["gpubound bench trainer", *argv]), dry=options.dry, folder=options.results)
+    bench = Bench.of(options, "trainer", device, argv)
     for setting in settings:
         contest(bench, setting, ["ours", *peers], 3 if options.dry else options.rounds)
     return bench.finish()

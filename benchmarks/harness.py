@@ -42,6 +42,11 @@ class Bench:
         self.unmeasured: list[str] = []
         self._measured_again = False
 
+    @classmethod
+    def of(cls, options: Any, name: str, device: torch.device, argv: Sequence[str]) -> "Bench":
+        """The benchmark that was asked for by `gpubound bench NAME ARGV`."""
+        return cls(name, device, " ".join([f"gpubound bench {name}", *argv]), dry=options.dry, folder=options.results)
+
     def case(
         self,
         case: str,
@@ -227,6 +232,11 @@ def importable(package: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+def need_transformers(command: str) -> None:
+    if not importable("transformers"):
+        raise MeasureError(f"{command} needs transformers: pip install 'gpubound[hf]'.")
 
 
 def _tensors(work: measure.Work) -> list[Tensor]:

@@ -145,34 +145,28 @@ def look() -> Sight:
 
 
 # What CUDA or torch says when it fails, and what the user can do about it. First match wins.
-CURES = (
-    (
-        "out of memory",
-        "another process holds its memory: stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>",
+CURES = {
+    "out of memory": "another process holds its memory: stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>",
+    "no kernel image": "this build of torch has no code for this GPU: install a torch whose CUDA version supports it",
+    "driver version is insufficient|driver on your system is too old": (
+        "update the NVIDIA driver, or install a torch built for an older CUDA"
     ),
-    ("no kernel image", "this build of torch has no code for this GPU: install a torch whose CUDA version supports it"),
-    (
-        "driver version is insufficient|driver on your system is too old",
-        "update the NVIDIA driver, or install a torch built for an older CUDA",
+    "libcu|undefined symbol": (
+        "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment"
     ),
-    (
-        "libcu|undefined symbol",
-        "two CUDA builds are mixed: reinstall torch with its own nvidia-* packages in a fresh environment",
+    "exclusive": "the GPU is in exclusive mode and another process holds it: stop that process",
+    "CUDA_VISIBLE_DEVICES=": "let CUDA_VISIBLE_DEVICES name GPUs that nvidia-smi lists, counted from 0, or unset it",
+    "CPU build": "install a CUDA build of torch (see the selector on pytorch.org)",
+    "no GPU is visible to CUDA": (
+        "check that nvidia-smi lists the GPU here; in a container, start it with the GPU passed through"
     ),
-    ("exclusive", "the GPU is in exclusive mode and another process holds it: stop that process"),
-    ("CUDA_VISIBLE_DEVICES=", "let CUDA_VISIBLE_DEVICES name GPUs that nvidia-smi lists, counted from 0, or unset it"),
-    ("CPU build", "install a CUDA build of torch (see the selector on pytorch.org)"),
-    (
-        "no GPU is visible to CUDA",
-        "check that nvidia-smi lists the GPU here; in a container, start it with the GPU passed through",
-    ),
-    ("", "check driver, CUDA and torch against each other (python -m torch.utils.collect_env), or pass device='cpu'"),
-)
+    "": "check driver, CUDA and torch against each other (python -m torch.utils.collect_env), or pass device='cpu'",
+}
 
 
 def cure(cause: str) -> str:
     """The fix for a failure that CUDA or torch reports in `cause`."""
-    return next(fix for signs, fix in CURES if re.search(signs, cause, re.IGNORECASE))
+    return next(fix for signs, fix in CURES.items() if re.search(signs, cause, re.IGNORECASE))
 
 
 def exercise(device: torch.device) -> None:

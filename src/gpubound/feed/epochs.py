@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from ..trace import count
 from .leaves import Padding, pack
 from .source import Source
 
-END = object()  # instead of a batch: the epoch is over
+
+class _End:
+    """Instead of a batch: the epoch is over. A batch is not compared with it: a tensor would compare its elements."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+END = _End()
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ class Feed:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return Epoch(self, self._begin())
+        return iter(partial(self.draw, self._begin()), END)  # unlike a generator, it survives an error
 
     def _begin(self) -> Generator[Served]:
         if not self._continue and self.batch > 0:
@@ -157,26 +166,24 @@ class Feed:
         for _ in range(2):
             if self._drawing is None:
                 self._drawing = self._begin()
-            try:
-                return self.draw(self._drawing)
-            except StopIteration:
-                self._drawing = None
+            if (batch := self.draw(self._drawing)) is not END:
+                return batch
+            self._drawing = None
         raise DataError("feed: an epoch had no batches left and the next had none; wanted at least one.")
 
     def draw(self, running: Generator[Served]) -> Any:
-        """The next batch of the running epoch; StopIteration at its end."""
+        """The next batch of the running epoch, or END."""
         if self._running is None or self._running() is not running:
             raise DataError(
                 "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
             )
         self._store.admit()  # here and not in the ring: an exception inside its generator would end that, and lose the place
-        try:
-            served = next(running)
-        except StopIteration:
+        served = next(running, None)
+        if served is None:
             if self.batch == 0:
-                raise DataError(f"feed: source: epoch {self.epoch} had no batches, wanted at least one.") from None
+                raise DataError(f"feed: source: epoch {self.epoch} had no batches, wanted at least one.")
             self.epoch, self.batch = self.epoch + 1, 0
-            raise
+            return END
         self.batch += 1
         count_copied(served.bytes)
         self._stats.add_served(served)
@@ -216,23 +223,3 @@ class Feed:
             raise ValueError(f"feed: seek: got epoch {epoch}, batch {batch}{limit}, wanted a position inside the epoch.")
         self.close()
         self.epoch, self.batch, self._continue = epoch, batch, True
-
-
-class Epoch:
-    """One loop over a feed."""
-
-    def __init__(self, feed: Feed, running: Generator[Served]):
-        self._feed, self._running = feed, running
-        self._left = True
-
-    def __iter__(self) -> "Epoch":
-        return self
-
-    def __next__(self) -> Any:
-        if not self._left:
-            raise StopIteration
-        try:
-            return self._feed.draw(self._running)
-        except StopIteration:
-            self._left = False
-            raise

@@ -146,10 +146,8 @@ class Padding:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        good = self.bucket is None or self.bucket == "pow2" or _positive(self.bucket)
-        if not good and isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str):
-            good = len(self.bucket) > 0 and all(_positive(size) for size in self.bucket)
-        if not good:
+        sizes = self.bucket if isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str) else [self.bucket]
+        if self.bucket not in (None, "pow2") and not (sizes and all(map(_positive, sizes))):
             raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
         if self.rows is not None and not _positive(self.rows):
             raise ValueError(f"feed: rows: got {self.rows!r}, wanted the number of rows of a whole batch.")

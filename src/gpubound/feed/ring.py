@@ -224,7 +224,6 @@ class Ringed(Store):
     def serve(self, epoch: int, start: int) -> Generator[Served]:
         ring = Ring(self.source.read(epoch, start), self.lane, self.slots, self.padding)
         try:
-            while (served := ring.take()) is not None:
-                yield served
+            yield from iter(ring.take, None)
         finally:
             ring.close()

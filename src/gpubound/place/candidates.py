@@ -39,13 +39,12 @@ class Candidate(NamedTuple):
 
 def leaves(model: nn.Module) -> Iterator[Candidate]:
     """Every norm, attention and MLP that there is a part for, nested ones included."""
-    stacks = _stacks(model)
     for name, module in model.named_modules():
         role = role_of(module)
         if type(module) in TORCH_NORMS:
             yield Candidate(name, module, _torch_norm(module))
         elif role is not None and role not in WHOLES and role in (swaps := swaps_of(module)):
-            yield Candidate(name, module, swaps[role](module, stacks.get(name.rpartition(".layers.")[0])))
+            yield Candidate(name, module, swaps[role](module, _stack(model, name)))
         elif not swaps_of(module) and _foreign_norm(module):
             from ..models.parts import HFShiftedNorm, norm  # imports transformers, as the model has that leads here
 
@@ -79,13 +78,11 @@ def calls_of(model: nn.Module) -> Iterator[Call]:
         yield from candidate.swap.calls
 
 
-def _stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder stacks with a rotary_emb, by their names."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if role_of(module) in STACKS and isinstance(getattr(module, "rotary_emb", None), nn.Module)
-    }
+def _stack(model: nn.Module, name: str) -> nn.Module | None:
+    """The decoder stack with a rotary_emb that the module `name` lies in."""
+    above = model.get_submodule(name.rpartition(".layers.")[0])
+    turns = isinstance(getattr(above, "rotary_emb", None), nn.Module)
+    return above if turns and role_of(above) in STACKS else None
 
 
 def _torch_norm(module: Any) -> Swap:

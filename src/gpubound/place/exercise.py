@@ -39,21 +39,19 @@ class Exercise:
     """A model on its device and its run as it came, which later ones are compared with. `trouble`: why there was no run."""
 
     def __init__(self, model: nn.Module, example: Any = None) -> None:
-        self.model, self.trouble = model, ""
-        self.run = run_of(model, example)
-        self.before: Named = {}
-        if self.run is None:
-            self.trouble = "nobody knows what to feed it; pass example=<a batch>"
+        self.model, self.trouble = model, "nobody knows what to feed it; pass example=<a batch>"
+        run = run_of(model, example)
+        if run is None:
             return
+        self.run = run
         try:
-            self.before = self.run()
+            self.before = run()
             self.trouble = "" if self.before else "it gives no floating-point output"
         except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
             self.trouble = f"its own forward and backward raised {said(error)}"
 
     def again(self) -> Verdict:
         """The model as it is now, against what it was."""
-        assert self.run is not None
         dtype, after = coarsest(self.model), self.run()
         verdict = compare(after, self.before, dtype)
         if verdict.ok or not rounding_may_be_it(verdict, dtype):
@@ -115,9 +113,7 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
 def _language_loss(model: Any) -> tuple[Named, Named]:
     """The training path: a loss over labels of which some are ignored, with a gradient back to the embeddings."""
     ids = made_up(model)
-    embeddings = model.get_input_embeddings()(ids)
-    if not embeddings.requires_grad:
-        embeddings.requires_grad_()
+    embeddings = model.get_input_embeddings()(ids).requires_grad_()
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
     loss = model(inputs_embeds=embeddings, labels=labels).loss
