@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .checks import require_columns, require_floating
 from .choose import implementation
+from .norms import layer_norm_reference
 from .ops import definition, draw
 
 
@@ -30,9 +31,8 @@ def group_norm_reference(
 ) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     samples, channels, *places = x.shape
-    centred = x.to(wide).reshape(samples, groups, channels // groups * prod(places))
-    centred = centred - centred.mean(-1, keepdim=True)
-    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    rows = x.to(wide).reshape(samples, groups, channels // groups * prod(places))
+    y = layer_norm_reference(rows, eps=eps).reshape(x.shape)
     per_channel = (channels, *(1 for _ in places))
     if weight is not None:
         y = y * weight.to(wide).reshape(per_channel)

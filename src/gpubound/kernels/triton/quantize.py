@@ -22,6 +22,7 @@ from ._launch import launch
 from .gated import _activated, _halves, _matrix
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
+STEPS = {torch.float8_e4m3fn: (2.0**-3, 2.0**-6), torch.float8_e5m2: (2.0**-2, 2.0**-14)}  # `_round` says of what
 _E4M3, _E5M2 = tl.constexpr(_ROUND.format("e4m3x2")), tl.constexpr(_ROUND.format("e5m2x2"))
 
 
@@ -122,12 +123,6 @@ def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, state_ptr, q_ptr, qt_ptr, 
     _note(tl.maximum(tl.abs(dgate), tl.abs(dup)), state_ptr)
 
 
-def _format(dtype: torch.dtype) -> tuple[float, tuple[float, float] | None]:
-    """LARGEST and STEPS."""
-    fine = dtype == torch.float8_e4m3fn
-    return LARGEST[dtype], None if not interpreted() else (2.0**-3, 2.0**-6) if fine else (2.0**-2, 2.0**-14)
-
-
 def _launch(
     kernel: Any, way: str, state: Tensor, dtype: torch.dtype, width: int, matrices: Sequence[Tensor], strides: Sequence[int],
     both: bool = True, **constants: Any,
@@ -136,12 +131,12 @@ def _launch(
     (rows, cols), like = matrices[0].shape, matrices[0]
     q = torch.empty(rows, width, device=like.device, dtype=dtype)
     q_t = torch.empty(width, rows, device=like.device, dtype=dtype) if both else None
-    largest, steps = _format(dtype)
+    steps = STEPS[dtype] if interpreted() else None
 
     def run(plan: MatrixPlan) -> None:
         kernel[triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)](
-            *matrices, state, q, q if q_t is None else q_t, rows, cols, *strides, LARGEST=largest, STEPS=steps, **constants,
-            ROWS=plan.rows, COLS=plan.columns, num_warps=plan.warps,
+            *matrices, state, q, q if q_t is None else q_t, rows, cols, *strides, **constants,
+            LARGEST=LARGEST[dtype], STEPS=steps, ROWS=plan.rows, COLS=plan.columns, num_warps=plan.warps,
         )  # fmt: skip
 
     launch(job_of("quantize", way, (rows, cols), like), run)

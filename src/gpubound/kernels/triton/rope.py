@@ -94,19 +94,15 @@ def _rotate(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tens
     launch(job_of("rope", "", (pairs, max(counts)), sources[0]), run)
 
 
-def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with one set of strides and a unit last one; a slice of a wider table is read where it lies."""
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return (cos[0], sin[0]) if cos.dim() == 3 and cos.shape[0] == 1 else (cos, sin)  # one table for every sequence
-
-
 class _Rope(torch.autograd.Function):
     """apply(cos, sin, counts, q, k), or apply(cos, sin, counts, qkv) where one tensor holds `counts` heads of q, k and v."""
 
     @staticmethod
     def forward(ctx, cos, sin, counts, *sources):
-        cos, sin = _angles(cos, sin)
+        if cos.stride(-1) != 1 or cos.stride() != sin.stride():  # else a slice of a wider table is read where it lies
+            cos, sin = cos.contiguous(), sin.contiguous()
+        if cos.dim() == 3 and cos.shape[0] == 1:  # one table for every sequence
+            cos, sin = cos[0], sin[0]
         ctx.save_for_backward(cos, sin)
         ctx.counts = counts
         heads = _heads_of(sources, counts)
