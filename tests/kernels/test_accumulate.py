@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound.kernels import accumulate
-from gpubound.kernels.accumulate import deliver, join_rows, weight_gradient, weight_gradients, widened
+from gpubound.kernels.accumulate import deliver, join_rows, open_sums, weight_gradient, weight_gradients, widened
 
 from .cases import draw, same
 
@@ -73,6 +73,18 @@ def test_deliver(dtype):
     weight = weight_with(torch.ones(7), dtype, (7,))
     assert deliver(weight, gradient.to(dtype)) is None
     same("main_grad", weight.main_grad, 1 + gradient.to(dtype).float(), 0)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_deliver_times_a_factor(opened):
+    """A number on the device: into the result, a sum that begins, and one that goes on."""
+    gradient, half = draw(torch.device("cpu"), torch.float32, 7), torch.tensor(0.5)
+    same("gradient", deliver(weight_with(None, torch.float32, (7,)), gradient, half), gradient / 2, 0)
+    weight = weight_with(torch.ones(7), torch.bfloat16, (7,))
+    if opened:
+        open_sums([weight])
+    assert deliver(weight, gradient, half) is None
+    same("main_grad", weight.main_grad, gradient / 2 + (0 if opened else 1), 0)
 
 
 def test_fp32_accumulator_keeps_what_bf16_loses():

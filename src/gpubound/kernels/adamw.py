@@ -22,6 +22,7 @@ from .ops import definition, doubles, draw
 
 STATE = ("updates", "skipped", "loss_scale", "good_steps")  # fp64, carried from step to step
 PLAN = ("apply", "gradient_factor", "decay_factor", "step_size", "inverse_root", "update")  # fp32, for adamw
+EXAMPLE = (1, 0.5, 0.9, 0.5, 2, 3)  # a plan
 REPORT = ("loss", "grad_norm", "tokens", "skipped", "lr", "updates", "loss_scale")  # fp64, for people
 BLOCK = 256  # moments in 8 bits that share a scale
 PART = 256 * BLOCK  # elements at a time on a CPU: they stay in its cache, 0.1 s for ten million parameters, not 0.5
@@ -130,7 +131,8 @@ def adamw(
 def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False) -> tuple:
     """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
     weight, (gradient, m, v, master) = draw(generator, 80), (draw(generator, 80).detach().square() for _ in range(4))
-    return weight, gradient, m, v, _example_plan(), master if with_master else None, betas, eps, 40, 7 if at_random else None
+    state = gradient, m, v, doubles(*EXAMPLE).float(), master if with_master else None
+    return weight, *state, betas, eps, 40, 7 if at_random else None
 
 
 @definition(_example)
@@ -170,9 +172,8 @@ def adamw8(
         require("adamw8", name, t, dtype, (count,), weight.device, f"begin with torch.zeros({count}, dtype={dtype})")
     _check("adamw8", weight, gradient, plan, master, seed)
     decay_until = n if decay_until is None else decay_until
-    implementation("adamw8", weight)(
-        weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed
-    )  # fmt: skip
+    fast = implementation("adamw8", weight)
+    fast(weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed)
 
 
 def _coded_example(generator: torch.Generator) -> tuple:
@@ -180,7 +181,7 @@ def _coded_example(generator: torch.Generator) -> tuple:
     codes = torch.randint(-127, 128, (300,), generator=generator, device="cpu")
     scales = torch.linspace(0.5, 2, 2, device="cpu")
     moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
-    return weight, gradient.detach(), *moments, _example_plan(), master.detach(), (0.9, 0.99), 1e-8, 40, None
+    return weight, gradient.detach(), *moments, doubles(*EXAMPLE).float(), master.detach(), (0.9, 0.99), 1e-8, 40, None
 
 
 @definition(_coded_example)
@@ -294,7 +295,3 @@ def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tens
             f"{op}: seed rounds bfloat16 weights at random where there is no master, "
             f"got {weight.dtype} {'with' if master is not None else 'without'} a master; leave seed out."
         )
-
-
-def _example_plan() -> Tensor:
-    return doubles(1, 0.5, 0.9, 0.5, 2, 3).float()

@@ -118,6 +118,11 @@ class Options(NamedTuple):
     smoothing: float
     softcap: float | None
     z_loss: float
+    reduction: str = "mean"
+
+    def share(self, labels: Tensor) -> Tensor | None:
+        """1 / (number of valid labels) for the mean, on the device: infinite when none is valid, and the mean 0 · ∞ = NaN."""
+        return (labels != self.ignore_index).sum().float().reciprocal() if self.reduction == "mean" else None
 
     def scalars(self) -> tuple[int, float, float, float]:
         """ignore_index, smoothing, z_loss and cap, as the kernels take them."""
@@ -166,11 +171,6 @@ def row_gradients(logits: Tensor, labels: Tensor, lse: Tensor, upstream: Tensor,
 
     launch(job_of("losses", "backward", (words,), logits), run)
     return out
-
-
-def valid_share(labels: Tensor, ignore_index: int) -> Tensor:
-    """1 / (number of valid labels), on the device. When none is valid it is infinite, and the mean 0 · ∞ = NaN, as torch's."""
-    return (labels != ignore_index).sum().float().reciprocal()
 
 
 def _layout(logits: Tensor) -> tuple[int, int, int, int, int]:

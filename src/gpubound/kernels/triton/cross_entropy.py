@@ -23,7 +23,7 @@ from torch import Tensor
 from ..accumulate import add_product, deliver, main_gradient, product
 from ..cross_entropy import last
 from ._launch import first_order_only
-from ._logits import Options, chunk_rows, flat_labels, row_gradients, row_losses, valid_share
+from ._logits import Options, chunk_rows, flat_labels, row_gradients, row_losses
 
 
 def _readable(logits: Tensor) -> Tensor:
@@ -34,13 +34,13 @@ def _readable(logits: Tensor) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, options, reduction):
+    def forward(ctx, logits, labels, options):
         flat = flat_labels(labels)
         loss, lse = row_losses(_readable(logits), flat, options)
-        share = valid_share(flat, options.ignore_index) if reduction == "mean" else None
+        share = options.share(flat)
         ctx.save_for_backward(logits, flat, lse, share)
         ctx.options = options
-        if reduction == "none":
+        if options.reduction == "none":
             return loss.view(labels.shape)
         return loss.sum() if share is None else loss.sum() * share
 
@@ -50,14 +50,14 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, lse, share = ctx.saved_tensors
         upstream = (upstream if share is None else upstream * share).reshape(-1).contiguous()
         gradient = row_gradients(_readable(logits), labels, lse, upstream, ctx.options)
-        return gradient.view(logits.shape), None, None, None
+        return gradient.view(logits.shape), None, None
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss: float = 0.0, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss), reduction)
+    return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss, reduction))
 
 
 def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, dtype):
@@ -89,9 +89,9 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted):
+    def forward(ctx, x, weight, bias, labels, grad_scale, options, chunk, wanted):
         x_NH, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
-        factor = valid_share(labels, options.ignore_index) if reduction == "mean" else None
+        factor = options.share(labels)
         ctx.final = grad_scale is not None
         if ctx.final:
             scale = grad_scale.detach().float()
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None and factor is not None:
             dx = dx * factor
         delivered = [None if g is None else deliver(owner, g, factor) for g, owner in zip(gradients, ctx.owners)]
-        return dx, *delivered, *[None] * 6
+        return dx, *delivered, *[None] * 5
 
 
 def linear_cross_entropy(
@@ -130,6 +130,6 @@ def linear_cross_entropy(
     chunk: int | None = None, grad_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
-    options = Options(ignore_index, label_smoothing, softcap, z_loss)
-    loss = _LinearCrossEntropy.apply(x, weight, bias, labels, grad_scale, options, reduction, chunk, wanted)
+    options = Options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    loss = _LinearCrossEntropy.apply(x, weight, bias, labels, grad_scale, options, chunk, wanted)
     return loss if grad_scale is None else last(loss)
