@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,8 +82,8 @@ def feed(
             "feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it never "
             "does, mode='resident' uploads it once."
         )
-    plan = partial(_plan, opened, where, padding, mutation_guard)
-    store = resident("feed", where, "ring" if unsteady else mode, budget, keep, plan)
+    chosen = "ring" if unsteady else mode
+    store = resident("feed", where, chosen, budget, keep, lambda: _plan(opened, where, padding, mutation_guard))
     if store is None and (mode == "direct" or (mode == "auto" and where.type == "cpu")):
         store = Direct(opened, where, padding)
     elif store is None:

@@ -49,7 +49,7 @@ class Lane:
 
     def staging(self, size: int) -> Tensor:
         """Host memory to copy from."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
 
     def send(self, staged: Tensor) -> tuple[Tensor, Any]:
         """Start copying `staged` to fresh memory on the device; the event ends the copy."""
@@ -71,9 +71,6 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.stream = torch.cuda.Stream(device)
-
-    def staging(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, staged: Tensor) -> tuple[Tensor, Any]:
         with torch.cuda.stream(self.stream):

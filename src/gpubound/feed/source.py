@@ -169,11 +169,10 @@ class Stream(Source):
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]], seed: int):
         self.source, self.seed = source, seed
-        self.once = isinstance(source, Iterator)
         self.spent = False
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
-        if self.once and self.spent:
+        if self.spent and isinstance(self.source, Iterator):
             raise ValueError(
                 f"feed: source: a {type(self.source).__name__} can be read once and has been, wanted batches for epoch "
                 f"{epoch}; pass a list, a DataLoader, or a function that returns a fresh iterator."
@@ -198,16 +197,6 @@ def open_source(
             raise ValueError(f"feed: {what}= has an effect only where the feed makes the batches; pass batch_size= too.")
     if isinstance(source, list | tuple):
         return BatchList(source, seed or 0, shuffle)
-    _refuse(source)
-    if shuffle:
-        raise ValueError(
-            f"feed: shuffle=True needs a list of batches, or items and batch_size=; a {type(source).__name__} yields in its "
-            "own order."
-        )
-    return Stream(source, seed or 0)
-
-
-def _refuse(source: Any) -> None:
     kind = type(source).__name__
     if isinstance(source, Tensor | dict | str | bytes):
         raise ValueError(
@@ -218,6 +207,11 @@ def _refuse(source: Any) -> None:
         raise ValueError(f"feed: source: got the map dataset {kind} of single items; pass batch_size= to have them collated.")
     if not isinstance(source, Iterable) and not callable(source):
         raise ValueError(f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader or a Corpus.")
+    if shuffle:
+        raise ValueError(
+            f"feed: shuffle=True needs a list of batches, or items and batch_size=; a {kind} yields in its own order."
+        )
+    return Stream(source, seed or 0)
 
 
 def mix(*words: int) -> int:
