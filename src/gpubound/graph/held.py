@@ -265,8 +265,7 @@ class Held:
 
     def _name_the_moved(self) -> None:
         for name, tensor, address in zip(self.names, self._tensors, self._addresses):
-            now = tensor.data_ptr()
-            if now == address:
+            if (now := tensor.data_ptr()) == address:
                 continue
             if now == 0:
                 raise GraphError(

@@ -92,7 +92,8 @@ class Recording:
 
         Also into the graph's free memory: an eager call has just left there what the replay is to compute by itself.
         """
-        fill_results(self.outputs, self.made_gradients(), self.foreign)
+        gradients = [leaf.bound for leaf in self.new_leaves] if self.runner.binds_gradients else []
+        fill_results([self.outputs, gradients], self.foreign)
         scribble(self.runner.pool, self.device)
 
     @property
@@ -103,10 +104,6 @@ class Recording:
             for leaf in self.leaves
             if leaf.bound is not None and leaf.bound is not leaf.old and storage_key(leaf.bound) not in self.foreign
         ]
-
-    def made_gradients(self) -> list[Tensor]:
-        """The gradients that the graph makes anew at every replay, in its own memory."""
-        return [leaf.bound for leaf in self.new_leaves if leaf.bound is not None] if self.runner.binds_gradients else []
 
     @property
     def memory_bytes(self) -> int:

@@ -163,12 +163,9 @@ class Reach:
             yield from _attributes(way, node, [key for key in vars(node) if key not in _MODULE_PARTS])
         elif isinstance(node, torch.optim.Optimizer):
             yield from _attributes(way, node, ("param_groups", "state"))
-        elif isinstance(node, dict):
-            for key, value in list(node.items()):
+        elif isinstance(node, (dict, list, tuple)):
+            for key, value in _items(node):
                 yield way.to(f"[{self._label(key)}]", ("item", key)), value
-        elif isinstance(node, (list, tuple)):
-            for index, value in enumerate(node):
-                yield way.to(f"[{index}]", ("item", index)), value
         elif isinstance(node, (types.ModuleType, type)) or _package(node) in _CLOSED:
             return
         elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
@@ -188,6 +185,10 @@ def _package(node: Any) -> str:
     """The package that a function, or the class of an object, comes from."""
     owner = node if isinstance(node, types.FunctionType) else type(node)
     return (owner.__module__ or "").partition(".")[0]
+
+
+def _items(node: dict | list | tuple) -> list[tuple[Any, Any]]:
+    return list(node.items() if isinstance(node, dict) else enumerate(node))
 
 
 def _attributes(way: Way, node: Any, keys) -> Iterator[tuple[Way, Any]]:
@@ -243,11 +244,8 @@ def _plain(value: Any) -> bool:
 
 
 def _check_state(state: Any, name: str) -> None:
-    if isinstance(state, (list, tuple)):
-        for index, item in enumerate(state):
-            _check_state(item, f"{name}[{index}]")
-    elif isinstance(state, dict):
-        for key, item in state.items():
+    if isinstance(state, (list, tuple, dict)):
+        for key, item in _items(state):
             _check_state(item, f"{name}[{key!r}]")
     elif not isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor, torch.Generator)):
         raise ValueError(

@@ -53,8 +53,7 @@ class EagerRunner:
     def _static(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        with torch.no_grad():
-            return leaf.detach() if storage_key(leaf) in self._foreign else leaf.detach().clone()
+        return leaf.detach() if storage_key(leaf) in self._foreign else leaf.detach().clone()
 
     def replay(self) -> None:
         leaves, spec = tree_flatten(self.run(self._call))

@@ -206,9 +206,9 @@ def spoil(tensor: Tensor) -> None:
         tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
 
 
-def fill_results(outputs: Any, gradients: Sequence[Tensor], foreign: set[int]) -> None:
+def fill_results(results: Any, foreign: set[int]) -> None:
     """Spoil the outputs and gradients that lie in the graph's own memory, not those that are views of inputs or state."""
-    for leaf in [*tree_leaves(outputs), *gradients]:
+    for leaf in tree_leaves(results):
         if isinstance(leaf, Tensor) and storage_key(leaf) not in foreign:
             floating = leaf.is_floating_point() or leaf.is_complex()
             leaf.detach().fill_(float("nan") if floating else 119)  # 119 fits every integer, and is True

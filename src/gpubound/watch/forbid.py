@@ -15,6 +15,7 @@ Other threads go on as they were. The innermost guard decides. It is for tests a
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import threading
@@ -22,7 +23,6 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ContextDecorator
-from functools import lru_cache
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -60,11 +60,11 @@ class NoStall(ContextDecorator):
         _entered()[-1].__exit__(kind, error, traceback)
         unseen.leave(_called)
 
-    def meet(self, mode: _Forbidding, kind: str, what: str, device: str, cause: Cause) -> None:
+    def meet(self, origins: Origins, kind: str, what: str, device: str, cause: Cause) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""
         if kind in self.allow:
             return
-        place = here(mode.origins)
+        place = here(origins)
         site = place.site or place.built
         permitted, refused = comment(site, kind) if site is not None else (False, "")
         if permitted:
@@ -91,23 +91,23 @@ class NoStall(ContextDecorator):
 
 class _Forbidding(ops.OpMode):
     def __init__(self, guard: NoStall):
-        super().__init__(self._run)
-        self.guard = guard
-        self.origins = Origins()
+        self.guard, self.origins = guard, Origins()
+        super().__init__(functools.partial(_run, guard, self.origins))
 
-    def _run(self, func, args, kwargs):
-        self.origins.note(func._opname)
-        if _settled.inside:  # an inner guard has decided about this op
-            return func(*args, **kwargs)
-        for move in ops.moves(func, args, kwargs):
-            if move.stalls:
-                what = f"{move.what}, {move.manner}" if move.bytes else move.what
-                self.guard.meet(self, move.kind, what, str(move.device), move.cause)
-        _settled.inside = True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            _settled.inside = False
+
+def _run(guard: NoStall, origins: Origins, func, args, kwargs):
+    origins.note(func._opname)
+    if _settled.inside:  # an inner guard has decided about this op
+        return func(*args, **kwargs)
+    for move in ops.moves(func, args, kwargs):
+        if move.stalls:
+            what = f"{move.what}, {move.manner}" if move.bytes else move.what
+            guard.meet(origins, move.kind, what, str(move.device), move.cause)
+    _settled.inside = True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _settled.inside = False
 
 
 def _entered() -> list[_Forbidding]:
@@ -118,7 +118,7 @@ def _entered() -> list[_Forbidding]:
 def _called(what: str, device_type: str) -> None:
     """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
     if (modes := _entered()) and not _settled.inside:
-        modes[-1].guard.meet(modes[-1], "sync", what, device_type, cause_of("sync", what))
+        modes[-1].guard.meet(modes[-1].origins, "sync", what, device_type, cause_of("sync", what))
 
 
 def comment(site: Site, kind: str) -> tuple[bool, str]:
@@ -142,7 +142,7 @@ def comment(site: Site, kind: str) -> tuple[bool, str]:
     return False, ""
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _comments(lines: tuple[str, ...]) -> dict[int, str]:
     """The comment of each line that has one."""
     tokens = tokenize.generate_tokens(iter(lines).__next__)

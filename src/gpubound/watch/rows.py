@@ -112,9 +112,8 @@ def _by_line(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
         names = list(dict.fromkeys(row.what for row in same))
         what = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
         place = Place(None, node="nodes", built=site) if backward else Place(site)
-        merged.append(
-            LedgerRow("launch", what, same[0].place if len(same) == 1 else place, count=sum(row.count for row in same))
-        )
+        count = sum(row.count for row in same)
+        merged.append(LedgerRow("launch", what, same[0].place if len(same) == 1 else place, count=count))
     return sorted(merged, key=lambda row: -row.count)
 
 
