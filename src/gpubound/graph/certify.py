@@ -194,7 +194,10 @@ def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> 
             "pass other_inputs=, a list of two tuples of arguments that it can take."
         ) from error
     leaves = [_copy(leaf) for leaf in tree_leaves(outputs)]
-    gradients = {leaf.name: _own(recording, leaf.tensor.grad) for leaf in recording.leaves}
+    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
+    for name, gradient in gradients.items():  # one made anew is kept as it is, one that lies in restored memory is copied
+        if gradient is not None and storage_key(gradient) in recording.snapshot.memories:
+            gradients[name] = _copy(gradient)
     recording.bind_gradients()
     return Results(leaves, gradients, recording.generators.states())
 
@@ -206,11 +209,6 @@ def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
     recording.runner.replay()
     gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
     return Results(tree_leaves(recording.outputs), gradients, recording.generators.states())
-
-
-def _own(recording: Recording, gradient: Tensor | None) -> Tensor | None:
-    """A gradient that eager made anew is kept as it is; one that lies in restored memory is copied."""
-    return _copy(gradient) if gradient is not None and storage_key(gradient) in recording.snapshot.memories else gradient
 
 
 MOST_INPUTS = 16  # each costs two calls

@@ -88,15 +88,6 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _of_another_thread(caller: threading.Thread) -> bool:
-    """True in a thread that Python started, a loader's say, and that is not the caller's: torch warns of every thread's waits.
-
-    Autograd's threads are C++'s own, which Python knows as dummies: what they do is the function's.
-    """
-    current = threading.current_thread()
-    return current is not caller and not isinstance(current, threading._DummyThread)
-
-
 class GraphRunner:
     """A GPU's form: the calls run on the capture stream, and one of them is captured into a graph."""
 
@@ -130,11 +121,13 @@ class GraphRunner:
             show = warnings.showwarning
 
             def note(message, *rest, **named):
-                if str(message).startswith(_WAIT):
-                    if not _of_another_thread(caller):
-                        found.append(here())
-                else:
+                # torch warns of every thread's waits. A loader's are not the function's; autograd's are, whose threads are
+                # C++'s own, which Python knows as dummies.
+                current = threading.current_thread()
+                if not str(message).startswith(_WAIT):
                     show(message, *rest, **named)
+                elif current is caller or isinstance(current, threading._DummyThread):
+                    found.append(here())
 
             warnings.filterwarnings("always", message=_WAIT)
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

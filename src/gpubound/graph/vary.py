@@ -50,12 +50,11 @@ def _other(example: Tensor, generator: torch.Generator) -> Tensor:
     drawable = old.is_floating_point() or old.is_complex()
     if drawable and bool(old.isfinite().all()):
         return _drawn(old, generator)
-    new = _shuffled(old, generator)
+    order = torch.randperm(old.numel(), generator=generator).to(old.device)
+    new = torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
     if not torch.equal(new, old) or drawable:
         return new
-    if old.dtype == torch.bool:
-        return ~old
-    return torch.where(old > 0, old - 1, old)
+    return ~old if old.dtype == torch.bool else torch.where(old > 0, old - 1, old)
 
 
 def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
@@ -68,11 +67,6 @@ def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
     new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
     made = torch.empty_like(real).copy_(new)
     return torch.view_as_complex(made) if old.is_complex() else made
-
-
-def _shuffled(old: Tensor, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(old.numel(), generator=generator).to(old.device)
-    return torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Ops as they are dispatched: to a mode above CUDA, and to the pretend device from below; and waits that no op shows.
-
-Copies that need not have been made show only over several ops: the same bytes uploaded again (`Uploads`), and clones whose
-source nobody used afterwards (`Clones`).
-"""
+"""Ops as they are dispatched: to a mode above CUDA, and to the pretend device from below; and waits that no op shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The sensors that ask others who count: Kineto, Triton, the allocators, Python, torch.compile, this library.
-
-`dispatch.py` has those that see every op, `gputrace.py` the one that torch calls at every synchronization.
-"""
+"""The sensors that ask others who count: Kineto, Triton, the allocators, Python, torch.compile, this library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Python calls that wait for the device without dispatching an op that a mode could see.
 
-torch.cuda.synchronize and its kin go straight to the driver; printing a tensor, or building one from device scalars,
-switches dispatch modes off. They are wrapped while somebody listens, and put back when the last listener leaves. The
-pretend device announces its own.
+torch.cuda.synchronize and its kin go straight to the driver; printing a tensor, or building one from device scalars, switches
+dispatch modes off. They are wrapped while somebody listens. The pretend device announces its own.
 """
 
 import functools
