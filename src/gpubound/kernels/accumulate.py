@@ -66,8 +66,7 @@ def deliver_product(
 ) -> tuple[Tensor | None, ...]:
     """`deliver` of a product that can be written but not added to: multiply(out) gives the stacked gradient in fp32.
 
-    Written straight into the joined accumulators where they begin a new sum, else computed apart and added. `reads` are the
-    product's factors.
+    Written straight into the joined accumulators where they begin a new sum, else made apart and added. `reads`: its factors.
     """
     mains = [main_gradient(weight) for weight in weights]
     there = [main for main in mains if main is not None]

@@ -129,7 +129,6 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> s
             f"call it once before."
         )
     # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
-    # hooks (a self-test inside torch.utils.checkpoint would otherwise be counted among the block's tensors, and missed in the
-    # recomputation).
+    # hooks (torch.utils.checkpoint would count a self-test's tensors among the block's, and miss them when it recomputes).
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
         return thread.submit(selftest.check, op, device, dtype, shape).result()

@@ -1,10 +1,8 @@
 """Cross-entropy of integer labels, with the options that language models use: of logits, or of a head and what it multiplies.
 
-For one row of logits z over V words, capped first when `softcap` is given (z ← c · tanh(z / c)), and its label y:
+For a row of V logits z, in fp32 or wider, capped first when `softcap` is given (z ← c · tanh(z / c)), and its label y:
 
     loss = lse − (1 − ε) · z_y − ε · mean(z) + ζ · lse²        lse = log Σ exp z,  ε = label_smoothing,  ζ = z_loss
-
-The loss is at least float32, whatever the logits are.
 """
 
 import torch

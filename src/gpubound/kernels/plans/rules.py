@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from .kinds import AttentionPlan, Job, MatrixPlan, Plan, RopePlan, RowPlan, TilePlan, power_of_two
 
-# Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (copying as much: 69.0), 70.2 with
-# one.
+# Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (a copy of it 69.0), 70.2 with one.
 TILE_ROWS = 2
 WIDEST_TILE = 16384
 
@@ -17,8 +16,7 @@ THREAD_ELEMENTS = 64
 BACKWARD_TILE = 16384
 
 # What all programs together may hold of partial weight gradients. They are written and read once more, from the L2 where they
-# fit (50 MB on an H200): 1056 programs at width 4096 would make 17 MB each way, beside 537 MB for 16384 rows of bf16; at width
-# 1024, 4.3 MB.
+# fit (50 MB on an H200): 1056 programs would make 17 MB each way at width 4096, beside 537 MB of bf16 rows; 4.3 at width 1024.
 PARTIAL_BYTES = 10 << 20
 
 # Widest row that one program holds whole; the doors give wider ones to the reference. At 16384 the backward's four fp32 rows

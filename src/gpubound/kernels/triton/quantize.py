@@ -1,5 +1,4 @@
-"""16-bit values rounded to 8, row-major and transposed in one pass; also SwiGLU and its backward, whose results are then never
-stored in 16 bits.
+"""16-bit values rounded to 8, row-major and transposed in one pass; also what SwiGLU and its backward give, never stored in 16.
 
 Hopper multiplies 8-bit matrices only along the rows of both, so a value that is summed over once along its row (forward, or the
 input's gradient) and once along its column (the weight's gradient) is needed in both layouts. A tile is rounded in registers
