@@ -23,11 +23,9 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Angles(Protocol):
-    """Where the angles come from."""
+    """Where the angles come from: of positions (..., T) on the device, cos and sin (..., T, D/2)."""
 
-    def __call__(self, positions: Tensor) -> Rope:
-        """positions (..., T) on the device -> cos and sin (..., T, D/2)."""
-        ...
+    def __call__(self, positions: Tensor) -> Rope: ...
 
     def stamp(self) -> object:
         """Changes when the frequencies do; a table of an older stamp is stale."""
@@ -165,8 +163,7 @@ def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: boo
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
     """SDPA on q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal when `mask` is None.
 
-    With a mask, k and v are repeated rather than shared (enable_gqa): CUDA has masked kernels only for equal head counts,
-    and would fall to the one that stores the whole T × T matrix.
+    With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and mask is not None:

@@ -137,8 +137,7 @@ class Checkpoints:
     def _prune(self, newest: int) -> None:
         """Remove what is neither among the newest, nor on the grid, nor the best, and leftovers of killed writers.
 
-        A step beyond `newest`, which has just been written, was damaged, or the run would have gone on from there: it must
-        not push a whole one out.
+        A step beyond `newest`, just written, was damaged, or the run had gone on from there: it must push no whole one out.
         """
         paths = [p for p in self.paths() if _number(p) <= newest]
         kept = set(paths[-self.keep :])

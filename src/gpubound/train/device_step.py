@@ -90,7 +90,7 @@ class DeviceStep:
     def state(self) -> list[Tensor]:
         """Every tensor that a step writes, beside the model's own buffers."""
         optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states]
-        masters = [master for master in optimizer.weights.masters if master is not None]
+        masters = [master for _, _, master in optimizer.weights.rounded]
         own = [self.accumulators.gradient, self.totals, optimizer.state]
         return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]
 

@@ -223,6 +223,8 @@ class Weights:
             self.flat.append(flat)
             self.masters.append(master)
 
+        kept = zip(layout.groups, self.flat, self.masters)
+        self.rounded = [(group, flat, master) for group, flat, master in kept if master is not None]
         self._addresses = [slot.parameter.data_ptr() for slot in layout.slots]
         self._versions = self._now()
 
@@ -252,9 +254,8 @@ class Weights:
 
     def _read_back(self) -> None:
         """Where a 16-bit weight is not its master rounded, somebody wrote it and the master follows; elsewhere it stays."""
-        for flat, master in zip(self.flat, self.masters):
-            if master is not None:
-                master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
+        for _, flat, master in self.rounded:
+            master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
 
     def finest(self) -> list[Tensor]:
         """The flat buffers that the update is kept in: the masters where there are any."""
@@ -262,6 +263,5 @@ class Weights:
 
     def round_masters(self) -> None:
         """The 16-bit weights from their masters, as after an update."""
-        for flat, master in zip(self.flat, self.masters):
-            if master is not None:
-                flat.copy_(master)
+        for _, flat, master in self.rounded:
+            flat.copy_(master)

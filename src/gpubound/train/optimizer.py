@@ -281,8 +281,8 @@ class FlatMuon(FlatAdamW):
             p = p_old * (1 - lr * muon.weight_decay) - lr * size * u
             torch._foreach_copy_(momenta, list(torch.where(go, m, m_old).unbind()))
             torch._foreach_copy_(weights, list(torch.where(go, p, p_old).unbind()))
-        for group, flat, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
-            if group.rule == MUON and master is not None:
+        for group, flat, master in self.weights.rounded:
+            if group.rule == MUON:
                 flat.copy_(master)
 
 

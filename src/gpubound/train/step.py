@@ -143,9 +143,8 @@ class TrainStep:
         """
         layout, optimizer = self._weights.layout, self._optimizer
         state = {"precision": spelled(self._precision), "state": optimizer.state, **dict(optimizer.named_moments())}
-        for group, master in zip(layout.groups, self._weights.masters):
-            if master is not None:
-                state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
+        for group, _, master in self._weights.rounded:
+            state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
         if self._fp8 is not None:
             state |= {f"fp8.{slot.name}": states[:, 0] for slot, states in zip(self._fp8.slots, self._fp8.states)}
         return state
