@@ -259,7 +259,7 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.quantized_norm_gate_up(x, norm, 1e-5, packed),
-            "quantized_norm_gate_up: gate_up has 33 rows, wanted gate and up by turns; use pack_gate_up.",
+            "quantized_norm_gate_up: gate_up has 33 rows, wanted an even number; use pack_gate_up.",
         ),
         (
             lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),

@@ -307,10 +307,10 @@ def test_errors():
         "pick: emitted must be a contiguous torch.int32 (2,) on cpu, got torch.int32 (2,) on meta" + once
     )
     assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=None))) == (
-        "pick: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
+        "pick: embed and x go together, got only x; pass both or neither."
     )
     assert message(lambda: kernels.sample(logits, rows, settings, out._replace(embed=out.embed[:30]))) == (
-        "sample: embed has 30 rows for a vocabulary of 40; a token beyond them would have no embedding."
+        "sample: embed has 30 rows for a vocabulary of 40; tokens beyond have no embedding."
     )
     assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=out.embed.int()))) == (
         "pick: embed must be a contiguous floating-point tensor (V, H), got torch.int32 (40, 70); pass the model's own weight."

@@ -177,7 +177,7 @@ def test_errors():
         "propose: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
     )
     assert message(lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4))) == (
-        "propose: embed and x go together, got only x; pass both for the next step's embeddings, or neither."
+        "propose: embed and x go together, got only x; pass both or neither."
     )
     assert message(lambda: kernels.propose(rows, text, out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
         "propose: x must be a contiguous torch.float32 (6, 4), got torch.float32 (2, 4)" + once

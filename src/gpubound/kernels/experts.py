@@ -62,7 +62,7 @@ def route(
     return implementation("route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
 
 
-@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing(2, 5, 3)))
+@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing()))
 @torch.no_grad()
 def route_reference(
     x: Tensor, norm: Tensor, eps: float, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor,
@@ -138,7 +138,6 @@ def draw_routes() -> tuple[Tensor, Tensor]:
     return ints(4, 0, 2, 2, 3, 1).view(2, 3), doubles(0.5, 0.3, 0.2, 0.4, 0.3, 0.1).float().view(2, 3)
 
 
-def _routing(rows: int, experts: int, slots: int) -> tuple[Tensor, ...]:
+def _routing() -> tuple[Tensor, ...]:
     """Logits, count, and where ids and weights go."""
-    ids = torch.zeros(rows, slots, dtype=torch.int32)
-    return torch.zeros(rows, experts), torch.zeros(rows, dtype=torch.int32), ids, torch.zeros(rows, slots)
+    return torch.zeros(2, 5), ints(0, 0), ints(*[0] * 6).view(2, 3), torch.zeros(2, 3)

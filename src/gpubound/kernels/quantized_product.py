@@ -101,9 +101,7 @@ def quantized_norm_gate_up(
         out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=(x if norm is None else norm).dtype)
     _check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
     if gate_up.rows % 2:
-        raise ValueError(
-            f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted gate and up by turns; use pack_gate_up."
-        )
+        raise ValueError(f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted an even number; use pack_gate_up.")
     check_biases("quantized_norm_gate_up", (bias,), [gate_up.words])
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
@@ -202,10 +200,8 @@ def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
 
 def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
     if not rows or weight.rows % rows or not weight.rows:
-        raise ValueError(
-            f"{op}: {name} has {weight.rows} rows, wanted {rows} for each expert; pack the experts' weights as one, "
-            "pack(stack.flatten(0, 1), kind)."
-        )
+        what = f"{name} has {weight.rows} rows, wanted {rows} for each expert"
+        raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:

@@ -56,8 +56,8 @@ class Into(NamedTuple):
     x: Tensor | None = None  # float32 (B, H): becomes the embedding of every row's token, for the next step
 
 
-INTEGER = {"top_k": torch.int32, "seed": torch.int64, "row": torch.int32}
-SETTINGS = dict.fromkeys(Settings._fields[:-1], torch.float32) | INTEGER
+SETTINGS = dict.fromkeys(Settings._fields[:-1], torch.float32)
+SETTINGS |= {"top_k": torch.int32, "seed": torch.int64, "row": torch.int32}
 
 
 def pick(
@@ -230,17 +230,12 @@ def _check_rows(op: str, rows: Rows, into: Into, first: Tensor, words: int | Non
 
 def check_embedding(op: str, first: Tensor, embed: Tensor | None, x: Tensor | None, words: int | None) -> None:
     if (embed is None) != (x is None):
-        raise ValueError(
-            f"{op}: embed and x go together, got only {'x' if embed is None else 'embed'}; "
-            f"pass both for the next step's embeddings, or neither."
-        )
+        raise ValueError(f"{op}: embed and x go together, got only {'x' if embed is None else 'embed'}; pass both or neither.")
     if embed is None or x is None:
         return
     require(op, "embed", embed, None, ("V", "H"), first.device, "pass the model's own weight")
-    if words is not None and embed.shape[0] < words:
-        raise ValueError(
-            f"{op}: embed has {embed.shape[0]} rows for a vocabulary of {words}; a token beyond them would have no embedding."
-        )
+    if words is not None and len(embed) < words:
+        raise ValueError(f"{op}: embed has {len(embed)} rows for a vocabulary of {words}; tokens beyond have no embedding.")
     require(op, "x", x, torch.float32, (len(first), embed.shape[1]), first.device)
 
 
