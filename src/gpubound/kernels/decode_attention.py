@@ -14,7 +14,7 @@ what a prompt leaves in a cache is what single steps would have left, were its k
 Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head, M pages a row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -298,24 +298,15 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     return shape if usual else (*shape, pairs, whole, heads.offset, heads.cap)
 
 
-def _example(
-    generator: torch.Generator,
-    coded: bool,
-    kv: int = 2,
-    group: int = 2,
-    size: int = 16,
-    pairs: int = 0,
-    whole: bool = False,
-    offset: float = 0.0,
-    cap: float = 0.0,
-) -> tuple:
+def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
+    pairs, whole, offset, cap = rare or (size // 2, False, 0.0, 0.0)
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs or size // 2), None, None, 1e-6, 0.25, 0, offset, cap)
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 1e-6, 0.25, 0, offset, cap)
     if whole or offset:
         q_norm, k_norm = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
