@@ -76,7 +76,7 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
     own = BoundModel._read
 
     def changed(attention):
-        """Of a norm, `layers` may change parts alone."""
+        """Of a norm or a product, `layers` may change parts alone."""
         values = {
             name: getattr(attention, name)._replace(**value) if isinstance(value, dict) else value
             for name, value in (layers or {}).items()
@@ -98,7 +98,7 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
         ("Mistral", {"window": 23}, {}),
         ("Mistral", {"norm": {"eps": 1e-3}}, {}),
         ("Mistral", {}, {"scale": 0.36}),
-        ("Qwen2", {"q_bias": None, "k_bias": None, "v_bias": None}, {}),
+        ("Qwen2", {name: {"bias": None} for name in "qkv"}, {}),
         ("Qwen3", {"q_norm": None, "k_norm": None}, {}),
         ("Qwen3", {"q_norm": {"eps": 1e-2}}, {}),
         ("SmolLM3", {"table": 0}, {}),

@@ -10,7 +10,7 @@ from gpubound.decode.fused import PARTS
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.weights import FORMATS
 from gpubound.decode.weights.own import OwnProduct, OwnWeights
-from gpubound.models.decoding import DenseWeights, Reader, plain_linear, plain_norm
+from gpubound.models.decoding import DenseWeights, Linear, Reader, plain_linear, plain_norm
 from gpubound.models.llama import family
 
 from . import cases
@@ -21,14 +21,14 @@ class SixteenBits(OwnWeights):
 
     kind, reads = "sixteen", "copies in 16 bits"
 
-    def stacked(self, weights, biases):
-        return OwnProduct([weight.detach().bfloat16().to(weight.dtype) for weight in weights], biases)
+    def stacked(self, *layers):
+        rounded = (layer.weight.detach().bfloat16().to(layer.weight.dtype) for layer in layers)
+        return OwnProduct(*map(Linear, rounded, (layer.bias for layer in layers)))
 
-    def gate_up(self, gate, up, biases):
-        return self.stacked([gate, up], biases)
+    gate_up = stacked
 
     def head(self, weight):
-        return self.stacked([weight], [None])
+        return self.stacked(Linear(weight))
 
 
 def test_a_weight_format(monkeypatch, device):
@@ -51,8 +51,8 @@ def test_a_weight_format(monkeypatch, device):
 class ReluWeights(DenseWeights):
     def define(self, x, number, choices):
         h = plain_norm(x, self.norm)
-        gated = F.relu(plain_linear(h, self.gate, None)) * plain_linear(h, self.up, None)
-        return plain_linear(gated, self.down, None)
+        gated = F.relu(plain_linear(h, self.gate)) * plain_linear(h, self.up)
+        return plain_linear(gated, self.down)
 
 
 class ReluMLP(DenseMLP):

@@ -280,12 +280,12 @@ def _body(
 
 def _calls(live: BoundModel, weights: str | None) -> list[Call]:
     """The products of its steps, in the forms that its layers ask for."""
-    first, head, ops = live.layers[0], live.norm, weight_format(weights)
+    first, head, prefix = live.layers[0], live.norm, weight_format(weights).prefix
     norm, _, offset = first.attention.norm or NO_NORM
-    product, add, gate_up = ops.ops
+    product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     found: list[Call] = [(product, form(norm, offset, 0.0)), (add, ())]
     found.append((product, form(head.weight, head.offset, live.shape.logit_cap)))
     if live.reader.routers():
-        found += [(op, ()) for op in ops.expert_ops]
+        found += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
     activation = live.reader.activation()
     return [*found, (gate_up, form(norm, offset, activation))]

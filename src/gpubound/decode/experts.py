@@ -18,24 +18,22 @@ from torch import Tensor
 from ..kernels import route, swiglu
 from ..kernels.experts import likeliest
 from ..models.decoding import ExpertWeights
-from .layer import Bench, Outlet, normed, normed_rows
+from .layer import Bench, Part, normed
 
 PIECE = 4096  # tokens sorted at a time: their rows lie S times in memory
 
 
-class SparseMLP:
+class SparseMLP(Part):
     """Norm, router, choice, gate and up of the chosen experts, their down."""
 
     def __init__(self, weights: ExpertWeights, number: int, form: Any, bench: Bench) -> None:
-        self.weights, self.number, self.bench = weights, number, bench
-        self.experts, self.outlet = form.experts(weights.gate_up, weights.down), Outlet(weights.post_norm, bench)
-        self._named = f"{form.prefix}routed_gate_up", f"{form.prefix}add_routed"
-        self.count, hidden = weights.router.shape
+        super().__init__(weights, number, form, bench)
+        self.experts = form.experts(weights.gate_up, weights.down)
+        self.count = len(weights.router.weight)
         self.ungrouped = not_grouped(weights.gate_up, weights.down)
         self.captures_prompts = not self.ungrouped  # every expert by itself would be thousands of nodes
         self.routes_wide = bool(self.ungrouped) or not self.experts.wide_steps
         rows, slots, width = bench.rows, weights.slots, weights.gate_up.shape[1] // 2
-        self._normed = bench.buffer("normed", rows, hidden, dtype=bench.dtype)
         self._scores = bench.buffer("scores", rows, self.count)
         self._scored = bench.buffer("scored", rows, dtype=torch.int32)
         self._ids = bench.buffer("ids", rows, slots, dtype=torch.int32)
@@ -47,19 +45,19 @@ class SparseMLP:
         w, rows, norm = self.weights, len(x), self.weights.norm
         ids, shares, routed = self._ids[:rows], self._shares[:rows], self._routed[:rows]
         scratch = self._scores[:rows], self._scored[:rows]
-        route(x, norm.weight, norm.eps, w.router, w.normalise, *scratch, ids, shares, mode)
+        route(x, norm.weight, norm.eps, w.router.weight, w.normalise, *scratch, ids, shares, mode)
         self.experts.routed_gate_up(x, norm.weight, norm.eps, ids, routed, mode)
-        self.experts.add_routed(routed, ids, shares, self.outlet.target(x), mode)
-        self.outlet.close(x, mode)
+        self.experts.add_routed(routed, ids, shares, self.target(x), mode)
+        self.close(x, mode)
         if self.bench.overheard is not None:
             self.bench.overheard.add(self.number, ids[-1:])
 
     def wide_step(self, x: Tensor) -> None:
         if self.routes_wide:
             return self.step(x, 0)
-        h, to = normed_rows(x, self.weights.norm, self._normed[: len(x)]), self.outlet.target(x)
+        h, to = self.read(x), self.target(x)
         to += grouped(h, *self._choose(h), *self.experts.matrices())
-        self.outlet.close(x)
+        self.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
         ids, shares = self._choose(h)
@@ -70,7 +68,7 @@ class SparseMLP:
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""
-        router = self.weights.router
+        router = self.weights.router.weight
         if h.is_cuda and h.dtype != torch.float32:
             scores = torch.mm(h.flatten(0, -2), router.t(), out_dtype=torch.float32).view(*h.shape[:-1], -1)
         else:
@@ -92,14 +90,12 @@ class SparseMLP:
         different = self.count * (1 - (1 - self.weights.slots / self.count) ** tokens)
         return different * self.experts.nbytes
 
-    def report(self) -> list[tuple[str, str, str]]:
-        kernels = self.bench.kernels
-        gate_up, add = self._named
+    def ops(self) -> list[tuple[str, str, str]]:
+        prefix = self.form.prefix
         return [
-            ("norm, router, choice", f"{kernels}: route", f"{self.weights.slots} of {self.count} experts a row"),
-            ("norm, gate, up of experts", f"{kernels}: {gate_up}", "read where they lie"),
-            ("down of experts", f"{kernels}: {add}", ""),
-            *self.outlet.report(),
+            ("norm, router, choice", "route", f"{self.weights.slots} of {self.count} experts a row"),
+            ("norm, gate, up of experts", f"{prefix}routed_gate_up", "read where they lie"),
+            ("down of experts", f"{prefix}add_routed", ""),
         ]
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:

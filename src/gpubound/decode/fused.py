@@ -122,7 +122,7 @@ class FusedBody(Body):
 
     def _narrow_head(self, x: Tensor, mode: int) -> Tensor:
         rows, cap = len(x), self.live.shape.logit_cap
-        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, self.best[:rows], self.arg[:rows], cap)
+        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, (self.best[:rows], self.arg[:rows]), cap)
 
     def _wide_head(self, x: Tensor) -> Tensor:
         rows = len(x)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import ACTIVATIONS, capped_
-from ..models.decoding import AttentionWeights, DenseWeights, Norm, heads_of, turn
+from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, heads_of, turn
 
 if TYPE_CHECKING:
     from .bind import BoundModel
@@ -35,12 +35,14 @@ def runs(live: "BoundModel") -> bool:
 
 
 class HostLayer(NamedTuple):
+    """The products of an input are one where their weights are neighbours, else one each."""
+
     attention: AttentionWeights
     mlp: DenseWeights
-    qkv: list[tuple[Tensor, Tensor | None]]  # (weight, bias): one of all three where they are neighbours, else each
-    o: Tensor
-    gate_up: list[tuple[Tensor, Tensor | None]]
-    down: Tensor
+    qkv: list[Linear]
+    o: list[Linear]
+    gate_up: list[Linear]
+    down: list[Linear]
 
 
 class HostStep:
@@ -58,14 +60,7 @@ class HostStep:
 
     def _read(self) -> list[HostLayer]:
         return [
-            HostLayer(
-                attention.weights,
-                mlp.weights,
-                _joined(attention.qkv),
-                attention.o.matrices()[0],
-                _joined(mlp.gate_up),
-                mlp.down.matrices()[0],
-            )
+            HostLayer(attention.weights, mlp.weights, *map(_joined, (*attention.products, *mlp.products)))
             for attention, mlp in self.body.layers
         ]
 
@@ -87,10 +82,10 @@ class HostStep:
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
             q, k, v = self._heads(attention, _products(_normed(x, attention.norm), qkv, heads), angles)
             mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window], attention.cap)
-            x = x + _normed(F.linear(mixed, o, attention.o_bias), attention.post_norm)
-            gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate), len(mlp.up)])
+            x = x + _normed(F.linear(mixed, *o[0]), attention.post_norm)
+            gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate.weight), len(mlp.up.weight)])
             gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
-            x = x + _normed(F.linear(gate, down, mlp.down_bias), mlp.post_norm)
+            x = x + _normed(F.linear(gate, *down[0]), mlp.post_norm)
         h, logits, (head,) = _normed(x, body.live.norm), body.logits[:rows], body.head.matrices()
         if h.dtype == logits.dtype:
             torch.mm(h, head.detach().t(), out=logits)
@@ -153,16 +148,15 @@ def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tenso
     return start, sees[:, None, None]
 
 
-def _joined(product: Any) -> list[tuple[Tensor, Tensor | None]]:
+def _joined(product: Any) -> list[Linear]:
     weights, biases = ([t.detach() for t in tensors] for tensors in (product.matrices(), product.biases))
-    whole = join_rows(weights)
-    bias = join_rows(biases) if biases else None
+    whole, bias = join_rows(weights), join_rows(biases) if biases else None
     if whole is None or (biases and bias is None):
-        return list(zip(weights, biases or [None] * len(weights)))
-    return [(whole, bias)]
+        return list(map(Linear, weights, biases)) if biases else list(map(Linear, weights))
+    return [Linear(whole, bias)]
 
 
-def _products(x: Tensor, parts: list[tuple[Tensor, Tensor | None]], sizes: list[int]) -> Sequence[Tensor]:
+def _products(x: Tensor, parts: list[Linear], sizes: list[int]) -> Sequence[Tensor]:
     """x times weights of these sizes, which `parts` holds joined or one by one."""
-    found = [F.linear(x, weight, bias) for weight, bias in parts]
+    found = [F.linear(x, *layer) for layer in parts]
     return found[0].split(sizes, -1) if len(found) < len(sizes) else found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_product import capped_
-from ..models.decoding import LayerWeights, Rounding, plain_linear, plain_norm
+from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 
 if TYPE_CHECKING:
     from .fused import FusedBody
@@ -89,7 +89,7 @@ def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(x, number, choices)
         yield f"model.layers.{number}.mlp", x
-    yield "lm_head", capped_(plain_linear(plain_norm(x, model.norm), model.head, None), shape.logit_cap)
+    yield "lm_head", capped_(plain_linear(plain_norm(x, model.norm), Linear(model.head)), shape.logit_cap)
 
 
 class RoundedModel:
@@ -104,8 +104,8 @@ class RoundedModel:
 
     @property
     def head(self) -> Tensor:
-        (weight,) = self.body.head.exact()
-        return weight
+        (head,) = self.body.head.exact()
+        return head.weight
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return self.body.live.tables(length)

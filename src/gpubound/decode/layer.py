@@ -63,37 +63,51 @@ class Bench:
         return self._buffers[key]
 
 
-class Outlet:
-    """What a part adds to the stream goes there from its last product, or through a norm of its own."""
+class Part:
+    """What the parts of a layer share. What one adds to the stream goes there from its last product, or through a norm."""
 
-    def __init__(self, norm: Norm | None, bench: Bench) -> None:
-        self.norm, self.kernels = norm, bench.kernels
-        self._sum = None if norm is None else bench.buffer("sum", bench.rows, bench.shape.hidden)  # zeros, as a step leaves it
+    def __init__(self, weights: Any, number: int, form: Any, bench: Bench) -> None:
+        self.weights, self.number, self.form, self.bench = weights, number, form, bench
+        self.products: list[Any] = []
+        self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
+        summed = weights.post_norm is not None
+        self._sum = bench.buffer("sum", bench.rows, bench.shape.hidden) if summed else None  # zeros, as a step leaves it
+
+    def read(self, x: Tensor) -> Tensor:
+        """What a product of many rows of the stream reads."""
+        return normed_rows(x, self.weights.norm, self._normed[: len(x)])
 
     def target(self, x: Tensor) -> Tensor:
-        """What the product is added to."""
+        """What the last product is added to."""
         return x if self._sum is None else self._sum[: len(x)]
 
     def close(self, x: Tensor, mode: int = 0) -> None:
-        if self.norm is not None:
-            add_norm(self.target(x), self.norm.weight, self.norm.eps, x, self.norm.offset, mode)
+        if self._sum is not None:
+            norm = self.weights.post_norm
+            add_norm(self.target(x), norm.weight, norm.eps, x, norm.offset, mode)
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads whole."""
+        return self.weights.norms() + [tensor for product in self.products for tensor in product.tensors()]
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        """(what it computes, the op, why) of its steps."""
+        raise NotImplementedError
 
     def report(self) -> list[tuple[str, str, str]]:
-        return [] if self.norm is None else [("norm, residual add", f"{self.kernels}: add_norm", "")]
+        """(what it computes, what computes it, why) for the decoder's table."""
+        rows = self.ops() if self._sum is None else [*self.ops(), ("norm, residual add", "add_norm", "")]
+        return [(what, f"{self.bench.kernels}: {op}", why) for what, op, why in rows]
 
 
-class CachedAttention:
+class CachedAttention(Part):
     """Norm, q k v, rotation, cache, attention, output."""
 
     def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Bench) -> None:
-        self.weights, self.number, self.bench = weights, number, bench
+        super().__init__(weights, number, form, bench)
         w, s, rows = weights, bench.shape, bench.rows
-        self.qkv = form.stacked([w.q, w.k, w.v], [w.q_bias, w.k_bias, w.v_bias])
-        self.o = form.stacked([w.o], [w.o_bias])
-        self.outlet = Outlet(w.post_norm, bench)
-        self._named = f"{form.prefix}norm_product", f"{form.prefix}add_product"
+        self.qkv, self.o = self.products = [form.stacked(w.q, w.k, w.v), form.stacked(w.o)]
         self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
-        self._normed = bench.buffer("normed", rows, s.hidden, dtype=bench.dtype)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
         self._partial = bench.buffer("partial", rows, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
@@ -103,14 +117,13 @@ class CachedAttention:
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
         self.qkv.norm_product(x, self.weights.norm, qkv, mode)
         self._attend(rows, qkv, position, mode)
-        self.o.add_product(mixed, self.outlet.target(x), mode)
-        self.outlet.close(x, mode)
+        self.o.add_product(mixed, self.target(x), mode)
+        self.close(x, mode)
 
     def wide_step(self, x: Tensor, position: Tensor) -> None:
-        h = normed_rows(x, self.weights.norm, self._normed[: len(x)])
-        self._attend(len(x), fused_linear(h, self.qkv.matrices(), self.qkv.biases or None), position, 0)
-        accumulate(self.outlet.target(x), self._mixed[: len(x)], self.o.matrices()[0], self.weights.o_bias)
-        self.outlet.close(x)
+        self._attend(len(x), fused_linear(self.read(x), self.qkv.matrices(), self.qkv.biases or None), position, 0)
+        accumulate(self.target(x), self._mixed[: len(x)], self.o.matrices()[0], self.weights.o.bias)
+        self.close(x)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """What is added to the stream, for normed h (B, T, hidden) at places start to end."""
@@ -119,7 +132,7 @@ class CachedAttention:
         mask = _mask(start, end, self.weights.window, h.device)
         q, scale, cap = q.transpose(1, 2), self.bench.shape.scale, self.weights.cap
         mixed = capped_attend(q, k, v, mask, scale, cap) if cap else attend(q, k, v, mask, scale)
-        return normed(F.linear(mixed.flatten(2), self.o.matrices()[0], self.weights.o_bias), self.weights.post_norm)
+        return normed(F.linear(mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias), self.weights.post_norm)
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
@@ -131,7 +144,7 @@ class CachedAttention:
     def _project(self, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, heads, D) each, q and k normed and turned."""
         s, w = self.bench.shape, self.weights
-        pairs = zip(self.qkv.matrices(), (w.q_bias, w.k_bias, w.v_bias))
+        pairs = zip(self.qkv.matrices(), (w.q.bias, w.k.bias, w.v.bias))
         q, k, v = (F.linear(h, weight, bias) for weight, bias in pairs)
         q, k = heads_of(q, s.head_dim, w.q_norm, normed), heads_of(k, s.head_dim, w.k_norm, normed)
         v = v.unflatten(-1, (-1, s.head_dim))
@@ -145,73 +158,54 @@ class CachedAttention:
         (q, k, v), (o,) = self.qkv.exact(), self.o.exact()
         return replace(self.weights, q=q, k=k, v=v, o=o)
 
-    def tensors(self) -> list[Tensor]:
-        """What a step reads whole."""
-        w = self.weights
-        norms = [norm.weight for norm in (w.norm, w.q_norm, w.k_norm, w.post_norm) if norm is not None]
-        return [*norms, *self.qkv.tensors(), *self.o.tensors()]
-
-    def report(self) -> list[tuple[str, str, str]]:
-        kernels, attention = self.bench.kernels, self.bench.cache.layout.op.split(".")[-1]
-        product, add = self._named
+    def ops(self) -> list[tuple[str, str, str]]:
+        prefix, attention = self.form.prefix, self.bench.cache.layout.op
         return [
-            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{kernels}: {product}", ""),
-            ("rotation, cache, attention", f"{kernels}: {attention}", ""),
-            ("output", f"{kernels}: {add}", ""),
-            *self.outlet.report(),
+            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{prefix}norm_product", ""),
+            ("rotation, cache, attention", attention, ""),
+            ("output", f"{prefix}add_product", ""),
         ]
 
 
-class DenseMLP:
+class DenseMLP(Part):
     """Norm, gate and up, down."""
 
     captures_prompts = True
 
     def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Bench) -> None:
-        self.weights, self.bench = weights, bench
-        self.gate_up = form.gate_up(weights.gate, weights.up, [weights.gate_bias, weights.up_bias])
-        self.down = form.stacked([weights.down], [weights.down_bias])
-        self.outlet = Outlet(weights.post_norm, bench)
-        self._named = f"{form.prefix}norm_gate_up", f"{form.prefix}add_product"
-        self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
-        self._gated = bench.buffer("gated", bench.rows, len(weights.gate), dtype=bench.dtype)
+        super().__init__(weights, number, form, bench)
+        self.gate_up, self.down = self.products = [form.gate_up(weights.gate, weights.up), form.stacked(weights.down)]
+        self._gated = bench.buffer("gated", bench.rows, len(weights.gate.weight), dtype=bench.dtype)
         self.gate_up_bytes = self.gate_up.nbytes  # of which a step reads all
 
     def step(self, x: Tensor, mode: int) -> None:
         y = self._gated[: len(x)]
         self.gate_up.norm_gate_up(x, self.weights.norm, self.weights.activation, y, mode)
-        self.down.add_product(y, self.outlet.target(x), mode)
-        self.outlet.close(x, mode)
+        self.down.add_product(y, self.target(x), mode)
+        self.close(x, mode)
 
     def wide_step(self, x: Tensor) -> None:
-        h = normed_rows(x, self.weights.norm, self._normed[: len(x)])
-        both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
-        accumulate(self.outlet.target(x), gated(self.weights.activation, both), self.down.matrices()[0], self.weights.down_bias)
-        self.outlet.close(x)
+        both = fused_linear(self.read(x), self.gate_up.matrices(), self.gate_up.biases or None)
+        accumulate(self.target(x), gated(self.weights.activation, both), self.down.matrices()[0], self.weights.down.bias)
+        self.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
         """What is added to the stream, for normed h (B, T, hidden)."""
         w, (gate, up) = self.weights, self.gate_up.matrices()
-        y = gated(w.activation, F.linear(h, gate, w.gate_bias), F.linear(h, up, w.up_bias))
-        return normed(F.linear(y, self.down.matrices()[0], w.down_bias), w.post_norm)
+        y = gated(w.activation, F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias))
+        return normed(F.linear(y, self.down.matrices()[0], w.down.bias), w.post_norm)
 
     def exact(self) -> DenseWeights:
         (gate, up), (down,) = self.gate_up.exact(), self.down.exact()
         return replace(self.weights, gate=gate, up=up, down=down)
 
-    def tensors(self) -> list[Tensor]:
-        norms = [norm.weight for norm in (self.weights.norm, self.weights.post_norm) if norm is not None]
-        return [*norms, *self.gate_up.tensors(), *self.down.tensors()]
-
     def chosen_bytes(self, tokens: int) -> float:
         """What a step of so many tokens reads besides."""
         return 0.0
 
-    def report(self) -> list[tuple[str, str, str]]:
-        kernels = self.bench.kernels
-        gate_up, add = self._named
-        first = f"{'norm, ' * (self.weights.norm is not None)}gate, up"
-        return [(first, f"{kernels}: {gate_up}", ""), ("down", f"{kernels}: {add}", ""), *self.outlet.report()]
+    def ops(self) -> list[tuple[str, str, str]]:
+        prefix, first = self.form.prefix, f"{'norm, ' * (self.weights.norm is not None)}gate, up"
+        return [(first, f"{prefix}norm_gate_up", ""), ("down", f"{prefix}add_product", "")]
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:
         return []

@@ -32,6 +32,11 @@ NO_NORM = (None, 0.0, 0.0)
 """What an op takes in the place of a Norm's parts where there is none."""
 
 
+class Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Shape:
     """What all layers of a model have in common."""
@@ -46,33 +51,36 @@ class Shape:
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: as they are
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Norms and biases may be None."""
+class Weights:
+    """What the records of a layer's parts share. Norms and biases may be None."""
 
+    def norms(self) -> list[Tensor]:
+        return [value.weight for value in vars(self).values() if isinstance(value, Norm)]
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads whole."""
+        layers = (value for value in vars(self).values() if isinstance(value, Linear))
+        return self.norms() + [tensor for layer in layers for tensor in layer if tensor is not None]
+
+
+@dataclass(frozen=True)
+class AttentionWeights(Weights):
     norm: Norm | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
     q_norm: Norm | None  # of a head, or of all heads in a row: its width tells
     k_norm: Norm | None
-    o: Tensor
-    o_bias: Tensor | None
     window: int  # the nearest keys that a token sees; 0: all
     table: int | None = 0  # which of the model's angles; None: a layer without positions
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
     post_norm: Norm | None = None  # of what is added to the stream
 
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self)
-
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
         """What is added to x (T, hidden), in plain fp32."""
         h = plain_norm(x, self.norm)
-        q, k, v = (plain_linear(h, w, b) for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)))
+        q, k, v = (plain_linear(h, layer) for layer in (self.q, self.k, self.v))
         q, k = heads_of(q, shape.head_dim, self.q_norm, plain_norm), heads_of(k, shape.head_dim, self.k_norm, plain_norm)
         v = v.unflatten(-1, (-1, shape.head_dim))
         if self.table is not None:
@@ -86,47 +94,36 @@ class AttentionWeights:
         age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
         hidden = (age < 0) | (age >= (self.window or T))
         y = torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
-        return plain_norm(plain_linear(y.flatten(1), self.o, self.o_bias), self.post_norm)
+        return plain_norm(plain_linear(y.flatten(1), self.o), self.post_norm)
 
 
 @dataclass(frozen=True)
-class DenseWeights:
+class DenseWeights(Weights):
     norm: Norm | None
-    gate: Tensor
-    up: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate: Linear
+    up: Linear
+    down: Linear
     activation: str = "silu"
     post_norm: Norm | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self)
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """What is added to x (T, hidden), in plain fp32."""
         h = plain_norm(x, self.norm)
-        gated = ACTIVATIONS[self.activation](plain_linear(h, self.gate, self.gate_bias))
-        gated = gated * plain_linear(h, self.up, self.up_bias)
-        return plain_norm(plain_linear(gated, self.down, self.down_bias), self.post_norm)
+        gated = ACTIVATIONS[self.activation](plain_linear(h, self.gate)) * plain_linear(h, self.up)
+        return plain_norm(plain_linear(gated, self.down), self.post_norm)
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(Weights):
     """Gated by silu, behind a norm without an offset: the kernels know no others."""
 
     norm: Norm
-    router: Tensor  # (E, hidden)
+    router: Linear  # (E, hidden)
     gate_up: Any  # (E, 2 I, hidden)
     down: Any  # (E, hidden, I)
     slots: int
     normalise: bool  # shares of what was chosen, not of all
     post_norm: Norm | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """What a step reads whole."""
-        return [norm.weight for norm in (self.norm, self.post_norm) if norm is not None] + [self.router]
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """What is added to x (T, hidden), in plain fp32; token by token, whose experts alone are widened.
@@ -134,7 +131,7 @@ class ExpertWeights:
         With `choices`, experts are those that were chosen there, which are judged.
         """
         h = plain_norm(x, self.norm)
-        scores = plain_linear(h, self.router, None)
+        scores = plain_linear(h, self.router)
         shares, ids = scores.softmax(-1).topk(self.slots)
         if choices:
             ids = choices.judged(number, scores)
@@ -157,13 +154,8 @@ class LayerWeights(NamedTuple):
         return [*self.attention.tensors(), *self.mlp.tensors()]
 
 
-def _tensors(record: Any) -> list[Tensor]:
-    values = (value.weight if isinstance(value, Norm) else value for value in vars(record).values())
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.float(), None if bias is None else bias.float())
+def plain_linear(x: Tensor, layer: Linear) -> Tensor:
+    return F.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -257,27 +249,23 @@ class Reader:
     def attention(self, block: Any) -> AttentionWeights:
         attention, (before, behind) = block.self_attn, self.norms(block, self.NORMS[:2])
         q_norm, k_norm = self.norms(attention, ("q_norm", "k_norm"))
-        (q, q_bias), (k, k_bias), (v, v_bias) = self.projections(attention)
+        q, k, v = self.projections(attention)
         return AttentionWeights(
             norm=before,
             q=q,
             k=k,
             v=v,
-            q_bias=q_bias,
-            k_bias=k_bias,
-            v_bias=v_bias,
+            o=linear_of(attention.o_proj),
             q_norm=q_norm,
             k_norm=k_norm,
-            o=weight_of(attention.o_proj),
-            o_bias=attention.o_proj.bias,
             window=self.window(attention),
             table=self.table(attention),
             cap=self.cap(attention),
             post_norm=behind,
         )
 
-    def projections(self, attention: Any) -> list[tuple[Tensor, Tensor | None]]:
-        return [(weight_of(layer), layer.bias) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    def projections(self, attention: Any) -> list[Linear]:
+        return [linear_of(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
     def window(self, attention: Any) -> int:
         """Qwen says it layer by layer, Mistral in its config for all of them."""
@@ -292,13 +280,13 @@ class Reader:
 
     def mlp(self, block: Any) -> Any:
         before, behind = self.norms(block, self.NORMS[2:])
-        (gate, gate_bias), (up, up_bias) = self.gate_up(block.mlp)
-        down, activation = block.mlp.down_proj, self.activation()
+        gate, up = self.gate_up(block.mlp)
+        activation = self.activation()
         assert activation is not None
-        return DenseWeights(before, gate, up, gate_bias, up_bias, weight_of(down), down.bias, activation, behind)
+        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, behind)
 
-    def gate_up(self, mlp: Any) -> list[tuple[Tensor, Tensor | None]]:
-        return [(weight_of(layer), layer.bias) for layer in (mlp.gate_proj, mlp.up_proj)]
+    def gate_up(self, mlp: Any) -> list[Linear]:
+        return [linear_of(mlp.gate_proj), linear_of(mlp.up_proj)]
 
     def together(self, block: Any) -> list[list[Any]]:
         """The linear layers of a block that read the same input: side by side in memory they are one product."""
@@ -315,8 +303,12 @@ def weight_of(module: Any) -> Tensor:
     return module._parameters["weight"]
 
 
-def parts_of(layer: Any, counts: list[int]) -> list[tuple[Tensor, Tensor | None]]:
-    """(weight, bias) of several layers whose weights are one parameter: views of it."""
+def linear_of(layer: Any) -> Linear:
+    return Linear(weight_of(layer), layer.bias)
+
+
+def parts_of(layer: Any, counts: list[int]) -> list[Linear]:
+    """Several layers whose weights are one parameter: views of it."""
     weights = weight_of(layer).detach().split(counts)
     biases = [None] * len(counts) if layer.bias is None else layer.bias.detach().split(counts)
-    return list(zip(weights, biases))
+    return list(map(Linear, weights, biases))

@@ -6,15 +6,14 @@ may be added, stay transformers' own.
 
 from typing import Any
 
-from .decoding import ExpertWeights, Reader, weight_of
+from .decoding import ExpertWeights, Linear, Reader, weight_of
 from .parts import attention, norm
 from .placing import Maker
 from .registry import role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
 
-
-# of a sparse block: their roles and parameters
+# Of a sparse block: their roles and parameters.
 PARTS = {"gate": ("TopKRouter", {"weight"}), "experts": ("Experts", {"gate_up_proj", "down_proj"})}
 
 
@@ -30,10 +29,7 @@ class SparseReader(Reader):
         sparse = self._sparse()
         for number, block in sparse.items():
             name = f"model.layers.{number}.mlp"
-            for part, kind, names in (
-                ("gate", "TopKRouter", {"weight"}),
-                ("experts", "Experts", {"gate_up_proj", "down_proj"}),
-            ):
+            for part, (kind, names) in PARTS.items():
                 module = getattr(block, part)
                 if role_of(module) != kind or set(module._parameters) != names:
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
@@ -52,7 +48,7 @@ class SparseReader(Reader):
         assert before is not None
         return ExpertWeights(
             norm=before,
-            router=weight_of(block.mlp.gate),
+            router=Linear(weight_of(block.mlp.gate)),
             gate_up=block.mlp.experts._parameters["gate_up_proj"],
             down=block.mlp.experts._parameters["down_proj"],
             slots=int(block.mlp.gate.top_k),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..layers.attention import RopeTable
-from .decoding import Reader, parts_of
+from .decoding import Linear, Reader, parts_of
 from .parts import HFMLP, HFAttention, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import ChangingAngles
@@ -47,13 +47,12 @@ SWAPS: dict[str, Maker] = {
 
 
 class PackedReader(Reader):
-    def projections(self, attention: Any) -> list[tuple[Tensor, Tensor | None]]:
-        rows = [
-            count * attention.head_dim for count in (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
-        ]
-        return parts_of(attention.qkv_proj, rows)
+    def projections(self, attention: Any) -> list[Linear]:
+        c = self.config
+        heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+        return parts_of(attention.qkv_proj, [count * attention.head_dim for count in heads])
 
-    def gate_up(self, mlp: Any) -> list[tuple[Tensor, Tensor | None]]:
+    def gate_up(self, mlp: Any) -> list[Linear]:
         return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
 
     def together(self, block: Any) -> list[list[Any]]:

@@ -2,15 +2,15 @@
 
 A format takes weights from the model and gives back what the parts of a layer multiply by:
 
-stacked(weights, biases)    weights below each other that read one x (q, k and v; o; down)
-gate_up(gate, up, biases)   the two halves of a gated MLP
-head(weight)                the same as one alone, but too large to keep a second time
-experts(gate_up, down)      those of a sparse MLP, stacked by expert
+stacked(*layers)         layers below each other that read one x (q, k and v; o; down)
+gate_up(gate, up)        the two halves of a gated MLP
+head(weight)             the same as one alone, but too large to keep a second time
+experts(gate_up, down)   those of a sparse MLP, stacked by expert
 
 Each of them has the products of a step under the names of their kernels; `matrices()` in the model's dtype for many rows at
-once, with `biases`; `exact()` in full for the judge; and `tensors()`, which a step reads. A format also says with how many
-bytes kernels let their successors in at once (`early_bytes`), which of its kernels to compile first (`ops`), whether its copies
-are out of date (`changed`), and what it adds to the decoder's table (`report`).
+once, with `biases`; `exact()` in full for the judge; and `tensors()`, which a step reads. A format also says how the names of
+its kernels begin (`prefix`), with how many bytes they let their successors in at once (`early_bytes`), whether its copies are
+out of date (`changed`), and what it adds to the decoder's table (`report`).
 """
 
 from typing import Any

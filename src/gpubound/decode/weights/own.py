@@ -6,7 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels import add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
-from ...models.decoding import NO_NORM, Norm
+from ...models.decoding import NO_NORM, Linear, Norm
+
+Maxima = tuple[Tensor | None, Tensor | None]
+"""where the partial maxima of a product go, and their rows"""
+NO_MAXIMA = (None, None)
 
 
 class OwnWeights:
@@ -16,8 +20,6 @@ class OwnWeights:
     # Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437
     # late, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
     early_bytes = 96 << 20
-    ops = ("norm_product", "add_product", "norm_gate_up")
-    expert_ops = ("route", "routed_gate_up", "add_routed")
 
     def __init__(self, kind: None = None) -> None:
         pass
@@ -28,14 +30,14 @@ class OwnWeights:
     def changed(self) -> str | None:
         return None
 
-    def stacked(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> "OwnProduct":
-        return OwnProduct(weights, biases)
+    def stacked(self, *layers: Linear) -> "OwnProduct":
+        return OwnProduct(*layers)
 
-    def gate_up(self, gate: Tensor, up: Tensor, biases: Sequence[Tensor | None]) -> "OwnProduct":
-        return OwnProduct([gate, up], biases)
+    def gate_up(self, gate: Linear, up: Linear) -> "OwnProduct":
+        return OwnProduct(gate, up)
 
     def head(self, weight: Tensor) -> "OwnProduct":
-        return OwnProduct([weight], [None])
+        return OwnProduct(Linear(weight))
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "OwnExperts":
         return OwnExperts(gate_up, down)
@@ -47,24 +49,17 @@ class OwnWeights:
 class OwnProduct:
     """Up to three weights that read one x."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self.weights = list(weights)
-        self.biases = [bias for bias in biases if bias is not None]
-        self._given: list[Any] = [(*parts, None, None)[:3] for parts in (weights, biases)]
+    def __init__(self, *layers: Linear) -> None:
+        self.layers = layers
+        self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._given: Any = tuple(zip(*layers, *[(None, None)] * (3 - len(layers))))  # weights, biases
 
     def norm_product(
-        self,
-        x: Tensor,
-        norm: Norm | None,
-        out: Tensor,
-        mode: int,
-        best: Tensor | None = None,
-        arg: Tensor | None = None,
-        cap: float = 0.0,
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         weight, eps, offset = norm or NO_NORM
         (q, k, v), (q_bias, k_bias, v_bias) = self._given
-        return norm_product(x, weight, eps, q, k, v, q_bias, k_bias, v_bias, out, best, arg, mode, offset, cap)
+        return norm_product(x, weight, eps, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, offset, cap)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         weight, eps, offset = norm or NO_NORM
@@ -72,20 +67,20 @@ class OwnProduct:
         norm_gate_up(x, weight, eps, gate, up, gate_bias, up_bias, out, mode, offset, activation)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        add_product(h, self.weights[0], self._given[1][0], x, mode)
+        add_product(h, *self.layers[0], x, mode)
 
     def matrices(self) -> list[Tensor]:
-        return self.weights
+        return [layer.weight for layer in self.layers]
 
-    def exact(self) -> list[Tensor]:
-        return self.weights
+    def exact(self) -> Sequence[Linear]:
+        return self.layers
 
     def tensors(self) -> list[Tensor]:
-        return [*self.weights, *self.biases]
+        return [*self.matrices(), *self.biases]
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights)
+        return sum(weight.nbytes for weight in self.matrices())
 
 
 class OwnExperts:

@@ -25,8 +25,9 @@ from ...kernels import (
     quantized_routed_gate_up,
 )
 from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
-from ...models.decoding import NO_NORM, Norm
+from ...models.decoding import NO_NORM, Linear, Norm
 from ...trace import notice
+from .own import NO_MAXIMA, Maxima
 
 
 class PackedWeights:
@@ -34,8 +35,6 @@ class PackedWeights:
     # As of own weights, of packed bytes. Unpacking needs the multiprocessors that a waiting successor sits on: int4 at 8b (58
     # MB) 2.15 ms a token early and 1.91 late, int8 (117 MB) 2.65 and 2.43.
     early_bytes = 32 << 20
-    ops = ("quantized_norm_product", "quantized_add_product", "quantized_norm_gate_up")
-    expert_ops = ("route", "quantized_routed_gate_up", "quantized_add_routed")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -64,19 +63,15 @@ class PackedWeights:
     def changed(self) -> str | None:
         return next((name for name, weight, version in self._versions if weight._version != version), None)
 
-    def stacked(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> "PackedProduct":
-        given = [bias for bias in biases if bias is not None]
-        together = torch.cat(given).detach() if len(given) > 1 else given[0] if given else None
-        return PackedProduct(self, pack_stacked(list(weights), self.kind), [len(w) for w in weights], given, together)
+    def stacked(self, *layers: Linear) -> "PackedProduct":
+        return PackedProduct(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)
 
-    def gate_up(self, gate: Tensor, up: Tensor, biases: Sequence[Tensor | None]) -> "PackedProduct":
-        given = [bias for bias in biases if bias is not None]
-        by_turns = torch.stack(given, 1).flatten().detach() if given else None
-        return PackedProduct(self, pack_gate_up(gate, up, self.kind), [len(gate), len(up)], given, by_turns, turns=2)
+    def gate_up(self, gate: Linear, up: Linear) -> "PackedProduct":
+        return PackedProduct(self, pack_gate_up(gate.weight, up.weight, self.kind), (gate, up), turns=2)
 
     def head(self, weight: Tensor) -> "PackedProduct":
         """Unpacked anew each time: kept, it would be the largest scratch of all."""
-        return PackedProduct(self, pack(weight, self.kind), [len(weight)], [], None, shared=False)
+        return PackedProduct(self, pack(weight, self.kind), [Linear(weight)], shared=False)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)
@@ -102,35 +97,23 @@ class PackedWeights:
 
 
 class PackedProduct:
-    """Weights that read one x, packed as one: `counts` rows of each, below each other or by `turns`."""
+    """Weights that read one x, packed as one: the rows of each below each other, or by `turns`."""
 
     def __init__(
-        self,
-        form: PackedWeights,
-        packed: Packed,
-        counts: list[int],
-        biases: list[Tensor],
-        bias: Tensor | None,
-        turns: int = 1,
-        shared: bool = True,
+        self, form: PackedWeights, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
     ) -> None:
-        self.form, self.packed, self.counts, self.turns = form, packed, counts, turns
-        self.biases, self.bias = biases, bias  # each by itself; all as the kernels take them
+        self.form, self.packed, self.turns = form, packed, turns
+        self.counts = [len(layer.weight) for layer in layers]
+        self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = _together(self.biases, turns)
         self._scratch = form.scratch(packed) if shared and not form.kept else None  # made now: no graph may hold its making
         self._kept = self._unpacked(self._empty(form.dtype)) if form.kept else None
 
     def norm_product(
-        self,
-        x: Tensor,
-        norm: Norm | None,
-        out: Tensor,
-        mode: int,
-        best: Tensor | None = None,
-        arg: Tensor | None = None,
-        cap: float = 0.0,
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         weight, eps, offset = norm or NO_NORM
-        return quantized_norm_product(x, weight, eps, self.packed, self.bias, out, best, arg, mode, offset, cap)
+        return quantized_norm_product(x, weight, eps, self.packed, self.bias, out, *best, mode, offset, cap)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         weight, eps, offset = norm or NO_NORM
@@ -144,8 +127,9 @@ class PackedProduct:
             return self._kept
         return self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
 
-    def exact(self) -> list[Tensor]:
-        return self._unpacked(self._empty(torch.float32))
+    def exact(self) -> list[Linear]:
+        unpacked = self._unpacked(self._empty(torch.float32))
+        return list(map(Linear, unpacked, self.biases)) if self.biases else list(map(Linear, unpacked))
 
     def tensors(self) -> list[Tensor]:
         return [*(self._kept or (self.packed.words, self.packed.scale)), *self.biases]
@@ -159,6 +143,13 @@ class PackedProduct:
 
     def _unpacked(self, to: Tensor) -> list[Tensor]:
         return list(self.form.unpack(self.packed, to, self.turns).split(self.counts))
+
+
+def _together(biases: Sequence[Tensor], turns: int) -> Tensor | None:
+    """The biases as the kernels take them: as the rows of the weights lie."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    return (torch.stack(list(biases), 1).flatten() if turns > 1 else torch.cat(list(biases))).detach()
 
 
 class PackedExperts:
