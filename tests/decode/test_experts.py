@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode import bind, experts
 from gpubound.decode.experts import each_expert, grouped, not_grouped
-from gpubound.decode.steps import LaunchWay, run_steps
+from gpubound.decode.steps import LaunchWay, Stepper
 from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
@@ -169,7 +169,7 @@ class TestHost:
         with no_stall(), torch.no_grad(), watch() as ledger:
             fast.body.prefill(ids, lengths)
             for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
-                run_steps(fast.body, fast.slots, rows, 2, way)
+                Stepper(fast.body, fast.slots).run(rows, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
         got = fast.generate(given, max_new_tokens=12).tokens
         assert got == gb.decoder(cases.build(kind), rows, 32, verify=False).generate(given, max_new_tokens=12).tokens
@@ -223,7 +223,7 @@ class TestOnTheDevice:
         fast, given = served(kind, dtype), cases.prompts(*range(5, 5 + rows))
         found = fast.generate(given, max_new_tokens=75, logprobs=True).sequences
         again = fast.generate(given, max_new_tokens=75, logprobs=True).sequences  # its prompts by a graph
-        monkeypatch.setattr(fast.graphs, "launch", lambda rows, steps, way: run_steps(fast.body, fast.slots, rows, steps, way))
+        monkeypatch.setattr(fast.graphs, "launch", Stepper(fast.body, fast.slots).run)
         want = fast.generate(given, max_new_tokens=75, logprobs=True).sequences
         assert found == again == want
         assert len({token for sequence in want for token in sequence.tokens}) > 20

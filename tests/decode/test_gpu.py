@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.steps import run_steps
+from gpubound.decode.steps import Stepper
 
 from . import cases
 
@@ -39,7 +39,7 @@ def decoders() -> dict[int, gb.FastDecoder]:
 
 def eagerly(fast: gb.FastDecoder, monkeypatch) -> None:
     """The same kernels, launched one by one."""
-    monkeypatch.setattr(fast.graphs, "launch", lambda rows, steps, way: run_steps(fast.body, fast.slots, rows, steps, way))
+    monkeypatch.setattr(fast.graphs, "launch", Stepper(fast.body, fast.slots).run)
 
 
 @pytest.mark.parametrize(

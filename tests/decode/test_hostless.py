@@ -8,7 +8,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import bind
-from gpubound.decode.steps import LaunchWay, run_steps
+from gpubound.decode.steps import LaunchWay, Stepper
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -35,7 +35,7 @@ def test_steps_never_wait_for_the_device(kind, sim):
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
     with no_stall(), torch.no_grad(), watch() as ledger:
         for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
-            run_steps(fast.body, fast.slots, 2, 3, way)
+            Stepper(fast.body, fast.slots).run(2, 3, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
 

@@ -13,6 +13,7 @@ from gpubound.decode.certify import MARGIN
 from gpubound.decode.engine import LADDER, FastDecoder
 from gpubound.decode.fused import FusedBody
 from gpubound.decode.judge import accuracy
+from gpubound.decode.steps import Slots, Stepper
 from gpubound.kernels.packed import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig
 
@@ -26,7 +27,8 @@ def make(model, kind: str, max_batch: int = 4) -> FusedBody:
 
 
 def over(model, body: FusedBody) -> FastDecoder:
-    return FastDecoder(model, body, LADDER, None, "quick")
+    slots = Slots(body.max_batch, body.vocab, max(LADDER), body.device)
+    return FastDecoder(model, Stepper(body, slots), LADDER, None, "quick")
 
 
 @torch.no_grad()

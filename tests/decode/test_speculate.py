@@ -290,18 +290,18 @@ class TestOnThePretendGpu:
         assert fast.generate(cases.prompts(5, 3), **settings).tokens == want
         with no_stall(), torch.no_grad(), watch() as ledger:
             for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
-                fast.speculator.run(2, 2, way)
+                fast.stepper.run(2, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
 
 def test_the_table_says_so():
     assert str(shared("Llama", "text", 4)).splitlines()[0].endswith(": up to 4 rows of 96 tokens, 1 or 8 steps a launch")
-    rows = {part: (what, why) for part, what, why in shared("Llama", "text", 4).speculator.report()}
+    rows = {part: (what, why) for part, what, why in shared("Llama", "text", 4).stepper.report()}
     assert rows["speculation"] == (
         "4 tokens looked up in the text",
         "the tokens of plain steps up to 1 row; of more, where no two logits lie within rounding",
     )
-    rows = {part: (what, why) for part, what, why in shared("Llama", "same", 1, 4).speculator.report()}
+    rows = {part: (what, why) for part, what, why in shared("Llama", "same", 1, 4).stepper.report()}
     assert rows["speculation"] == ("1 token drafted by a model", "the tokens of plain steps")
     assert rows["draft: norm, head"] == ("reference: norm_product", "")
 
@@ -339,7 +339,7 @@ def test_in_graphs_the_tokens_are_those_of_plain_graphs(draft, tokens, rows, how
     model = _served("Qwen3")
     other = None if draft == "text" else _served("Llama" if draft == "other" else "Qwen3")
     fast = gb.decoder(model, rows, 512, speculate=gb.Draft(other, tokens) if other else tokens, verify="quick")
-    assert fast.speculator.exact(rows)
+    assert fast.stepper.exact(rows)
     plain = gb.decoder(model, rows, 512, verify="quick")
     given = cases.prompts(*range(5, 5 + rows))
     found, want = (of.generate(given, max_new_tokens=200, **how) for of in (fast, plain))

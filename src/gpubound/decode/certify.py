@@ -14,7 +14,6 @@ cache    filled with NaN before all of it: what lies beyond the live length is n
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from ..errors import GenerateError
 from . import judge
 from .judge import Choices, listening
 from .request import Choice, Request, pad
-from .steps import LaunchWay, run_steps
+from .steps import LaunchWay, Stepper
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
@@ -169,39 +168,28 @@ def _logits_after(body: Any, ids: Tensor, place: int, rows: int) -> Tensor:
 
 def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
     """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits."""
-    slots, body, speculator = decoder.slots, decoder.body, decoder.speculator
+    slots, body, stepper = decoder.slots, decoder.body, decoder.stepper
     rows = min(2, decoder.max_batch)
-    singly: Callable[[int, int, LaunchWay], None] = partial(run_steps, body, slots)
-    lines = 1  # of the block, that a step of it fills
-    if speculator:
-        rows = rows if speculator.exact(rows) else 1
-        singly, lines = (singly, 1) if speculator.exact(rows) else (speculator.run, decoder.width)
+    rows = rows if stepper.exact(rows) else 1
+    single = Stepper(body, slots) if stepper.exact(rows) else stepper
     prompts = [prompt, prompt[: max(1, len(prompt) // 2)]][:rows]
     steps = min(STEPS, decoder.max_length - len(prompt))
     request = Request(prompts, steps, Choice())
     ids = pad([p[:-1] for p in prompts], max(1, len(prompt) - 1), body.device)
     lengths = torch.tensor([len(p) - 1 for p in prompts], device=body.device)
 
-    def restart() -> None:
-        slots.fill(request, rows, decoder.max_length)
-        body.reserve(slots.rows.limit[:rows])
-        body.prefill(ids, lengths)
-        body.begin(slots.rows.token[:rows])
-        if speculator:
-            speculator.prefill(ids, lengths)
-
-    def play(launch: Callable[[int, int, LaunchWay], None], k: int, lines: int) -> list[list[int]]:
-        """The tokens of each row."""
-        restart()
+    def play(launch: Callable[[int, int, LaunchWay], None], k: int, tokens: int) -> list[list[int]]:
+        """The tokens of each row, of which a step brings so many at most."""
+        decoder.begin(request, ids, lengths, body.prefill)
         found = []
         for _ in range(steps // k):
             launch(rows, k, LaunchWay())
-            found.append(slots.emitted(range(k * lines), rows).clone())
+            found.append(slots.emitted(range(k * tokens), rows).clone())
         return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]
 
-    want = play(singly, 1, lines)
+    want = play(single.run, 1, single.tokens)
     for k in (k for k in decoder.ladder if k <= steps):
-        got = play(decoder.graphs.launch, k, decoder.width)
+        got = play(decoder.graphs.launch, k, stepper.tokens)
         if any(len(row) < steps // k * k or row != full[: len(row)] for row, full in zip(got, want)):
             raise GenerateError(
                 f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: {got}, wanted {want}; "

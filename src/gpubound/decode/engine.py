@@ -5,12 +5,12 @@ layer by layer, by the parts in layer.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..device import label
 from ..errors import GenerateError
@@ -28,10 +28,10 @@ from .contract import Body
 from .fused import NARROW, FusedBody
 from .judge import Accuracy
 from .loop import ActiveRequest
-from .request import check_prompts, make_request, pad, read_prompts
+from .request import Request, check_prompts, make_request, pad, read_prompts
 from .result import Generation
-from .speculate import Draft, speculator, tokens_a_step
-from .steps import Slots, StepGraphs
+from .speculate import Draft, stepper_of, tokens_a_step
+from .steps import Slots, StepGraphs, Stepper
 from .weights import weight_format
 
 LADDER = (32, 8, 1)  # steps a launch
@@ -41,21 +41,13 @@ SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches wou
 class FastDecoder:
     """A decoder over live weights; `gpubound.decoder` makes it. `print(decoder)` shows its path and what was verified."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        body: Body,
-        ladder: tuple[int, ...],
-        tokenizer: Any,
-        verify: bool | str,
-        width: int = 1,
-        drafting: Body | None = None,
-    ) -> None:
-        self.model, self.body, self.ladder, self.tokenizer = model, body, ladder, tokenizer
-        self.width = width  # tokens of a row that a step may bring
-        self.slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
-        self.speculator = speculator(body, self.slots, width, drafting)
-        self.graphs = StepGraphs(body, self.slots, self.speculator.run if self.speculator else None)
+    def __init__(self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str) -> None:
+        self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer
+        self.body: Body = stepper.body
+        self.slots, self.graphs = stepper.slots, StepGraphs(stepper)
+        self.max_batch, self.max_length = self.body.max_batch, self.body.max_length
+        self.kernels = self.body.kernels  # what computes a step, in a few words
+        self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
         self.certificate: DecoderCertificate | None = None
         self._busy = False
         self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
@@ -70,24 +62,6 @@ class FastDecoder:
         config: Any = getattr(self.model, "generation_config", None)
         told = vars(config) if config is not None else getattr(self.model, "generation", {})
         return [token for token in ends_of(told) if 0 <= token < self.body.vocab]
-
-    @property
-    def kernels(self) -> str:
-        """What computes a step, in a few words."""
-        return self.body.kernels
-
-    @property
-    def path(self) -> str:
-        """Why the fused kernels do not compute a step; empty where they do."""
-        return self.body.path
-
-    @property
-    def max_batch(self) -> int:
-        return self.body.max_batch
-
-    @property
-    def max_length(self) -> int:
-        return self.body.max_length
 
     def generate(self, prompts: Any, **settings: Any) -> Generation:
         """Tokens for one prompt or several: text, ids, lists of either, a tensor.
@@ -148,9 +122,9 @@ class FastDecoder:
         head = (
             f"decoder of {type(self.model).__name__} on {label(body.device)}: up to {self.max_batch} rows of "
             f"{self.max_length} tokens, {' or '.join(str(k) for k in sorted(self.ladder))} "
-            f"{'tokens' if self.width == 1 else 'steps'} a launch"
+            f"{'tokens' if self.stepper.tokens == 1 else 'steps'} a launch"
         )
-        rows = body.report() + (self.speculator.report() if self.speculator else [])
+        rows = body.report() + self.stepper.report()
         widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
         lines = [f"  {part:{widths[0]}}  {what:{widths[1]}}  {why}".rstrip() for part, what, why in rows]
         path = f"  path: {body.kernels}{f' over {body.reads}' if body.reads else ''}"
@@ -167,33 +141,32 @@ class FastDecoder:
         if self._busy:
             raise GenerateError("a decoder runs one request at a time: finish or close the stream that is open first.")
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.body.reserve(self.slots.rows.limit[: len(ids)])
-        self.graphs.prefill(ids, lengths)
-        if self.speculator:
-            self.speculator.prefill(ids, lengths)
+    def begin(self, request: Request, ids: Tensor, lengths: Tensor, prefill: Callable[[Tensor, Tensor], None]) -> None:
+        """Let the first rows stand behind prompts (B, T) of these lengths, which are without their last tokens."""
+        rows = len(ids)
+        self.slots.fill(request, rows, self.max_length)
+        self.body.reserve(self.slots.rows.limit[:rows])
+        prefill(ids, lengths)
+        self.stepper.prefill(ids, lengths)
+        self.body.begin(self.slots.rows.token[:rows])
 
     def moved(self) -> str | None:
         """The name of a weight that is no longer where the graphs read it."""
-        return self.body.moved() or (self.speculator.moved() if self.speculator else None)
+        return self.body.moved() or self.stepper.moved()
 
     def _follow_weights(self) -> None:
         """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again."""
         modules = dict(self.model.named_modules())
         if name := next((n for n in modules if modules[n] is not self._modules.get(n)), self.moved()):
             self.body.rebind()
-            if self.speculator:
-                self.speculator.rebind()
+            self.stepper.rebind()
             self.graphs.clear()
             self._modules = modules
             notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
 
     def bucket(self, rows: int) -> int:
         """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""
-        size = 1
-        while size < rows:
-            size *= 2
-        return min(size, self.max_batch)
+        return min(1 << (rows - 1).bit_length(), self.max_batch)
 
 
 def decoder(
@@ -251,7 +224,8 @@ def decoder(
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         body = _body(model, max_batch, max_length, fused, width, weights, layout)
         drafting = _body(speculate.model, max_batch, max_length, fused) if isinstance(speculate, Draft) else None
-        return FastDecoder(model, body, ladder, tokenizer, verify, width, drafting)
+        slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
+        return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
 
 
 def _body(

@@ -87,14 +87,12 @@ class ActiveRequest:
     def _prefill(self) -> None:
         decoder, request = self.decoder, self.request
         decoder._follow_weights()
-        decoder.slots.fill(request, self.rows, decoder.max_length)
         most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
         width = min(max(16, 1 << (most - 1).bit_length()), decoder.max_length) if most else 0
         device, spare = decoder.body.device, [[0]] * (self.rows - len(request.prompts))
         ids = pad([prompt[:-1] for prompt in request.prompts] + spare, width, device)
         lengths = to_device(torch.tensor(request.lengths + [1] * len(spare), device="cpu") - 1, device)
-        decoder.prefill(ids, lengths)
-        decoder.body.begin(decoder.slots.rows.token[: self.rows])
+        decoder.begin(request, ids, lengths, decoder.graphs.prefill)
 
     def _loop(self) -> Generator[tuple[int, Any], None, None]:
         slots = self.decoder.slots
@@ -111,7 +109,7 @@ class ActiveRequest:
             raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
         with decoder.plainly():
             decoder.graphs.launch(self.rows, steps, self.way)
-        decoder.slots.send(steps * decoder.width)
+        decoder.slots.send(steps * decoder.stepper.tokens)
         self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
         self.wanted += min(steps, wanted)
 
@@ -132,7 +130,7 @@ class ActiveRequest:
         tokens = self.decoder.slots.receive()
         self.first_token_s = self.first_token_s or time.perf_counter() - self.begun
         emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
-        self.flying -= len(emitted) // self.decoder.width
+        self.flying -= len(emitted) // self.decoder.stepper.tokens
         ended = []
         for row, sequence in enumerate(self.sequences):
             if sequence.finish:
@@ -141,7 +139,7 @@ class ActiveRequest:
             if logprobs is not None:
                 sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
             sequence.tokens += new
-            self.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.width])
+            self.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
             piece = self.texts.add(row, new)
             if self.texts.stopped(row):
                 sequence.finish = "stop string"
@@ -180,8 +178,7 @@ class ActiveRequest:
 
     def result(self) -> Generation:
         lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
-        speculator = self.decoder.speculator
-        read = self.decoder.body.bytes_a_step(lengths) + (speculator.bytes_a_step(lengths) if speculator else 0)
+        read = self.decoder.body.bytes_a_step(lengths) + self.decoder.stepper.bytes_a_step(lengths)
         counts = self.launches, self.steps, self.row_steps
         return Generation(self.sequences, self.seconds, self.first_token_s, *counts, read * self.wanted, self.wanted)
 

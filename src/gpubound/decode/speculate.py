@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import accept, pick, propose, sample
+from ..kernels import accept, propose
 from ..kernels.sampling import Into, Rows, Settings
 from ..kernels.speculation import Chunk, Said
 from .contract import Body
-from .steps import LaunchWay, Slots, StepGraphs
+from .steps import LaunchWay, Slots, StepGraphs, Stepper, choose, into_body
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
@@ -56,18 +56,19 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
     return drafted + 1
 
 
-def speculator(body: Body, slots: Slots, tokens: int, drafting: Body | None) -> "Speculator | None":
-    """For steps of up to `tokens` tokens a row; None for plain steps of one."""
+def stepper_of(body: Body, slots: Slots, tokens: int, drafting: Body | None) -> Stepper:
+    """For steps of up to `tokens` tokens a row."""
     if tokens == 1:
-        return None
+        return Stepper(body, slots)
     return Speculator(body, slots, tokens) if drafting is None else Drafting(body, slots, tokens, drafting)
 
 
-class Speculator:
-    """Speculative steps for the rows of `slots`, drafted from the rows' own texts. `run` takes the place of `run_steps`."""
+class Speculator(Stepper):
+    """Speculative steps, drafted from the rows' own texts."""
 
     def __init__(self, body: Any, slots: Slots, tokens: int) -> None:
-        self.body, self.slots, self.tokens = body, slots, tokens
+        super().__init__(body, slots)
+        self.tokens = tokens
         size, device = slots.max_batch * tokens, slots.device
         self.text = torch.zeros(slots.max_batch, body.max_length, device=device, dtype=torch.int32)
         self.chunk, self.chosen, *state = torch.zeros(7, size, device=device, dtype=torch.int32)
@@ -79,15 +80,13 @@ class Speculator:
         self.step, self.before = step.int(), torch.minimum(step, step[:, None]).flatten()
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
-        """The prompts (B, T), right-padded, without their last tokens."""
         self.text[: len(ids), : ids.shape[1]] = ids
 
     def run(self, rows: int, steps: int, way: LaunchWay) -> None:
-        """`steps` steps for each of the first `rows` rows: 1 to T tokens each, all on the device."""
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.rows.first(rows), self._each(rows), self.text[:rows]
         chunk = Chunk(*(t[:n].view(rows, T) for t in (self.chunk, each.position, each.alive)))
-        into, chained, logprob = Into(self.chosen[:n]), body.chained(n), self.logprob[:n] if way.logprobs else None
+        into, logprob = Into(self.chosen[:n]), self.logprob[:n] if way.logprobs else None
         chosen = Said(into.emitted.view(rows, T), None if logprob is None else logprob.view(rows, T))
         by_parts = way.greedy and not way.logprobs and body.finds_best(n)
         settings = None if by_parts else self._spread(rows, way)
@@ -95,15 +94,13 @@ class Speculator:
         for step in range(steps):
             self.draft(state, chunk, way)
             logits = body.step(chunk.token, chunk.position)
-            if settings is None:
-                pick(body.best[:n], body.arg[:n], each, into, dependent=chained)
-            else:
+            if settings is not None:
                 self._mark(settings, chunk.token)
-                sample(logits, each, settings, into, logprob, chained)
+            choose(body, logits, each, settings, into, logprob)
             seen = slots.marks()[:rows] if way.penalty else None
             lines = range(step * T, (step + 1) * T)
             emitted = Said(slots.emitted(lines, rows), None if logprob is None else slots.logprob(lines, rows))
-            accept(chunk, chosen, state, text, emitted, seen, chained)
+            accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
 
     def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
         """Fill the chunk with each row's last token, what may follow and what `pick` shall know of it, and the body's input."""
@@ -140,17 +137,6 @@ class Speculator:
         marks.copy_(self.slots.marks()[:rows, None])
         marks.scatter_(2, chunk.long().index_select(1, self.before).view(rows, T, T), 1)
 
-    def moved(self) -> str | None:
-        """The name of a weight that only the draft reads and that has moved."""
-        return None
-
-    def rebind(self) -> None:
-        """Take the draft's weights as they are now."""
-
-    def bytes_a_step(self, live: list[int]) -> int:
-        """What drafting reads besides what the body's pass does."""
-        return 0
-
     def report(self) -> list[tuple[str, str, str]]:
         return [("speculation", f"{self._drafted()} looked up in the text", self._proof())]
 
@@ -165,7 +151,6 @@ class Speculator:
         return f"the tokens of plain steps {rows}where no two logits lie within rounding"
 
     def exact(self, rows: int) -> bool:
-        """Whether so many rows get their logits from the same kernels in a speculative and in a plain step."""
         return self.body.same_kernels(rows * self.tokens)
 
 
@@ -174,7 +159,7 @@ class Drafting(Speculator):
 
     def __init__(self, body: Any, slots: Slots, tokens: int, drafting: Any) -> None:
         super().__init__(body, slots, tokens)
-        self.drafting, self.prompts = drafting, StepGraphs(drafting, slots)
+        self.drafting, self.prompts = drafting, StepGraphs(Stepper(drafting, slots))
         zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
         token, position, alive, limit, bad, self.drawn = zeros
         limit.fill_(body.max_length + 1)  # at the cache's end a row stays in its last place
@@ -187,21 +172,16 @@ class Drafting(Speculator):
 
     def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
         (rows, T), other = chunk.token.shape, self.drafting
-        own = self.own.first(rows)
-        x = None if other.x is None else other.x[:rows]
-        settings, by_parts = self._own_settings(rows, way), way.greedy and other.finds_best(rows)
+        own, into = self.own.first(rows), into_body(other, self.drawn[:rows])
+        settings = None if way.greedy and other.finds_best(rows) else self._own_settings(rows, way)
         own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently
         own.position.copy_(state.position)
         own.alive.fill_(1)
         chunk.token[:, 0] = state.token
-        into = Into(self.drawn[:rows], other.embed, x)
         other.begin(own.token)
         for t in range(1, T):
             logits = other.step(own.token, own.position)
-            if by_parts:
-                pick(other.best[:rows], other.arg[:rows], own, into, dependent=other.chained(rows))
-            else:
-                sample(logits, own, settings, into, dependent=other.chained(rows))
+            choose(other, logits, own, settings, into)
             chunk.token[:, t] = own.token.clamp(max=self.body.vocab - 1)
         other.step(own.token, own.position)  # for its keys and values: if all were right, the next draft starts behind it
         chunk.position.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
-from ..kernels.sampling import Into, Rows, Settings
+from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .request import STOPS, Request, draws, to_device
 
 RING = 3  # launches that the host may be ahead of what it has read
@@ -42,25 +42,11 @@ class Slots:
     def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
         self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
         self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
-        integer: Any = {"device": device, "dtype": torch.int32}
-        self.rows = Rows(
-            token=torch.zeros(max_batch, **integer),
-            position=torch.zeros(max_batch, **integer),
-            alive=self.block[-2],
-            limit=torch.zeros(max_batch, **integer),
-            bad=self.block[-1],
-            stops=torch.full((STOPS,), -1, **integer),
-        )
-        number: Any = {"device": device, "dtype": torch.float32}
-        self.settings = Settings(
-            temperature=torch.zeros(max_batch, **number),
-            top_k=torch.zeros(max_batch, **integer),
-            top_p=torch.ones(max_batch, **number),
-            min_p=torch.zeros(max_batch, **number),
-            penalty=torch.ones(max_batch, **number),
-            seed=torch.zeros(max_batch, device=device, dtype=torch.int64),
-            row=torch.zeros(max_batch, **integer),
-        )
+        token, position, limit = torch.zeros(3, max_batch, device=device, dtype=torch.int32)
+        stops = torch.full((STOPS,), -1, device=device, dtype=torch.int32)
+        self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
+        made = {name: torch.zeros(max_batch, device=device, dtype=dtype) for name, dtype in SETTINGS.items()}
+        self.settings = Settings(**made)  # a request writes all of them
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
         self.lead = RING if pinned else ON_CPU
@@ -137,9 +123,8 @@ class Slots:
         while self._events and not self._events[slot].query():
             time.sleep(2e-5)  # asks, and lets other threads run meanwhile; a wait on the event would hold the host
         block = self._ring[slot].clone()
-        return Tokens(
-            block[:steps], block[self.longest : self.longest + steps].view(torch.float32), block[-2], block[-1]
-        )  # fmt: skip
+        logprobs = block[self.longest : self.longest + steps].view(torch.float32)
+        return Tokens(block[:steps], logprobs, alive=block[-2], bad=block[-1])
 
     def drop(self) -> None:
         """Forget launches that nobody will read (a stream abandoned half-way)."""
@@ -155,39 +140,76 @@ class LaunchWay(NamedTuple):
     logprobs: bool = False
 
 
-def run_steps(body: Any, slots: Slots, rows: int, steps: int, way: LaunchWay) -> None:
-    """`steps` tokens for each of the first `rows` rows, all on the device. The one definition of the loop: graphs record it."""
-    state, settings = slots.rows.first(rows), slots.choice(rows, way.penalty)
-    embed = body.embed
-    x = body.x[:rows] if embed is not None else None
-    chained = body.chained(rows)
-    found_by_parts = way.greedy and not way.logprobs and body.finds_best(rows)
-    for step in range(steps):
-        logits = body.step(state.token, state.position)
-        into = Into(slots.emitted(step, rows), embed, x)
-        if found_by_parts:
-            pick(body.best[:rows], body.arg[:rows], state, into, dependent=chained)
-        else:
-            sample(logits, state, settings, into, slots.logprob(step, rows) if way.logprobs else None, chained)
+class Stepper:
+    """Runs the steps of the rows of `slots`: plain ones here, a token of a row each. speculate.py has others."""
+
+    tokens = 1  # of a row that a step may bring
+
+    def __init__(self, body: Any, slots: Slots) -> None:
+        self.body, self.slots = body, slots
+
+    def run(self, rows: int, steps: int, way: LaunchWay) -> None:
+        """`steps` steps for each of the first `rows` rows, all on the device: what graphs record."""
+        state, settings = self.slots.rows.first(rows), self.slots.choice(rows, way.penalty)
+        chosen = None if way.greedy and not way.logprobs and self.body.finds_best(rows) else settings
+        for step in range(steps):
+            logits = self.body.step(state.token, state.position)
+            logprob = self.slots.logprob(step, rows) if way.logprobs else None
+            choose(self.body, logits, state, chosen, into_body(self.body, self.slots.emitted(step, rows)), logprob)
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """The prompts (B, T), right-padded, without their last tokens: what the body does not keep of them."""
+
+    def moved(self) -> str | None:
+        """The name of a weight that the body does not read and that has moved."""
+        return None
+
+    def rebind(self) -> None:
+        """Take such weights as they are now."""
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """What a step reads besides what the body's pass does."""
+        return 0
+
+    def report(self) -> list[tuple[str, str, str]]:
+        return []
+
+    def exact(self, rows: int) -> bool:
+        """Whether so many rows get their logits from the same kernels as in a plain step."""
+        return True
+
+
+def into_body(body: Any, emitted: Tensor) -> Into:
+    """Choices become the body's next input, where it takes embeddings."""
+    return Into(emitted, body.embed, None if body.embed is None else body.x[: len(emitted)])
+
+
+def choose(
+    body: Any, logits: Tensor, state: Rows, settings: Settings | None, into: Into, logprob: Tensor | None = None
+) -> None:
+    """The next token of each row. No settings: the likeliest, whose logit the body has found by parts."""
+    rows = len(into.emitted)
+    if settings is None:
+        pick(body.best[:rows], body.arg[:rows], state, into, dependent=body.chained(rows))
+    else:
+        sample(logits, state, settings, into, logprob, body.chained(rows))
 
 
 PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
 
 
 class StepGraphs:
-    """The captured launches of a body, made when first wanted; all share one pool of memory."""
+    """The captured launches of a stepper, made when first wanted; all share one pool of memory."""
 
-    def __init__(self, body: Any, slots: Slots, run: Callable[[int, int, LaunchWay], None] | None = None) -> None:
-        self.body, self.slots = body, slots
-        self.run = run or partial(run_steps, body, slots)
+    def __init__(self, stepper: Stepper) -> None:
+        self.body, self.slots, self.run = stepper.body, stepper.slots, stepper.run
         self.clear()
 
     def clear(self) -> None:
         """Forget every graph, after the weights have moved."""
         self._launches: dict[tuple[int, int, LaunchWay], Callable[[], None]] = {}
         self._warm: set[tuple[int, LaunchWay]] = set()
-        self._prompts: dict[tuple[int, int], Callable[[], None] | None] = {}
-        self._given: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._prompts: dict[torch.Size, tuple[tuple[Tensor, Tensor], Callable[[], None]] | None] = {}
         self._pool: Any = None
 
     def __len__(self) -> int:
@@ -201,39 +223,38 @@ class StepGraphs:
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """body.prefill(ids (B, T), lengths (B,))."""
-        size = (ids.shape[0], ids.shape[1])
-        if not self.body.captures_prefill or ids.device.type != "cuda" or not 0 < ids.numel() <= PROMPT_TOKENS:
+        size = ids.shape
+        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= PROMPT_TOKENS
+        if not fits or size not in self._prompts:  # at its first, its kernels compile and test themselves
             self.body.prefill(ids, lengths)
-        elif size not in self._prompts:  # its kernels compile and test themselves now
-            self.body.prefill(ids, lengths)
-            self._prompts[size] = None
-        else:
-            replay = self._prompts[size] or self._capture_prefill(size, ids, lengths)
-            for kept, new in zip(self._given[size], (ids, lengths)):
-                kept.copy_(new)
-            replay()
+            self._prompts.setdefault(size, None)
+            return
+        given, replay = self._prompts[size] or self._capture_prefill(ids.clone(), lengths.clone())
+        for kept, new in zip(given, (ids, lengths)):
+            kept.copy_(new)
+        replay()
 
-    def _capture_prefill(self, size: tuple[int, int], ids: Tensor, lengths: Tensor) -> Callable[[], None]:
-        given = self._given[size] = (ids.clone(), lengths.clone())
-        runner = GraphRunner(ids.device, self._pool)
+    def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+        runner = self._runner()
+        runner.record(f"prefill {len(ids)} x {ids.shape[1]}", lambda: self.body.prefill(ids, lengths), [], set())
+        self._prompts[ids.shape] = found = (ids, lengths), runner.replay
+        return found
+
+    def _runner(self) -> GraphRunner:
+        runner = GraphRunner(self.slots.device, self._pool)
         self._pool = runner.pool
-        runner.record(f"prefill {size[0]} x {size[1]}", lambda: self.body.prefill(*given), [], set())
-        self._prompts[size] = runner.replay
-        return runner.replay
+        return runner
 
     def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
-        def call() -> None:
-            self.run(rows, steps, way)
-
-        device = self.slots.device
-        if device.type != "cuda":
+        call = partial(self.run, rows, steps, way)
+        if self.slots.device.type != "cuda":
             return call
-        runner = GraphRunner(device, self._pool)
-        self._pool = runner.pool
+        runner = self._runner()
         if (rows, way) not in self._warm:  # kernels compile and test themselves at their first call, which no graph may hold
             saved = self._state(rows)
             runner.run(lambda: self.run(rows, 1, way))
-            self._restore(saved)
+            for tensor, before in saved:
+                tensor.copy_(before)
             self._warm.add((rows, way))
         runner.record(f"decode {rows} x {steps}", call, [], set())
         return runner.replay
@@ -243,8 +264,3 @@ class StepGraphs:
         tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position]
         tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]
         return [(t, t.clone()) for t in tensors]
-
-    @staticmethod
-    def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
-        for tensor, before in saved:
-            tensor.copy_(before)
