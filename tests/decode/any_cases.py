@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from gpubound.decode.any_model import StaticBody
+from gpubound.decode.contract import Build
 
 SIZES = {
     "vocab_size": 89,
@@ -73,7 +74,7 @@ model_of = functools.cache(build)
 
 @functools.cache
 def body_of(family: str, device: str | torch.device = "cpu") -> StaticBody:
-    return StaticBody(build(family).to(device), 4, 80)
+    return StaticBody(build(family).to(device), Build(4, 80))
 
 
 def prompts(lengths=(1, 19, 6, 12)) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 
 from gpubound.decode import any_model as any_body
 from gpubound.decode.any_model import StaticBody
+from gpubound.decode.contract import Build
 
 from .any_cases import body_of, go_on, model_of, prompts, start
 
@@ -48,7 +49,7 @@ def test_a_prefill_leaves_the_rows_it_does_not_name():
 
 @pytest.mark.parametrize("family", ["phi", "gemma2-eager"])
 def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
-    body = StaticBody(model_of(family), 2, 80)
+    body = StaticBody(model_of(family), Build(2, 80))
     ids = torch.stack([prompts((40,))[0], prompts((40,))[0].flip(0)])
     body.prefill(ids)
     whole = [buffer.clone() for pair in body.buffers() for buffer in pair]
@@ -60,7 +61,7 @@ def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
 
 
 def test_a_row_that_is_full_stays_in_its_own_row():
-    body = StaticBody(model_of("gpt2"), 2, 16)
+    body = StaticBody(model_of("gpt2"), Build(2, 16))
     token, position = start(body, prompts((3, 3)))
     alone = body.step(token, position).clone()
     full = torch.tensor([3, 16], dtype=torch.int32)  # as the state leaves a row whose last token found no place

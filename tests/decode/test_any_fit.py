@@ -8,13 +8,14 @@ import transformers
 from torch import nn
 
 from gpubound.decode.any_model import StaticBody
+from gpubound.decode.contract import Build
 
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 
 
 def refusal(model, max_batch=2, max_length=32) -> str:
     with pytest.raises(ValueError) as error:
-        StaticBody(model, max_batch, max_length)
+        StaticBody(model, Build(max_batch, max_length))
     return str(error.value)
 
 
@@ -77,7 +78,7 @@ def test_models_that_no_static_cache_holds(what):
 def test_a_long_rotary_table_is_held_below_its_change():
     _, make = REFUSED[next(what for what in REFUSED if "longrope" in what)]
     model = make()
-    body = StaticBody(model, 4, 16)
+    body = StaticBody(model, Build(4, 16))
     rows = go_on(body, *start(body, prompts((1, 5, 3, 8))), 8).tolist()
     assert rows == [generated(model, prompt, 8) for prompt in prompts((1, 5, 3, 8))]
 
@@ -97,7 +98,7 @@ def test_models_that_are_not_ready():
         "first."
     )
     assert refusal(model) == training
-    body = StaticBody(model.eval(), 2, 32)
+    body = StaticBody(model.eval(), Build(2, 32))
     with pytest.raises(ValueError) as error:
         body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))
     assert str(error.value) == training
@@ -124,17 +125,6 @@ def test_sizes_out_of_range():
         "StaticBody: max_length: got 97, wanted at most 96, the positions that GPT2LMHeadModel is made for "
         "(config.max_position_embeddings); pass a smaller max_length."
     )
-    assert refusal(model, max_batch=0) == "StaticBody: max_batch: got 0, wanted a positive whole number."
-    body = StaticBody(model, 2, 32)
-    with pytest.raises(ValueError) as error:
-        body.prefill(torch.zeros(3, 4, dtype=torch.long))
-    assert str(error.value) == (
-        "StaticBody.prefill: ids: got (3, 4), wanted at most 2 rows of at most 32 tokens; split the batch, or build the "
-        "decoder larger."
-    )
-    with pytest.raises(ValueError) as error:
-        body.step(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
-    assert str(error.value) == ("StaticBody.step: got tokens (3,) and positions (3,), wanted one of each for at most 2 rows.")
 
 
 def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):

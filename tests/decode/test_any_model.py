@@ -8,6 +8,7 @@ import transformers
 
 from gpubound.decode import any_fit as fit, any_model as any_body
 from gpubound.decode.any_model import StaticBody
+from gpubound.decode.contract import Build
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
@@ -37,7 +38,7 @@ def test_rows_in_another_order_give_the_same_tokens(family, device):
 
 
 def test_weights_changed_in_place_are_seen_and_no_address_changes():
-    body = StaticBody(build("gpt2"), 4, 80)
+    body = StaticBody(build("gpt2"), Build(4, 80))
     addresses = [tensor.data_ptr() for pair in body.buffers() for tensor in pair]
     before = body.step(*start(body, prompts())).clone()
     with torch.no_grad():
@@ -53,7 +54,7 @@ def test_weights_changed_in_place_are_seen_and_no_address_changes():
 
 
 def test_a_weight_that_moved_is_named_until_the_body_is_bound_anew():
-    body = StaticBody(build("gpt2"), 2, 32)
+    body = StaticBody(build("gpt2"), Build(2, 32))
     body.model.transformer.h[1].mlp.c_fc.weight.data = body.model.transformer.h[1].mlp.c_fc.weight.data.clone()
     assert body.moved() == "transformer.h.1.mlp.c_fc.weight"
     body.rebind()
@@ -88,7 +89,7 @@ def test_bytes_of_a_step():
 
 
 def test_the_first_module_with_a_nan_is_located():
-    body = StaticBody(build("gpt2"), 2, 32)
+    body = StaticBody(build("gpt2"), Build(2, 32))
     with torch.no_grad():
         body.model.transformer.h[1].mlp.c_fc.weight[3, 4] = float("nan")
     assert body.locate(prompts()[1]) == "transformer.h.1.mlp.c_fc"
@@ -113,7 +114,7 @@ class TestOnThePretendGpu:
 
     @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("mixtral", "qwen2_moe")])
     def test_a_step_never_waits_for_the_device(self, family, sim):
-        body = StaticBody(build(family).to(sim), 4, 80)
+        body = StaticBody(build(family).to(sim), Build(4, 80))
         token, position = start(body, prompts())
         with no_stall(), watch() as ledger:
             for _ in range(2):
@@ -126,7 +127,7 @@ class TestOnThePretendGpu:
         model = build("mixtral")
         want = go_on(body_of("mixtral"), *start(body_of("mixtral"), prompts()), 6)
         model.set_experts_implementation("eager")
-        body = StaticBody(model.to(sim), 4, 80)
+        body = StaticBody(model.to(sim), Build(4, 80))
         token, position = start(body, prompts())
         with no_stall():
             body.step(token, position)
@@ -143,7 +144,7 @@ class TestOnThePretendGpu:
         attention, ask = model.transformer.h[0].attn, model.transformer.h[0].attn.forward
         attention.forward = lambda hidden, *rest, **named: (hidden.sum().item(), ask(hidden, *rest, **named))[1]
         with pytest.raises(ValueError, match=r"test_any_model\.py") as error:
-            StaticBody(model, 4, 80)
+            StaticBody(model, Build(4, 80))
         assert str(error.value).startswith(
             "StaticBody: model: got GPT2LMHeadModel, whose forward makes the host wait in every token, wanted one that a CUDA "
             "graph can hold: "
@@ -168,7 +169,7 @@ def test_how_a_step_computes_experts_on_cuda(held, dtype, capability, wanted, mo
 
 
 def test_report():
-    assert StaticBody(model_of("gemma2-eager"), 4, 64).report()[:-1] == [
+    assert StaticBody(model_of("gemma2-eager"), Build(4, 64)).report()[:-1] == [
         (
             "forward",
             "Gemma2ForCausalLM.forward, static cache",
@@ -182,7 +183,7 @@ def test_report():
         ),
         ("cache", "2 layers, 0.1 MiB, float32", "a device index for each row"),
     ]
-    *_, experts, trial = StaticBody(model_of("mixtral"), 2, 64).report()
+    *_, experts, trial = StaticBody(model_of("mixtral"), Build(2, 64)).report()
     assert experts == ("experts", "grouped_mm", "the model's own setting; a CPU has no host to wait for")
     assert re.fullmatch(r"logits within \d\.\de-0[678] of the model's own", trial[1])
     assert trial[2] == "rows at two positions; on a CPU nothing waits: stalls not watched for"
@@ -224,7 +225,7 @@ def test_a_captured_step_gives_the_tokens_of_eager_steps(family, deterministic):
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(SERVED[family](), dtype=torch.bfloat16).eval().to(device)
-    body = StaticBody(model, 4, 256)
+    body = StaticBody(model, Build(4, 256))
     assert body.routing is None and body.slices == (family == "falcon")
     eager = go_on(body, *start(body, prompts()))
     assert torch.equal(replayed(body, *start(body, prompts())), eager)
@@ -234,7 +235,7 @@ def test_a_captured_step_gives_the_tokens_of_eager_steps(family, deterministic):
 def test_experts_in_fp32_are_captured_by_another_way():
     device = torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)
-    body = StaticBody(build("mixtral").to(device), 4, 80)
+    body = StaticBody(build("mixtral").to(device), Build(4, 80))
     assert body.routing == {"": "batched_mm"}
     eager = go_on(body, *start(body, prompts()))
     assert torch.equal(replayed(body, *start(body, prompts())), eager)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from gpubound.decode import judge
 from gpubound.decode.bind import bind
 from gpubound.decode.certify import MARGIN
+from gpubound.decode.contract import Build
 from gpubound.decode.engine import LADDER, FastDecoder
 from gpubound.decode.fused import FusedBody
 from gpubound.decode.judge import accuracy
@@ -23,7 +24,7 @@ from .cases import ALL, ROOM, VOCABULARY, build, prompts
 def make(model, kind: str, max_batch: int = 4) -> FusedBody:
     live = bind(model)
     assert not isinstance(live, str), live
-    return FusedBody(live, max_batch, ROOM, weights=kind)
+    return FusedBody(live, Build(max_batch, ROOM, weights=kind))
 
 
 def over(model, body: FusedBody) -> FastDecoder:
@@ -115,7 +116,7 @@ def test_a_step_reads_the_packed_bytes(device):
 def test_int4_is_a_quarter_of_bf16_where_groups_are_full():
     model = Decoder(DecoderConfig(256, 512, 2, 4, 2, 384), dtype=torch.bfloat16).eval()
     live = bind(model)
-    sizes = {kind: FusedBody(live, 1, 32, weights=kind).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
+    sizes = {kind: FusedBody(live, Build(1, 32, weights=kind)).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
     assert sizes["int4"] == pytest.approx(0.258, abs=0.003)  # (4 bits + 16 / 128) / 16
     assert sizes["int8"] == pytest.approx(0.508, abs=0.003)
     assert sizes["fp8"] == pytest.approx(0.504, abs=0.005)
@@ -218,10 +219,10 @@ def test_what_writes_past_the_version_counter_is_told(device):
 def test_wrong_arguments_are_named():
     model = build("Llama")
     live = bind(model)
-    body = FusedBody(live, 1, ROOM, weights="int8")
+    body = FusedBody(live, Build(1, ROOM, weights="int8"))
     for call, sentence in (
         (
-            lambda: FusedBody(live, 1, ROOM, weights="int2"),
+            lambda: FusedBody(live, Build(1, ROOM, weights="int2")),
             "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",
         ),
         (

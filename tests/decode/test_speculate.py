@@ -8,6 +8,7 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode.bind import bind
+from gpubound.decode.contract import Build
 from gpubound.decode.fused import FusedBody
 from gpubound.decode.steps import LaunchWay
 from gpubound.kernels import choose
@@ -204,7 +205,7 @@ def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeyp
     """The kernels themselves, interpreted: logits and cache of four tokens at once and one by one, with normed heads."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(choose, "_verdicts", {})
-    body = FusedBody(bind(cases.build("Qwen3", num_hidden_layers=1)), 2, 8, 4)
+    body = FusedBody(bind(cases.build("Qwen3", num_hidden_layers=1)), Build(2, 8, 4))
     ids = torch.tensor(cases.prompts(4, 4), dtype=torch.int32)
     places = torch.arange(4, dtype=torch.int32).repeat(2, 1)
     found = []

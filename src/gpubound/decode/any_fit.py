@@ -27,7 +27,7 @@ def in_training(model: nn.Module) -> str:
     )
 
 
-def examine(model: PreTrainedModel, max_batch: int, max_length: int) -> tuple[Any, list[Any]]:
+def examine(model: PreTrainedModel, max_length: int) -> tuple[Any, list[Any]]:
     """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -35,9 +35,6 @@ def examine(model: PreTrainedModel, max_batch: int, max_length: int) -> tuple[An
             f"StaticBody: model: got {name}, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model "
             f"pass model.get_base_model()."
         )
-    for what, value in (("max_batch", max_batch), ("max_length", max_length)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"StaticBody: {what}: got {value!r}, wanted a positive whole number.")
     config = model.config.get_text_config(decoder=True)
     if unfit := _build(model, config) or _rotary(config, max_length):
         raise ValueError(f"StaticBody: model: got {name}, {unfit}.")

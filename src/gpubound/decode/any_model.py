@@ -38,7 +38,7 @@ from .any_fit import (
     routing,
     windows,
 )
-from .contract import Body, Watched, check_room, places
+from .contract import Body, Build, Watched, check_room, places
 
 CHUNK = 1024
 """Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""
@@ -67,21 +67,22 @@ class ListsAsSlices(TorchFunctionMode):
 
 
 class StaticBody(Body):
-    """`StaticBody(model, max_batch, max_length, tokens)`: the body of a decoder around the model's own forward.
+    """`StaticBody(model, build)`: the body of a decoder around the model's own forward.
 
     The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch: int, max_length: int, tokens: int = 1, path: str = ""):
-        config, likes = examine(model, max_batch, max_length)
+    def __init__(self, model: PreTrainedModel, build: Build, path: str = ""):
+        max_batch, max_length = build.max_batch, build.max_length
+        config, likes = examine(model, max_length)
         self.model, self.config, self.path = model, config, path
-        self.max_batch, self.max_length, self.tokens = max_batch, max_length, tokens
+        self.max_batch, self.max_length, self.tokens = max_batch, max_length, build.tokens
         weight = cast(Tensor, model.get_input_embeddings().weight)
         self.device, self.dtype = weight.device, weight.dtype
         self.attention = config._attn_implementation
         self.windows = windows(model, config, likes)
         self.experts, self.routing = routing(model, self.device, self.dtype)
-        check_room(cache_bytes(config, len(likes), max_batch, max_length, self.dtype), self.device, max_batch, max_length)
+        check_room(cache_bytes(config, len(likes), max_batch, max_length, self.dtype), self.device, build)
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         self.cache = RowCache(likes, max_batch, max_length)
         self.place_L = torch.arange(max_length, device=self.device)
@@ -96,11 +97,6 @@ class StaticBody(Body):
 
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> None:
         """Fill places 0 to T-1 of the first rows. What stands beyond a row's length is written over before it is read."""
-        if ids_BT.dim() != 2 or ids_BT.shape[0] > self.max_batch or ids_BT.shape[1] > self.max_length:
-            raise ValueError(
-                f"StaticBody.prefill: ids: got {tuple(ids_BT.shape)}, wanted at most {self.max_batch} rows of at most "
-                f"{self.max_length} tokens; split the batch, or build the decoder larger."
-            )
         rows, tokens = ids_BT.shape
         for pair in self.buffers():
             for buffer in pair:
@@ -116,16 +112,10 @@ class StaticBody(Body):
         A row that is full writes its last place again: what comes of that is nobody's.
         """
         rows = len(token_B)
-        several = token_B.dim() == 2 and token_B.shape[1] <= self.tokens
-        if token_B.shape != position_B.shape or not (several or token_B.dim() == 1) or rows > self.max_batch:
-            raise ValueError(
-                f"StaticBody.step: got tokens {tuple(token_B.shape)} and positions {tuple(position_B.shape)}, wanted one of "
-                f"each for at most {self.max_batch} rows."
-            )
         token_BT, place_BT = token_B.long().view(rows, -1), position_B.long().clamp(max=self.max_length - 1).view(rows, -1)
         self.cache.aim(Places(self.row_B[:rows, None], place_BT))
         with self._routed(), ListsAsSlices() if self.slices else nullcontext():
-            logits_BTV = self._forward(token_BT, place_BT, self.max_length, every=several)
+            logits_BTV = self._forward(token_BT, place_BT, self.max_length, every=place_BT.shape[1] > 1)
         count = place_BT.numel()
         return self.logits[:count].copy_(logits_BTV[:, -place_BT.shape[1] :].reshape(count, -1))
 

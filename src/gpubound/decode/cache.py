@@ -12,7 +12,6 @@ Legend: B rows, T tokens, K key and value heads, L places a row, D width of a he
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +47,6 @@ class CacheLayout:
                 f"each of max_batch={max_batch} rows, and enough for one row of max_length={max_length}."
             )
 
-    def nbytes(self, layers: int, rows: int, kv_heads: int, length: int, width: int, dtype: torch.dtype) -> int:
-        """Of keys, values and their scales."""
-        places = rows * length if self.pages is None else (self.pages + 1) * PAGE
-        a_head = width * dtype.itemsize if self.kind is None else width + torch.float32.itemsize
-        return 2 * layers * kv_heads * places * a_head
-
     def check_request(self, limits: list[int]) -> None:
         """That rows which may grow to so many tokens fit together."""
         if self.pages is not None and (needed := sum(map(pages_for, limits))) > self.pages:
@@ -82,9 +75,8 @@ class Cache:
         length: int,
         width: int,
         dtype: torch.dtype,
-        device: Any,
+        device: torch.device,
     ) -> None:
-        layout.check(rows, length)
         self.layout, self.rows, self.length, self.dtype = layout, rows, length, dtype
         self.kind = None if layout.kind is None else KINDS[layout.kind]
         places = (rows, kv_heads, length) if layout.pages is None else (layout.pages + 1, kv_heads, PAGE)

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +13,33 @@ from torch import Tensor, nn
 from ..device import label, usable_bytes
 from ..graph.held import address_check
 from ..words import readable
+from .cache import PLAIN, CacheLayout
+from .weights import weight_format
 
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a body is built for."""
+
+    max_batch: int  # sequences at once
+    max_length: int  # the most tokens of one, prompt included
+    tokens: int = 1  # of a row that a step may take
+    weights: str | None = None  # their format, by name
+    cache: CacheLayout = PLAIN
+
+    def __post_init__(self) -> None:
+        for what, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
+            if not isinstance(value, Integral):
+                raise ValueError(f"decoder: {what}: got {value!r}, wanted a whole number.")
+        if self.max_batch < 1 or self.max_length < 2:
+            raise ValueError(
+                f"decoder: max_batch and max_length: got {self.max_batch} and {self.max_length}, wanted at least 1 and 2."
+            )
+        self.cache.check(self.max_batch, self.max_length)
+        weight_format(self.weights)  # a wrong name is told before a model is bound
 
 
 class Body(ABC):
@@ -152,16 +178,16 @@ class Watched:
         return next((place.name for place, address in addressed if place.tensor.data_ptr() != address), None)
 
 
-def check_room(needed: int, device: torch.device, max_batch: int, max_length: int) -> None:
-    """A ValueError where the `needed` bytes for `max_batch` sequences of `max_length` tokens are not free.
+def check_room(needed: int, device: torch.device, build: Build) -> None:
+    """A ValueError where the `needed` bytes for so many sequences of such a length are not free.
 
     Asked before anything is allocated: a host that has too little swaps, or kills.
     """
     free = usable_bytes(device) if device.type == "cuda" else host_bytes()
     if free is not None and needed > free:
         raise ValueError(
-            f"decoder: max_batch and max_length: got {max_batch} and {max_length}, whose keys, values and logits take "
-            f"{readable(needed)}, but {readable(free)} are free on {label(device)}; ask for fewer or shorter sequences."
+            f"decoder: max_batch and max_length: got {build.max_batch} and {build.max_length}, whose keys, values and logits "
+            f"take {readable(needed)}, but {readable(free)} are free on {label(device)}; ask for fewer or shorter sequences."
         )
 
 

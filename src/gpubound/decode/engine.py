@@ -22,9 +22,9 @@ from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..trace import notice
 from .bind import BoundModel, bind
-from .cache import PLAIN, CacheLayout
+from .cache import CacheLayout
 from .certify import DecoderCertificate, certify
-from .contract import Body
+from .contract import Body, Build
 from .fused import NARROW, FusedBody
 from .judge import Accuracy
 from .loop import ActiveRequest
@@ -202,8 +202,6 @@ def decoder(
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
     """
-    if max_batch < 1 or max_length < 2:
-        raise ValueError(f"decoder: max_batch and max_length: got {max_batch} and {max_length}, wanted at least 1 and 2.")
     if k != "auto" and (not isinstance(k, int) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -218,38 +216,28 @@ def decoder(
         )
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    layout = CacheLayout(cache, pages)
-    layout.check(max_batch, max_length)
-    weight_format(weights)  # a wrong name is told before a model is bound
+    build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body = _body(model, max_batch, max_length, fused, width, weights, layout)
-        drafting = _body(speculate.model, max_batch, max_length, fused) if isinstance(speculate, Draft) else None
+        body = _body(model, build, fused)
+        drafting = _body(speculate.model, Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
         slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
 
 
-def _body(
-    model: Any,
-    max_batch: int,
-    max_length: int,
-    fused: bool,
-    tokens: int = 1,
-    weights: str | None = None,
-    layout: CacheLayout = PLAIN,
-) -> Body:
+def _body(model: Any, build: Build, fused: bool) -> Body:
     """What runs the model."""
-    together = weights is None and max_batch * tokens > NARROW
-    live = bind(model, max_length, together) if fused else "fused=False was asked for"
-    for name, value in (("weights", weights), ("cache", layout.kind), ("pages", layout.pages)):
+    together = build.weights is None and build.max_batch * build.tokens > NARROW
+    live = bind(model, build.max_length, together) if fused else "fused=False was asked for"
+    for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
         own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
         from .any_model import StaticBody
 
-        return StaticBody(own, max_batch, max_length, tokens, live)
-    hasten(_calls(live, weights), live.device, live.dtype)
-    return FusedBody(live, max_batch, max_length, tokens, weights=weights, cache=layout)
+        return StaticBody(own, build, live)
+    hasten(_calls(live, build.weights), live.device, live.dtype)
+    return FusedBody(live, build)
 
 
 def _calls(live: BoundModel, weights: str | None) -> list[Call]:

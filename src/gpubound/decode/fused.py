@@ -21,8 +21,8 @@ from ..kernels.decode_product import EARLY, LATE, capped_
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Norm
 from . import host
 from .bind import BoundModel
-from .cache import PLAIN, Cache, CacheLayout
-from .contract import Body, check_room
+from .cache import PLAIN, Cache
+from .contract import Body, Build, check_room
 from .experts import SparseMLP
 from .judge import Accuracy, Choices, RoundedModel, accuracy, first_not_finite
 from .layer import Bench, CachedAttention, DenseMLP, normed, normed_rows
@@ -51,33 +51,22 @@ class FusedBody(Body):
     arg: Tensor
     measured: Accuracy | None = None
 
-    def __init__(
-        self,
-        live: BoundModel,
-        max_batch: int,
-        max_length: int,
-        tokens: int = 1,
-        *,
-        weights: str | None = None,
-        cache: CacheLayout = PLAIN,
-    ) -> None:
-        self.live, self.max_batch, self.max_length, self.tokens = live, max_batch, max_length, tokens
+    def __init__(self, live: BoundModel, build: Build) -> None:
+        self.live, self.max_batch, self.max_length, self.tokens = live, build.max_batch, build.max_length, build.tokens
         self.device, self.vocab = live.device, live.shape.vocab
-        self.form = weight_format(weights)
-        s, B = live.shape, max_batch * tokens
-        cache.check(max_batch, max_length)
-        held = cache.nbytes(len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype)
-        tables = len(live.reader.angles()) + 1  # cos and sin each, and those of layers that do not turn
-        check_room(held + tables * max_length * s.head_dim * 4 + 4 * B * self.vocab, self.device, max_batch, max_length)
-        self.cache = Cache(
-            cache, len(live.layers), max_batch, s.kv_heads, max_length, s.head_dim, live.dtype, self.device
-        )  # fmt: skip
-        self.bench = Bench(s, self.cache, live.tables(max_length), B, live.dtype, self.device)
+        self.form = weight_format(build.weights)
+        s, B, tables = live.shape, build.max_batch * build.tokens, len(live.reader.angles())
+        size = len(live.layers), build.max_batch, s.kv_heads, build.max_length, s.head_dim, live.dtype
+        held = Cache(build.cache, *size, torch.device("meta")).nbytes
+        held += (tables + 1) * build.max_length * s.head_dim * 4  # cos and sin each, and those of layers that do not turn
+        check_room(held + 4 * B * self.vocab, self.device, build)
+        self.cache = Cache(build.cache, *size, self.device)
+        self.bench = Bench(s, self.cache, live.tables(build.max_length), B, live.dtype, self.device)
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
-        on_host = host.fits(self.device) and tokens == 1 and cache == PLAIN and host.runs(live)
+        on_host = host.fits(self.device) and build.tokens == 1 and build.cache == PLAIN and host.runs(live)
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
