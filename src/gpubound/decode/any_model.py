@@ -119,16 +119,11 @@ class StaticBody(Body):
         count = place_BT.numel()
         return self.logits[:count].copy_(logits_BTV[:, -place_BT.shape[1] :].reshape(count, -1))
 
-    def score(self, ids_T: Tensor) -> Tensor:
-        """Log-probabilities (T - 1,) of ids[1:], each after what stands before it. Takes the place of the first row."""
-        found = []
-        for start in range(0, len(ids_T) - 1, SCORED):
-            end = min(start + SCORED, len(ids_T) - 1)
+    def logits_after(self, ids_T: Tensor) -> Iterator[Tensor]:
+        for start in range(0, len(ids_T), SCORED):
+            end = min(start + SCORED, len(ids_T))
             self.cache.aim(Prompt(1, start, end))
-            logits_TV = self._forward(ids_T[None, start:end].long(), self.place_L[None, start:end], end, every=True)[0]
-            next_T1 = ids_T[start + 1 : end + 1].long()[:, None]
-            found.append(logits_TV.float().log_softmax(-1).gather(-1, next_T1)[:, 0])
-        return torch.cat(found)
+            yield self._forward(ids_T[None, start:end].long(), self.place_L[None, start:end], end, every=True)[0]
 
     def moved(self) -> str | None:
         return self.weights.moved()

@@ -101,8 +101,18 @@ class Body(ABC):
         """The part that first computes a NaN or infinity for the sequence ids (T,)."""
 
     @abstractmethod
+    def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
+        """Logits (N, V) after the tokens of the sequence ids (T,), some at a time. It takes the place of the first row."""
+
+    @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
         """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
+        self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
+        found, following = [], ids[1:, None].long()
+        for logits in self.logits_after(ids[:-1]):
+            some, following = following[: len(logits)], following[len(logits) :]
+            found.append(logits.float().log_softmax(-1).gather(-1, some)[:, 0])
+        return torch.cat(found)
 
     def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called before a request's prefill: how many tokens each of its rows may grow to, (B,) int32 on the device."""

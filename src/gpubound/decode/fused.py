@@ -175,19 +175,11 @@ class FusedBody(Body):
         x = F.embedding(ids, self.live.embed)
         return x if self.live.shape.embedded == 1 else x * self.live.shape.embedded
 
-    @torch.no_grad()
-    def score(self, ids: Tensor) -> Tensor:
-        self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
-        found = []
-        for start in range(0, len(ids) - 1, CHUNK):
-            piece = ids[start : min(start + CHUNK, len(ids) - 1)]
-            hidden = self.hidden(piece[None], start)[0]
-            for at in range(0, len(piece), SCORED):
-                logits = F.linear(hidden[at : at + SCORED], self.head.matrices()[0]).float()
-                logits = capped_(logits, self.live.shape.logit_cap)
-                next_ids = ids[start + at + 1 : start + at + 1 + len(logits)]
-                found.append(logits.log_softmax(-1).gather(-1, next_ids[:, None])[:, 0])
-        return torch.cat(found)
+    def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
+        for start in range(0, len(ids), CHUNK):
+            for hidden in self.hidden(ids[None, start : start + CHUNK], start)[0].split(SCORED):
+                logits = F.linear(hidden, self.head.matrices()[0]).float()
+                yield capped_(logits, self.live.shape.logit_cap)
 
     def moved(self) -> str | None:
         return self.live.moved() or self.form.changed()

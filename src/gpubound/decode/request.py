@@ -67,15 +67,10 @@ def make_request(
     body: Body,
     ends: list[int],
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
     stop: Any = None,
-    seed: int = 0,
     n: int = 1,
     logprobs: bool = False,
+    **choice: Any,
 ) -> Request:
     """What `generate` was given, checked: of one that is not accepted, nothing has been launched."""
     check_count("n", n)
@@ -94,8 +89,8 @@ def make_request(
     return Request(
         found,
         body.max_length if max_new_tokens is None else max_new_tokens,
-        Choice(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-        check_stops([int(s) if isinstance(s, Integral) else s for s in stops if not isinstance(s, str)], body.vocab),
+        Choice(**choice),
+        check_stops([s for s in stops if not isinstance(s, str)], body.vocab),
         strings,
         logprobs,
     )
@@ -164,7 +159,7 @@ def check_prompts(prompts: list[list[int]], vocab: int, max_batch: int, max_leng
             )
 
 
-def check_stops(stops: Sequence[int], vocab: int) -> tuple[int, ...]:
+def check_stops(stops: Sequence[Any], vocab: int) -> tuple[int, ...]:
     for stop in stops:
         if not isinstance(stop, Integral):
             raise ValueError(f"generate: stop: got {stop!r}, wanted token ids and strings.")

@@ -60,17 +60,9 @@ class Generation:
         return self.bytes_read / read_bytes_per_s / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "sequences": [vars(sequence) for sequence in self.sequences],
-            "tokens": self.count,
-            "seconds": self.seconds,
-            "first_token_s": self.first_token_s,
-            "tokens_per_s": self.tokens_per_s,
-            "launches": self.launches,
-            "steps": self.steps,
-            "tokens_a_step": self.tokens_a_step,
-            "bytes_read": self.bytes_read,
-        }
+        figures = "seconds", "first_token_s", "tokens_per_s", "launches", "steps", "tokens_a_step", "bytes_read"
+        sequences = [vars(sequence) for sequence in self.sequences]
+        return {"sequences": sequences, "tokens": self.count} | {name: getattr(self, name) for name in figures}
 
 
 class RowTexts:

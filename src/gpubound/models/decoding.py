@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.decode_product import ACTIVATIONS, capped_
-from .placing import ACTIVATIONS as NAMES
+from .placing import ACTIVATIONS as NAMES, activation_name
 from .rotary import FIXED, HFAngles
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # of positions, to cos and sin
@@ -196,7 +196,7 @@ class Reader:
                 beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
                 return f"its rotary angles ({kind!r}) change with the length of what is read{beyond}"
         if self.activation() is None:
-            return f"its activation is {self.named_activation()!r}, the kernels' are {', '.join(ACTIVATIONS)}"
+            return f"its activation is {activation_name(self.config)!r}, the kernels' are {', '.join(ACTIVATIONS)}"
         if getattr(self.trunk.layers[0].self_attn, "head_dim", 0) % 2:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
@@ -211,11 +211,8 @@ class Reader:
         told = (self.config.rope_parameters or {}).get("original_max_position_embeddings")
         return told or getattr(self.config, "original_max_position_embeddings", 0) or 0
 
-    def named_activation(self) -> str:
-        return str(getattr(self.config, "hidden_activation", None) or getattr(self.config, "hidden_act", ""))
-
     def activation(self) -> str | None:
-        return NAMES.get(self.named_activation())
+        return NAMES.get(activation_name(self.config))
 
     def shape(self) -> Shape:
         c, attention = self.config, self.trunk.layers[0].self_attn

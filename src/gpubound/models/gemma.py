@@ -21,7 +21,7 @@ from ..layers.stacked import Kernels
 from .decoding import Reader
 from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
-from .rotary import FIXED, HFAngles, halves
+from .rotary import FIXED, HFAngles
 from .stack import HFStack, add_calls, stack, tried_causal_lm, turned, unswapped
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
@@ -34,35 +34,20 @@ class CappedAttention(HFAttention):
     attn_logit_softcapping: float | None
     sliding_window: int | None
 
-    def forward(  # type: ignore[override]  # the module's own signature, not the part's
-        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
-    ):
-        q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        y, scores = self.attended(q, k, v, attention_mask, **kwargs)
-        return self.output(y.flatten(-2)), scores
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        """transformers' function takes what its module takes."""
+        return None
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
-        return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
+        return self.output(self.attended(q, k, v, mask, False)[0].flatten(-2))
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D), and the scores where transformers gives them."""
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool, **kwargs) -> tuple[Tensor, Tensor | None]:
         eager = sys.modules[self.original.__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        return function(
-            self,
-            q,
-            k,
-            v,
-            mask,
-            dropout=self.dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            softcap=self.attn_logit_softcapping,
-            **kwargs,
-        )
+        dropout = self.dropout if self.training else 0.0
+        kwargs |= {"sliding_window": self.sliding_window, "softcap": self.attn_logit_softcapping}
+        return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 
     def fused_kernels(self) -> Kernels:
         words, ops = Attention.fused_kernels(self)

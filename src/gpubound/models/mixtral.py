@@ -8,7 +8,7 @@ from typing import Any
 
 from .decoding import ExpertWeights, Linear, Reader, weight_of
 from .parts import attention, norm
-from .placing import Maker
+from .placing import Maker, activation_name
 from .registry import role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
@@ -25,7 +25,7 @@ class SparseReader(Reader):
         if why := super().refusal(max_length):
             return why
         if self.activation() != "silu":
-            return f"its activation is {self.named_activation()!r}, that of the experts' kernels is silu"
+            return f"its activation is {activation_name(self.config)!r}, that of the experts' kernels is silu"
         sparse = self._sparse()
         for number, block in sparse.items():
             name = f"model.layers.{number}.mlp"

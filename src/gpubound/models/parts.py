@@ -17,7 +17,18 @@ from ..layers.attention import Attention, Rope, attend, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
-from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Swap, delegate, dtype_and_device, random_case, rounded_noise
+from .placing import (
+    ACTIVATIONS,
+    BATCH,
+    TOKENS,
+    Case,
+    Swap,
+    activation_name,
+    delegate,
+    dtype_and_device,
+    random_case,
+    rounded_noise,
+)
 from .rotary import halves
 
 
@@ -50,7 +61,7 @@ class HFMLP(MLP):
 
 
 def mlp(module: Any, stack: Any, part: type[MLP] = HFMLP) -> Swap:
-    named = str(getattr(module.config, "hidden_activation", None) or getattr(module.config, "hidden_act", ""))
+    named = activation_name(module.config)
     activation = ACTIVATIONS.get(named)
     return Swap(
         part,
@@ -97,13 +108,18 @@ class HFAttention(Attention):
                 **kwargs,
             )
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
-        dropout = self.dropout if self.training else 0.0
-        if past_key_values is None:
-            y = attend(q, k, v, attention_mask, self.scaling, dropout)
-        else:
+        cached = past_key_values is not None
+        if cached:
             k, v = past_key_values.update(k, v, self.layer_idx)
-            y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling)
-        return self.output(y.flatten(-2)), None
+        y, scores = self.attended(q, k, v, attention_mask, cached, **kwargs)
+        return self.output(y.flatten(-2)), scores
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """q (B, H, T, D), k and v (B, K, L, D) -> (B, T, H, D), and the scores where transformers gives them."""
+        dropout = self.dropout if self.training else 0.0
+        if cached:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
+        return attend(q, k, v, mask, self.scaling, dropout), None
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         return Attention.project(self, x, turn if self.turns else None)

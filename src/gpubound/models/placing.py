@@ -22,6 +22,12 @@ from ..trace import count
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
+
+def activation_name(config: Any) -> str:
+    """What a config calls its activation; ACTIVATIONS has our word for it."""
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+
+
 Case = Callable[[torch.dtype], tuple[Tensor, dict[str, Any]]]
 """dtype -> (x, keywords): x gets a gradient; the same values in every dtype"""
 

@@ -7,17 +7,21 @@ The file says what the rest of the library asks of its family, in tables by role
 has the words), and DECODING, how its models are decoded (decoding.py). It is imported when it is first asked. A family that has
 outgrown a file is a folder, which has these tables in `family.py`.
 
-A family that can be trained by name, from a preset or a Hugging Face folder to a folder, has a file `training.py` in its folder
-too, and its folder's name in TRAINABLE.
+A family that can be trained by name, from a preset or a Hugging Face folder to a folder, has its folder's name in TRAINABLE and
+a file `training.py` there:
+
+PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too
+make              a new one of MODELS: (name, vocabulary, positions, device) -> model
+reads, load, save of a folder: whether it is this family's; (folder, device) -> model; (model, folder, tokenizer)
+sizes, table      the `Sizes` of a model; PRESETS in lines for a person
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from .decoding import Reader
@@ -43,12 +47,12 @@ def role_of(module: nn.Module) -> str | None:
 def swaps_of(module: nn.Module) -> Mapping[str, Maker]:
     """How modules of this one's family are swapped, by their roles; nothing for a module of no known family."""
     family, _ = _known(module)
-    return _swaps(family) if family else {}
+    return _file(family).SWAPS if family else {}
 
 
 def fused_types() -> Iterator[str]:
     """The model_types whose attention and MLP have fused forms."""
-    return (kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _swaps(family).keys() for kind in types)
+    return (kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _file(family).SWAPS.keys() for kind in types)
 
 
 def reader_of(model: Any) -> Reader | None:
@@ -63,10 +67,6 @@ def reader_of(model: Any) -> Reader | None:
 def decoded() -> Iterator[str]:
     """How the classes' names begin of models that the kernels decode."""
     return (prefix for types in FAMILIES.values() for prefix in types.values())
-
-
-def _swaps(family: str) -> Mapping[str, Maker]:
-    return _file(family).SWAPS
 
 
 def _file(family: str) -> Any:
@@ -95,28 +95,9 @@ class Sizes:
     width: int  # of a layer's attention: all heads together
 
 
-class Trainable(Protocol):
-    """What a family's `training.py` holds."""
-
-    PRESETS: Mapping[str, Any]
-    """The models that have a name, for people to choose from."""
-    MODELS: Mapping[str, Any]
-    """All that `make` knows: the presets, and small ones like them."""
-
-    def make(self, name: str, vocabulary: int, positions: int, device: torch.device) -> nn.Module:
-        """A new model of MODELS, for so many ids and rows of up to so many positions."""
-
-    def reads(self, folder: Path) -> bool: ...
-    def load(self, folder: str, device: torch.device) -> nn.Module: ...
-    def save(self, model: Any, folder: str | Path, tokenizer: Any) -> Path: ...
-    def sizes(self, model: Any) -> Sizes: ...
-
-    def table(self) -> list[str]:
-        """PRESETS in lines for a person."""
-
-
-def trainable() -> list[Trainable]:
-    return [import_module(f".{folder}.training", __package__) for folder in TRAINABLE]  # type: ignore[misc]
+def trainable() -> list[Any]:
+    """The `training.py` of each family."""
+    return [import_module(f".{folder}.training", __package__) for folder in TRAINABLE]
 
 
 def presets() -> list[str]:
@@ -128,7 +109,7 @@ def is_named(model: str) -> bool:
     return any(model in family.MODELS for family in trainable())
 
 
-def family_of(model: str) -> Trainable:
+def family_of(model: str) -> Any:
     """The family that makes the model of this name, or reads the one in this folder. The first where none does: its `load`
     says what it wants."""
     families = trainable()
