@@ -18,13 +18,13 @@ def test_what_stands_beyond_the_live_length_or_outside_the_window_is_without_eff
         token, position = start(body, prompts())
         if poison:
             types = getattr(body.model.config, "layer_types", ["full_attention"] * 2)
-            for kind, pair in zip(types, body.buffers()):
+            for kind, layer in zip(types, body.cache.own()):
                 far = body.place_L >= position[:, None]
                 if kind == "sliding_attention":
                     far = far | (body.place_L <= position[:, None] - 9)
                 if kind == "chunked_attention":
                     far = far | (body.place_L < position[:, None] // 9 * 9)
-                for sign, buffer in zip((1e4, -1e4), pair):
+                for sign, buffer in zip((1e4, -1e4), layer.buffers()):
                     buffer.masked_fill_(far[:, None, :, None], sign)
         clean.append(body.step(token, position).clone())
     assert torch.equal(*clean)
@@ -33,9 +33,8 @@ def test_what_stands_beyond_the_live_length_or_outside_the_window_is_without_eff
 def test_a_nan_that_an_earlier_sequence_left_is_gone_after_a_prefill():
     body = body_of("gpt2")
     before = go_on(body, *start(body, prompts()), 4)
-    for pair in body.buffers():
-        for buffer in pair:
-            buffer.fill_(float("nan"))
+    for buffer in body.buffers():
+        buffer.fill_(float("nan"))
     assert torch.equal(go_on(body, *start(body, prompts()), 4), before)
 
 
@@ -52,10 +51,10 @@ def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
     body = StaticBody(model_of(family), Build(2, 80))
     ids = torch.stack([prompts((40,))[0], prompts((40,))[0].flip(0)])
     body.prefill(ids)
-    whole = [buffer.clone() for pair in body.buffers() for buffer in pair]
+    whole = [buffer.clone() for buffer in body.buffers()]
     monkeypatch.setattr(any_body, "CHUNK", 7)
     body.prefill(ids)
-    for buffer, want in zip((buffer for pair in body.buffers() for buffer in pair), whole):
+    for buffer, want in zip(body.buffers(), whole):
         torch.testing.assert_close(buffer, want, rtol=0, atol=1e-5)
         assert want[:, :, :40].abs().min() > 0 and not want[:, :, 40:].any()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -162,24 +163,21 @@ def bytes_read(model: nn.Module, config: Any) -> int:
 
 def first_not_finite(model: nn.Module, ids: Tensor) -> str:
     """The module that first gives a NaN or infinity for the sequence ids (T,). Reads every module's output back."""
+    names = {module: name for name, module in model.named_modules() if name}
     found: list[str] = []
 
-    def look(name: str):
-        def hook(module, inputs, output) -> None:
-            tensors = output if isinstance(output, tuple | list) else [output]
-            bad = any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors)
-            if bad and not found:
-                found.append(name)
+    def look(module, inputs, output) -> None:
+        tensors = output if isinstance(output, tuple | list) else [output]
+        bad = any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors)
+        if bad and module in names:
+            found.append(names[module])
 
-        return hook
-
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    handle = register_module_forward_hook(look)
     try:
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
             model(input_ids=ids[None], use_cache=False)
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     return found[0] if found else "none of its modules in a pass without a cache"
 
 
@@ -226,9 +224,9 @@ class RowLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    def pair(self) -> tuple[Tensor, Tensor] | None:
-        """The buffers, once a forward has reached this layer."""
-        return None if self.keys is None or self.values is None else (self.keys, self.values)
+    def buffers(self) -> list[Tensor]:
+        """None before a forward has reached this layer."""
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:

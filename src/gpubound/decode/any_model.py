@@ -76,6 +76,7 @@ class StaticBody(Body):
         max_batch, max_length = build.max_batch, build.max_length
         config, likes = examine(model, max_length)
         self.model, self.config, self.path = model, config, path
+        self.kernels = f"the model's own forward: {path}"
         self.max_batch, self.max_length, self.tokens = max_batch, max_length, build.tokens
         weight = cast(Tensor, model.get_input_embeddings().weight)
         self.device, self.dtype = weight.device, weight.dtype
@@ -91,16 +92,15 @@ class StaticBody(Body):
         self.error = self._try(weight.shape[0])
         self.rebind()
 
-    def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of every layer that has its own, each (max_batch, heads, max_length, width)."""
-        return [pair for layer in self.cache.own() if (pair := layer.pair()) is not None]
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of every layer that has its own, each (max_batch, heads, max_length, width)."""
+        return [buffer for layer in self.cache.own() for buffer in layer.buffers()]
 
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> None:
         """Fill places 0 to T-1 of the first rows. What stands beyond a row's length is written over before it is read."""
         rows, tokens = ids_BT.shape
-        for pair in self.buffers():
-            for buffer in pair:
-                buffer[:rows, :, tokens:].zero_()  # a NaN that an earlier sequence left there would come through the mask
+        for buffer in self.buffers():
+            buffer[:rows, :, tokens:].zero_()  # a NaN that an earlier sequence left there would come through the mask
         for start in range(0, tokens, CHUNK):
             end = min(start + CHUNK, tokens)
             self.cache.aim(Prompt(rows, start, end))
@@ -135,7 +135,7 @@ class StaticBody(Body):
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""
         read = bytes_read(self.model, self.config)
         for layer in self.cache.own():
-            place = sum(buffer[0, :, 0].nbytes for buffer in layer.pair() or ())
+            place = sum(buffer[0, :, 0].nbytes for buffer in layer.buffers())
             read += place * sum(min(length, layer.window or length) for length in live)
         return read
 
@@ -209,23 +209,22 @@ class StaticBody(Body):
                 f"{error:.2g} of the largest, wanted at most {bound:g}: its attention does not follow the mask and the "
                 f"positions that it is given."
             )
-        for pair in self.buffers():
-            for buffer in pair:
-                buffer.zero_()
+        for buffer in self.buffers():
+            buffer.zero_()
         return error
 
     def _guarded(self, token_B: Tensor, position_B: Tensor) -> None:
         """A step that must not wait for the device; where a list index makes it wait, one that reads lists as slices."""
-        try:
-            with no_stall():
-                self.step(token_B, position_B)
-        except StallError as stall:
-            self.slices = True
+        stalls = []
+        for slices in (False, True):
+            self.slices = slices
             try:
                 with no_stall():
                     self.step(token_B, position_B)
-            except StallError:
-                raise stall from None
+                return
+            except StallError as stall:
+                stalls.append(stall)
+        raise stalls[0]
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -246,14 +245,10 @@ class StaticBody(Body):
                 f"wanted one that takes a mask and a position for every row."
             ) from failure
 
-    @property
-    def kernels(self) -> str:
-        return f"the model's own forward: {self.path}"
-
     def report(self) -> list[tuple[str, str, str]]:
         """(part, what runs, why) for the decoder's table."""
-        buffers = [buffer for pair in self.buffers() for buffer in pair]
-        size = sum(buffer.numel() * buffer.element_size() for buffer in buffers) / 2**20
+        buffers = self.buffers()
+        size = sum(buffer.nbytes for buffer in buffers) / 2**20
         local = "".join(f"; {kind} of {window} by its mask" for kind, window in self.windows.items() if window is not None)
         named = f"{type(self.model).__name__}.forward, static cache"
         why = "the model's own modules run as they are; a graph takes their launches from the host"

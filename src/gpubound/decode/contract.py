@@ -57,6 +57,8 @@ class Body(ABC):
     best: Tensor | None = None  # partial maxima of the logits, and where they lie: see `finds_best`
     arg: Tensor | None = None
     captures_prefill = False  # whether `prefill` may lie in a graph
+    kernels: str  # what computes a step, in a few words
+    reads = ""  # which weights, in a few words, where it is not the model's own forward that reads them
     path = ""  # why it is not the fused kernels
 
     @abstractmethod
@@ -69,16 +71,6 @@ class Body(ABC):
 
         A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
         """
-
-    @property
-    @abstractmethod
-    def kernels(self) -> str:
-        """What computes a step, in a few words."""
-
-    @property
-    def reads(self) -> str:
-        """Which weights, in a few words, where it is not the model's own forward that reads them."""
-        return ""
 
     @abstractmethod
     def report(self) -> list[tuple[str, str, str]]:

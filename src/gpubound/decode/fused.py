@@ -47,6 +47,7 @@ class FusedBody(Body):
     """`step` after `begin`, as often as wanted. The buffers are its own, made once; the weights are the model's."""
 
     x: Tensor
+    embed: Tensor
     best: Tensor
     arg: Tensor
     measured: Accuracy | None = None
@@ -71,6 +72,7 @@ class FusedBody(Body):
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.host = host.HostStep(self) if on_host else None
+        self.kernels, self.reads = "plain torch" if on_host else "fused kernels", self.form.reads
         self.layers: list[Layer] = []
         self._take()
 
@@ -80,7 +82,7 @@ class FusedBody(Body):
         for number, weights in enumerate(self.live.layers):
             given = number, self.form, self.bench
             self.layers[number : number + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in weights))]
-        self.head = self.form.head(self.live.head)
+        self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
@@ -140,10 +142,6 @@ class FusedBody(Body):
 
     def same_kernels(self, rows: int) -> bool:
         return self.narrow(rows) and self.host is None
-
-    @property
-    def embed(self) -> Tensor:  # type: ignore[override]
-        return self.live.embed
 
     def begin(self, token: Tensor) -> None:
         """Embed the first tokens; from then on the sampler does."""
@@ -229,14 +227,6 @@ class FusedBody(Body):
 
     def check_request(self, limits: list[int]) -> None:
         self.cache.layout.check_request(limits)
-
-    @property
-    def kernels(self) -> str:
-        return "plain torch" if self.host else "fused kernels"
-
-    @property
-    def reads(self) -> str:
-        return self.form.reads
 
     def report(self) -> list[tuple[str, str, str]]:
         wide = len(self.x) > NARROW

@@ -52,15 +52,13 @@ class ActiveRequest:
     def __init__(self, decoder: "FastDecoder", request: Request) -> None:
         self.decoder, self.request = decoder, request
         self.begun = time.perf_counter()
-        self.first_token_s = 0.0
-        self.seconds = 0.0
-        self.launches = self.steps = self.row_steps = 0
         self.wanted = 0  # steps, of those launched, that some row may still need
         self.flying = 0  # steps launched and not read yet
         self.ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
         self.rows = decoder.bucket(len(request.prompts))
         self.way = LaunchWay(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
+        self.found = Generation(self.sequences)
         self.texts = RowTexts(decoder.tokenizer, len(self.sequences), request.stop_strings, request.stops)
 
     def play(self) -> Generator[tuple[int, Any], None, None]:
@@ -81,7 +79,7 @@ class ActiveRequest:
         finally:
             decoder.slots.drop()
             decoder._busy = False
-            self.seconds = time.perf_counter() - self.begun
+            self.found.seconds = time.perf_counter() - self.begun
         self._finish()
 
     def _prefill(self) -> None:
@@ -99,7 +97,7 @@ class ActiveRequest:
         alive = True
         while alive and ((left := self._left()) > 0 or slots.ahead):
             if left > 0:
-                self._launch(next(k for k in self._ladder() if k <= left + int(self.steps * OVERSHOT)), left)
+                self._launch(next(k for k in self._ladder() if k <= left + int(self.found.steps * OVERSHOT)), left)
             while alive and slots.ahead >= (slots.lead if self._left() > 0 else 1):
                 alive = yield from self._take()
 
@@ -110,25 +108,25 @@ class ActiveRequest:
         with decoder.plainly():
             decoder.graphs.launch(self.rows, steps, self.way)
         decoder.slots.send(steps * decoder.stepper.tokens)
-        self.launches, self.steps, self.flying = self.launches + 1, self.steps + steps, self.flying + steps
+        self.flying += steps
+        self.found.launches += 1
+        self.found.steps += steps
         self.wanted += min(steps, wanted)
 
     def _left(self) -> int:
         """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
         wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
-        count = sum(len(s.tokens) for s in self.sequences)
-        a_step = count / self.row_steps if self.row_steps else 1.0
-        return math.ceil(max(wanted, default=0) / a_step) - self.flying
+        return math.ceil(max(wanted, default=0) / (self.found.tokens_a_step or 1.0)) - self.flying
 
     def _ladder(self) -> Sequence[int]:
         """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
         ladder = self.decoder.ladder
-        return ladder[max(0, len(ladder) - 1 - self.launches) :]
+        return ladder[max(0, len(ladder) - 1 - self.found.launches) :]
 
     def _take(self) -> Generator[tuple[int, Any], None, bool]:
         """Read the oldest launch; False when every sequence has ended."""
         tokens = self.decoder.slots.receive()
-        self.first_token_s = self.first_token_s or time.perf_counter() - self.begun
+        self.found.first_token_s = self.found.first_token_s or time.perf_counter() - self.begun
         emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
         self.flying -= len(emitted) // self.decoder.stepper.tokens
         ended = []
@@ -139,7 +137,7 @@ class ActiveRequest:
             if logprobs is not None:
                 sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
             sequence.tokens += new
-            self.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
+            self.found.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
             piece = self.texts.add(row, new)
             if self.texts.stopped(row):
                 sequence.finish = "stop string"
@@ -179,8 +177,8 @@ class ActiveRequest:
     def result(self) -> Generation:
         lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
         read = self.decoder.body.bytes_a_step(lengths) + self.decoder.stepper.bytes_a_step(lengths)
-        counts = self.launches, self.steps, self.row_steps
-        return Generation(self.sequences, self.seconds, self.first_token_s, *counts, read * self.wanted, self.wanted)
+        self.found.bytes_read, self.found.wanted = read * self.wanted, self.wanted
+        return self.found
 
 
 # A thread that computes gives the interpreter up every 5 ms, if another asks. The generating thread asks several times a

@@ -25,12 +25,12 @@ class Generation:
     """What `generate` returns: the sequences, in the order of the prompts, and how fast they came."""
 
     sequences: list[Generated]
-    seconds: float  # from the call to the last token on the host
-    first_token_s: float  # to the first
-    launches: int
-    steps: int  # as launched
-    row_steps: int  # of them, those that brought a row something, over all rows
-    bytes_read: int  # that the wanted steps cannot do without: the roofline's numerator
+    seconds: float = 0.0  # from the call to the last token on the host
+    first_token_s: float = 0.0  # to the first
+    launches: int = 0
+    steps: int = 0  # as launched
+    row_steps: int = 0  # of them, those that brought a row something, over all rows
+    bytes_read: int = 0  # that the wanted steps cannot do without: the roofline's numerator
     wanted: int | None = None  # of the steps, those that a row might need when they were launched; None: all
 
     @property

@@ -98,7 +98,7 @@ class Speculator(Stepper):
                 self._mark(settings, chunk.token)
             choose(body, logits, each, settings, into, logprob)
             seen = slots.marks()[:rows] if way.penalty else None
-            lines = range(step * T, (step + 1) * T)
+            lines = slice(step * T, (step + 1) * T)
             emitted = Said(slots.emitted(lines, rows), None if logprob is None else slots.logprob(lines, rows))
             accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
 

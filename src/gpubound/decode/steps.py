@@ -42,6 +42,7 @@ class Slots:
     def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
         self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
         self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
+        self._emitted, self._logprobs = self.block[:longest], self.block[longest:-2].view(torch.float32)
         token, position, limit = torch.zeros(3, max_batch, device=device, dtype=torch.int32)
         stops = torch.full((STOPS,), -1, device=device, dtype=torch.int32)
         self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
@@ -64,15 +65,12 @@ class Slots:
             self.seen = torch.zeros(self.max_batch, self.vocab, device=self.device, dtype=torch.uint8)
         return self.seen
 
-    def emitted(self, lines: int | range, rows: int) -> Tensor:
+    def emitted(self, lines: int | slice, rows: int) -> Tensor:
         """Of one step (rows,), or of several lines of the block (lines, rows)."""
-        return self._lines(0, lines)[..., :rows]
+        return self._emitted[lines, :rows]
 
-    def logprob(self, lines: int | range, rows: int) -> Tensor:
-        return self._lines(self.longest, lines)[..., :rows].view(torch.float32)
-
-    def _lines(self, start: int, lines: int | range) -> Tensor:
-        return self.block[start + lines] if isinstance(lines, int) else self.block[start + lines.start : start + lines.stop]
+    def logprob(self, lines: int | slice, rows: int) -> Tensor:
+        return self._logprobs[lines, :rows]
 
     def fill(self, request: Request, rows: int, max_length: int) -> None:
         """Write the request into the first rows, one small copy each; of `rows`, those beyond it are not alive."""

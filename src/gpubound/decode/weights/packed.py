@@ -37,16 +37,12 @@ class PackedWeights:
     early_bytes = 32 << 20
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kind, self.reads = kind, f"{kind} copies of the weights"
         self.kept = False
         self.unpacked = 0  # weights, by calls; the replays of a graph are not seen
         self.dtype = torch.float32
         self._versions: list[tuple[str, Tensor, int]] = []
         self._scratch: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def reads(self) -> str:
-        return f"{self.kind} copies of the weights"
 
     def begin(self, model: nn.Module, kept: bool) -> None:
         """The weights of `model` are taken from here on; `kept`: their rounded numbers stay in full, for a CPU's own step."""
