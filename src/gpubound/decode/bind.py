@@ -63,7 +63,7 @@ class BoundModel:
 
     def bytes_read(self) -> int:
         """Of weights, once each, in one step: all but the embedding, of which a step reads single rows, and the experts."""
-        tensors = [t for layer in self.layers for t in layer.tensors()] + [self.norm.weight, self.head]
+        tensors = [t for layer in self.layers for part in layer for t in part.tensors()] + [self.norm.weight, self.head]
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:

@@ -12,12 +12,17 @@ Legend: B rows, T tokens, K key and value heads, L places a row, D width of a he
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
+from ..models.decoding import Shape
+
+if TYPE_CHECKING:
+    from .contract import Build
 
 PAGE = 64  # places: a tile of the attention's
 
@@ -66,25 +71,16 @@ def pages_for(length: int) -> int:
 class Cache:
     """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        layers: int,
-        rows: int,
-        kv_heads: int,
-        length: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, build: "Build", layers: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        layout, rows, length = build.cache, build.max_batch, build.max_length
         self.layout, self.rows, self.length, self.dtype = layout, rows, length, dtype
         self.kind = None if layout.kind is None else KINDS[layout.kind]
-        places = (rows, kv_heads, length) if layout.pages is None else (layout.pages + 1, kv_heads, PAGE)
-        shape = (layers, *places, width)
-        self.k, self.v = (torch.zeros(shape, device=device, dtype=self.kind or dtype) for _ in range(2))
+        holders, places = (rows, length) if layout.pages is None else (layout.pages + 1, PAGE)
+        size = layers, holders, shape.kv_heads, places, shape.head_dim
+        self.k, self.v = (torch.zeros(size, device=device, dtype=self.kind or dtype) for _ in range(2))
         self.k_scale = self.v_scale = self.pages = None
         if self.kind is not None:
-            self.k_scale, self.v_scale = (torch.zeros(shape[:-1], device=device, dtype=torch.float32) for _ in range(2))
+            self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
         if layout.pages is not None:
             self.pages = torch.zeros(rows, pages_for(length), device=device, dtype=torch.int32)
 

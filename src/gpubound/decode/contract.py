@@ -60,6 +60,7 @@ class Body(ABC):
     kernels: str  # what computes a step, in a few words
     reads = ""  # which weights, in a few words, where it is not the model's own forward that reads them
     path = ""  # why it is not the fused kernels
+    rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -133,13 +134,6 @@ class Body(ABC):
 
     def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Fill the cache with NaN, where a body never reads beyond a row's live length."""
-
-    def accuracy(self, ids: Any) -> Any:
-        """What rounding costs on the token ids of a text (judge.Accuracy)."""
-        raise ValueError(
-            "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
-            "weights='int4' or cache='int8'."
-        )
 
 
 class Place(NamedTuple):

@@ -26,7 +26,7 @@ from .cache import CacheLayout
 from .certify import DecoderCertificate, certify
 from .contract import Body, Build
 from .fused import NARROW, FusedBody
-from .judge import Accuracy
+from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
 from .request import Request, check_prompts, make_request, pad, read_prompts
 from .result import Generation
@@ -114,7 +114,12 @@ class FastDecoder:
 
     def accuracy(self, text: Any) -> Accuracy:
         """What rounding costs on `text` (text or ids): KL divergence per token and both perplexities, as a table."""
-        return self.body.accuracy(read_prompts(text, self.tokenizer)[0])
+        if not self.body.rounds:
+            raise ValueError(
+                "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
+                "weights='int4' or cache='int8'."
+            )
+        return accuracy(self.body, read_prompts(text, self.tokenizer)[0])
 
     def __repr__(self) -> str:
         """Its path, kernels, sizes and certificate."""

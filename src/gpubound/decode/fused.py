@@ -24,7 +24,7 @@ from .bind import BoundModel
 from .cache import PLAIN, Cache
 from .contract import Body, Build, check_room
 from .experts import SparseMLP
-from .judge import Accuracy, Choices, RoundedModel, accuracy, first_not_finite
+from .judge import Accuracy, Choices, RoundedModel, first_not_finite
 from .layer import Bench, CachedAttention, DenseMLP, normed, normed_rows
 from .weights import weight_format
 
@@ -57,12 +57,11 @@ class FusedBody(Body):
         self.device, self.vocab = live.device, live.shape.vocab
         self.form = weight_format(build.weights)
         s, B, tables = live.shape, build.max_batch * build.tokens, len(live.reader.angles())
-        size = len(live.layers), build.max_batch, s.kv_heads, build.max_length, s.head_dim, live.dtype
-        held = Cache(build.cache, *size, torch.device("meta")).nbytes
+        held = Cache(build, len(live.layers), s, live.dtype, torch.device("meta")).nbytes
         held += (tables + 1) * build.max_length * s.head_dim * 4  # cos and sin each, and those of layers that do not turn
         check_room(held + 4 * B * self.vocab, self.device, build)
-        self.cache = Cache(build.cache, *size, self.device)
-        self.bench = Bench(s, self.cache, live.tables(build.max_length), B, live.dtype, self.device)
+        self.cache = Cache(build, len(live.layers), s, live.dtype, self.device)
+        self.bench = Bench(s, self.cache, live.tables(build.max_length), B)
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
@@ -72,6 +71,7 @@ class FusedBody(Body):
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.host = host.HostStep(self) if on_host else None
+        self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
         self.kernels, self.reads = "plain torch" if on_host else "fused kernels", self.form.reads
         self.layers: list[Layer] = []
         self._take()
@@ -105,21 +105,19 @@ class FusedBody(Body):
             for layer in self.layers:
                 layer.attention.step(x, position, mode)
                 layer.mlp.step(x, mode)
-            return self._narrow_head(x, mode)
+            best = self.best[:rows], self.arg[:rows]
+            return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
         for layer in self.layers:
             layer.attention.wide_step(x, position)
             layer.mlp.wide_step(x)
-        return self._wide_head(x)
+        return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
 
-    def _narrow_head(self, x: Tensor, mode: int) -> Tensor:
-        rows, cap = len(x), self.live.shape.logit_cap
-        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, (self.best[:rows], self.arg[:rows]), cap)
-
-    def _wide_head(self, x: Tensor) -> Tensor:
-        rows = len(x)
-        h, logits = normed_rows(x, self.live.norm, self.normed[:rows]), self.logits[:rows]
-        (weight,) = self.head.matrices()
-        if h.is_cuda and h.dtype != torch.float32:
+    def logits_of(self, h: Tensor) -> Tensor:
+        """The logits of a step, by torch, for normed h (B, hidden)."""
+        logits, (weight,) = self.logits[: len(h)], self.head.matrices()
+        if h.dtype == logits.dtype:
+            torch.mm(h, weight.detach().t(), out=logits)
+        elif h.is_cuda:
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
@@ -200,15 +198,6 @@ class FusedBody(Body):
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)
-
-    @property
-    def rounds(self) -> str:
-        """What is rounded to less than the model's dtype: weights, cache, both, or nothing."""
-        held = self.cache.layout.kind
-        return ", ".join(part for part in (self.form.kind, held and f"{held} cache") if part)
-
-    def accuracy(self, ids: Any) -> Accuracy:
-        return accuracy(self, ids) if self.rounds else super().accuracy(ids)
 
     def locate(self, ids: Tensor) -> str:
         return first_not_finite(self.exact(), ids)

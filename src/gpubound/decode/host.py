@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import ACTIVATIONS, capped_
-from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, heads_of, turn
+from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, turn
 
 if TYPE_CHECKING:
     from .bind import BoundModel
@@ -80,31 +80,18 @@ class HostStep:
         x = body.embedded(token)
         heads = [count * s.head_dim for count in (s.heads, s.kv_heads, s.kv_heads)]
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
-            q, k, v = self._heads(attention, _products(_normed(x, attention.norm), qkv, heads), angles)
+            q, k, v = attention.heads(_products(_normed(x, attention.norm), qkv, heads), s.head_dim, _normed)
+            if attention.table is not None:
+                q, k = (turn(x, *angles[attention.table]) for x in (q, k))
             mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window], attention.cap)
             x = x + _normed(F.linear(mixed, *o[0]), attention.post_norm)
             gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate.weight), len(mlp.up.weight)])
             gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
             x = x + _normed(F.linear(gate, *down[0]), mlp.post_norm)
-        h, logits, (head,) = _normed(x, body.live.norm), body.logits[:rows], body.head.matrices()
-        if h.dtype == logits.dtype:
-            torch.mm(h, head.detach().t(), out=logits)
-        else:
-            logits.copy_(F.linear(h, head))
-        capped_(logits, s.logit_cap)
+        logits = body.logits_of(_normed(x, body.live.norm))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.found[:rows]))
         body.arg[:rows] = self.found[:rows]
         return logits
-
-    def _heads(
-        self, layer: AttentionWeights, qkv: Sequence[Tensor], angles: list[list[Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, D), k and v (B, K, D), normed and turned."""
-        (q, k, v), width = qkv, self.body.live.shape.head_dim
-        q, k = heads_of(q, width, layer.q_norm, _normed), heads_of(k, width, layer.k_norm, _normed)
-        if layer.table is not None:
-            q, k = (turn(x, *angles[layer.table]) for x in (q, k))
-        return q, k, v.unflatten(-1, (-1, width))
 
     def _attend(
         self, number: int, place: Tensor, q: Tensor, k: Tensor, v: Tensor, even: bool, end: int, start: int,

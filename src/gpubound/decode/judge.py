@@ -139,7 +139,7 @@ class Accuracy:
 
 
 @torch.no_grad()
-def accuracy(body: "FusedBody", ids: Sequence[int] | Tensor) -> Accuracy:
+def accuracy(body: Any, ids: Sequence[int] | Tensor) -> Accuracy:
     """What rounding costs, of weights or of keys and values: the rounded model beside the one it was made of, on a given text.
 
     Both in plain fp32, so that nothing but the rounding tells them apart. The decoder's table shows it from then on.
@@ -167,7 +167,7 @@ def accuracy(body: "FusedBody", ids: Sequence[int] | Tensor) -> Accuracy:
     return body.measured
 
 
-def _compare(body: "FusedBody", exact: Any, ids: Tensor) -> Tensor:
+def _compare(body: Any, exact: Any, ids: Tensor) -> Tensor:
     """(T - 1, 4): divergence, same best, and both losses of every next token."""
     original = logits(body.live, ids[:-1]).log_softmax(-1)
     rounded = logits(exact, ids[:-1], rounded=body.cache.rounded).log_softmax(-1)

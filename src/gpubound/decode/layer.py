@@ -11,6 +11,7 @@ Legend: B rows, T tokens of a prompt, H query heads, K key and value heads, D wi
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..kernels.decode_product import capped_
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from ..layers.mlp import gated
-from ..models.decoding import NO_NORM, AttentionWeights, DenseWeights, Norm, Shape, heads_of
+from ..models.decoding import NO_NORM, AttentionWeights, DenseWeights, Norm, Shape
 from .cache import Cache
 
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
@@ -34,17 +35,9 @@ SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 class Bench:
     """What all layers of a body work on: tables, cache, and buffers, made once so that graphs find them where they were."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        cache: Cache,
-        tables: list[tuple[Tensor, Tensor]],
-        rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.shape, self.cache, self.rows, self.dtype, self.device = shape, cache, rows, dtype, device
-        self.tables = tables
+    def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int) -> None:
+        self.shape, self.cache, self.tables, self.rows = shape, cache, tables, rows
+        self.dtype, self.device = cache.dtype, cache.k.device
         cos, sin = tables[0]
         self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
         self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
@@ -144,10 +137,8 @@ class CachedAttention(Part):
     def _project(self, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, heads, D) each, q and k normed and turned."""
         s, w = self.bench.shape, self.weights
-        pairs = zip(self.qkv.matrices(), (w.q.bias, w.k.bias, w.v.bias))
-        q, k, v = (F.linear(h, weight, bias) for weight, bias in pairs)
-        q, k = heads_of(q, s.head_dim, w.q_norm, normed), heads_of(k, s.head_dim, w.k_norm, normed)
-        v = v.unflatten(-1, (-1, s.head_dim))
+        biases = w.q.bias, w.k.bias, w.v.bias
+        q, k, v = w.heads(map(partial(F.linear, h), self.qkv.matrices(), biases), s.head_dim, normed)
         if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])

@@ -6,7 +6,7 @@ weights compute is said here once, in plain fp32 (`define`), for the judge; deco
 Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts a token (its slots), E experts in all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +27,8 @@ class Norm(NamedTuple):
     eps: float
     offset: float = 0.0  # the gain is offset + weight
 
+
+Normed = Callable[[Tensor, Norm | None], Tensor]
 
 NO_NORM = (None, 0.0, 0.0)
 """What an op takes in the place of a Norm's parts where there is none."""
@@ -77,12 +79,20 @@ class AttentionWeights(Weights):
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
     post_norm: Norm | None = None  # of what is added to the stream
 
+    def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
+        """Rows (..., H D) of q, k, v as heads (..., H, D), normed before they are split where the norm is as wide as a row."""
+        found = []
+        for x, norm in zip(rows, (self.q_norm, self.k_norm, None)):
+            whole = norm is not None and len(norm.weight) > width
+            heads = (normed(x, norm) if whole else x).unflatten(-1, (-1, width))
+            found.append(heads if whole else normed(heads, norm))
+        return found
+
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
         """What is added to x (T, hidden), in plain fp32."""
         h = plain_norm(x, self.norm)
-        q, k, v = (plain_linear(h, layer) for layer in (self.q, self.k, self.v))
-        q, k = heads_of(q, shape.head_dim, self.q_norm, plain_norm), heads_of(k, shape.head_dim, self.k_norm, plain_norm)
-        v = v.unflatten(-1, (-1, shape.head_dim))
+        rows = (plain_linear(h, layer) for layer in (self.q, self.k, self.v))
+        q, k, v = self.heads(rows, shape.head_dim, plain_norm)
         if self.table is not None:
             cos, sin = (table[:, None] for table in tables[self.table])
             q, k = turn(q, cos, sin), turn(k, cos, sin)
@@ -150,9 +160,6 @@ class LayerWeights(NamedTuple):
     attention: AttentionWeights
     mlp: Any  # DenseWeights, ExpertWeights, or another record with their methods
 
-    def tensors(self) -> list[Tensor]:
-        return [*self.attention.tensors(), *self.mlp.tensors()]
-
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
     return F.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
@@ -162,13 +169,6 @@ def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
-
-
-def heads_of(x: Tensor, width: int, norm: Norm | None, normed: Callable[[Tensor, Norm | None], Tensor]) -> Tensor:
-    """Rows (..., H D) as heads (..., H, D), normed before they are split where the norm is as wide as a row."""
-    whole = norm is not None and len(norm.weight) > width
-    heads = (normed(x, norm) if whole else x).unflatten(-1, (-1, width))
-    return heads if whole else normed(heads, norm)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

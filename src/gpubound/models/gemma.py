@@ -144,12 +144,7 @@ class GemmaReader(Reader):
 
 
 class SandwichReader(GemmaReader):
-    NORMS = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
+    NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
     def cap(self, attention: Any) -> float:
         """transformers' SDPA leaves it out."""

@@ -52,6 +52,7 @@ class OwnProduct:
     def __init__(self, *layers: Linear) -> None:
         self.layers = layers
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.nbytes = sum(layer.weight.nbytes for layer in layers)
         self._given: Any = tuple(zip(*layers, *[(None, None)] * (3 - len(layers))))  # weights, biases
 
     def norm_product(
@@ -78,10 +79,6 @@ class OwnProduct:
     def tensors(self) -> list[Tensor]:
         return [*self.matrices(), *self.biases]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.matrices())
-
 
 class OwnExperts:
     """gate_up (E, 2 I, hidden) and down (E, hidden, I)."""
@@ -90,6 +87,8 @@ class OwnExperts:
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self.gate_up, self.down = gate_up, down
+        self.gate_up_bytes = gate_up[0].nbytes  # of one expert
+        self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
 
     def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
         routed_gate_up(x, norm, eps, self.gate_up, ids, out, mode)
@@ -100,15 +99,4 @@ class OwnExperts:
     def matrices(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
 
-    def exact(self) -> tuple[Any, Any]:
-        return self.gate_up, self.down
-
-    @property
-    def gate_up_bytes(self) -> int:
-        """Of one expert."""
-        return self.gate_up[0].nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of one expert."""
-        return self.gate_up[0].nbytes + self.down[0].nbytes
+    exact = matrices

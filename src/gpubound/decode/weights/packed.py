@@ -102,6 +102,7 @@ class PackedProduct:
         self.counts = [len(layer.weight) for layer in layers]
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _together(self.biases, turns)
+        self.nbytes = packed.nbytes
         self._scratch = form.scratch(packed) if shared and not form.kept else None  # made now: no graph may hold its making
         self._kept = self._unpacked(self._empty(form.dtype)) if form.kept else None
 
@@ -130,10 +131,6 @@ class PackedProduct:
     def tensors(self) -> list[Tensor]:
         return [*(self._kept or (self.packed.words, self.packed.scale)), *self.biases]
 
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes
-
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.packed.rows, self.packed.columns, device=self.packed.words.device, dtype=dtype)
 
@@ -154,8 +151,10 @@ class PackedExperts:
     wide_steps = False  # unpacking every expert would read and write more than the chosen ones' packed bytes, row by row
 
     def __init__(self, form: PackedWeights, gate_up: Tensor, down: Tensor) -> None:
-        self.form, self.shapes, self.count = form, (gate_up.shape, down.shape), len(gate_up)
+        self.form, self.shapes = form, (gate_up.shape, down.shape)
         self.gate_up, self.down = (pack(stack.flatten(0, 1), form.kind) for stack in (gate_up, down))
+        self.gate_up_bytes = self.gate_up.nbytes // len(gate_up)  # of one expert
+        self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
         self._scratch = [form.scratch(weight) for weight in (self.gate_up, self.down)]
 
     def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
@@ -171,14 +170,6 @@ class PackedExperts:
 
     def exact(self) -> tuple[Any, Any]:
         return UnpackedExperts(self.gate_up, self.shapes[0]), UnpackedExperts(self.down, self.shapes[1])
-
-    @property
-    def gate_up_bytes(self) -> int:
-        return self.gate_up.nbytes // self.count
-
-    @property
-    def nbytes(self) -> int:
-        return (self.gate_up.nbytes + self.down.nbytes) // self.count
 
 
 class UnpackedExperts:
