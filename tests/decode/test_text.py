@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpubound.decode.result import RowTexts
+from gpubound.decode.result import RowText
 
 from .cases import Bytes
 
@@ -25,15 +25,15 @@ class Contextual(Bytes):
         return super().decode(tokens).replace(" .", ".")
 
 
-def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, RowTexts]:
-    texts, pieces, at = RowTexts(tokenizer, 1, stops, ends), [], 0
-    while at < len(tokens) and not texts.stopped(0):
+def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, RowText]:
+    text, pieces, at = RowText(tokenizer, stops, ends), [], 0
+    while at < len(tokens) and not text.stopped:
         size = next(sizes)
-        pieces.append(texts.add(0, tokens[at : at + size]))
+        pieces.append(text.add(tokens[at : at + size]))
         at += size
-    if not texts.stopped(0):
-        pieces.append(texts.rest(0))
-    return pieces, texts.whole(0), texts
+    if not text.stopped:
+        pieces.append(text.rest())
+    return pieces, text.whole(), text
 
 
 def ones():
@@ -83,9 +83,9 @@ def test_a_decode_that_depends_on_what_follows_is_still_the_whole():
 
 
 def test_the_beginning_of_a_stop_string_is_held_back():
-    pieces, whole, texts = arriving(Bytes(), list(b"an <e <en> <end> more"), ones(), stops=["<end>"])
+    pieces, whole, row = arriving(Bytes(), list(b"an <e <en> <end> more"), ones(), stops=["<end>"])
     assert whole == "an <e <en> " == "".join(pieces)
-    assert texts.stopped(0)
+    assert row.stopped
     assert pieces[:12] == ["a", "n", " ", "", "", "<e ", "", "", "", "<en>", " ", ""]  # held while '<e' might go on
 
 
@@ -101,19 +101,19 @@ def test_a_stop_string_across_pieces_and_inside_characters():
 
 
 def test_a_stop_string_at_the_very_beginning():
-    pieces, whole, texts = arriving(Bytes(), list(b"end"), ones(), stops=["end"])
-    assert (whole, "".join(pieces), texts.kept_tokens(0)) == ("", "", 0)
+    pieces, whole, row = arriving(Bytes(), list(b"end"), ones(), stops=["end"])
+    assert (whole, "".join(pieces), row.kept_tokens()) == ("", "", 0)
 
 
 @pytest.mark.parametrize(("text", "stop", "kept"), [("añ漢b", "漢", 3), ("añ漢b", "b", 6), ("abc", "bc", 1)])
 def test_the_tokens_that_write_the_text_before_a_stop_string(text, stop, kept):
-    _, whole, texts = arriving(Bytes(), list(text.encode()), iter([99]), stops=[stop])
-    assert texts.kept_tokens(0) == kept and Bytes().decode(list(text.encode())[:kept]) == whole
+    _, whole, row = arriving(Bytes(), list(text.encode()), iter([99]), stops=[stop])
+    assert row.kept_tokens() == kept and Bytes().decode(list(text.encode())[:kept]) == whole
 
 
 def test_a_stop_string_that_never_comes():
-    pieces, whole, texts = arriving(Bytes(), list(b"abc<en"), ones(), stops=["<end>"])
-    assert whole == "abc<en" == "".join(pieces) and pieces[-1] == "<en" and not texts.stopped(0)
+    pieces, whole, row = arriving(Bytes(), list(b"abc<en"), ones(), stops=["<end>"])
+    assert whole == "abc<en" == "".join(pieces) and pieces[-1] == "<en" and not row.stopped
 
 
 def test_a_stop_token_is_no_text():
@@ -122,11 +122,11 @@ def test_a_stop_token_is_no_text():
 
 
 def test_rows_do_not_mix():
-    texts = RowTexts(Bytes(), 2, ["x"])
-    assert [texts.add(0, [65, 0xC3]), texts.add(1, [66, 120, 67]), texts.add(0, [0xA9])] == ["A", "B", "é"]
-    assert [texts.stopped(0), texts.stopped(1)] == [False, True]
+    first, second = (RowText(Bytes(), ["x"]) for _ in range(2))
+    assert [first.add([65, 0xC3]), second.add([66, 120, 67]), first.add([0xA9])] == ["A", "B", "é"]
+    assert [first.stopped, second.stopped] == [False, True]
 
 
 def test_without_a_tokenizer_there_are_no_texts():
-    texts = RowTexts(None, 1)
-    assert texts.add(0, [65]) is None and texts.whole(0) is None and texts.rest(0) == ""
+    text = RowText(None)
+    assert text.add([65]) is None and text.whole() is None and text.rest() == ""

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import GenerateError
 from .request import Request, pad, to_device
-from .result import Generated, Generation, RowTexts
+from .result import Generated, Generation, RowText
 from .steps import LaunchWay
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ActiveRequest:
         self.way = LaunchWay(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
         self.found = Generation(self.sequences)
-        self.texts = RowTexts(decoder.tokenizer, len(self.sequences), request.stop_strings, request.stops)
+        self.texts = [RowText(decoder.tokenizer, request.stop_strings, request.stops) for _ in self.sequences]
 
     def play(self) -> Generator[tuple[int, Any], None, None]:
         """(row, new tokens or text) as they come. A stream that nobody read to its end is closed before Python ends."""
@@ -130,7 +130,7 @@ class ActiveRequest:
         emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
         self.flying -= len(emitted) // self.decoder.stepper.tokens
         ended = []
-        for row, sequence in enumerate(self.sequences):
+        for row, (sequence, text) in enumerate(zip(self.sequences, self.texts)):
             if sequence.finish:
                 continue
             new = [step[row] for step in emitted if step[row] >= 0]
@@ -138,15 +138,15 @@ class ActiveRequest:
                 sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
             sequence.tokens += new
             self.found.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
-            piece = self.texts.add(row, new)
-            if self.texts.stopped(row):
+            piece = text.add(new)
+            if text.stopped:
                 sequence.finish = "stop string"
                 ended.append(row)
             elif not tokens.alive[row]:
                 self._check(row, int(tokens.bad[row]))
                 stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
                 sequence.finish = "stop token" if stopped else "length"
-                piece = piece + self.texts.rest(row) if piece is not None else None
+                piece = piece + text.rest() if piece is not None else None
             if shown := new if piece is None else piece:
                 yield row, shown
         if all(sequence.finish for sequence in self.sequences):
@@ -167,11 +167,11 @@ class ActiveRequest:
             )
 
     def _finish(self) -> None:
-        for row, sequence in enumerate(self.sequences):
+        for sequence, text in zip(self.sequences, self.texts):
             sequence.finish = sequence.finish or "length"
-            sequence.text = self.texts.whole(row)
+            sequence.text = text.whole()
             if sequence.finish == "stop string":
-                kept = self.texts.kept_tokens(row)
+                kept = text.kept_tokens()
                 sequence.tokens, sequence.logprobs = sequence.tokens[:kept], sequence.logprobs[:kept]
 
     def result(self) -> Generation:

@@ -65,71 +65,68 @@ class Generation:
         return {"sequences": sequences, "tokens": self.count} | {name: getattr(self, name) for name in figures}
 
 
-class RowTexts:
-    """The texts of several rows while tokens arrive: a piece is shown once no later token can change it.
+class RowText:
+    """The text of a row while its tokens arrive: a piece is shown once no later token can change it.
 
-    What stopped a row is not part of its text: `stops` are strings, `ends` tokens. No tokenizer, no texts.
+    What stopped the row is not part of its text: `stops` are strings, `ends` tokens. No tokenizer, no text.
     """
 
-    def __init__(self, tokenizer: Any, rows: int, stops: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, stops, frozenset(ends)
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._shown = [""] * rows  # given out already
-        self._end: list[int | None] = [None] * rows  # where a stop string begins
-        self._done: list[tuple[int, str]] = [(0, "")] * rows  # (tokens, their text) that nothing changes any more
+        self._tokens: list[int] = []
+        self._shown = ""  # given out already
+        self._end: int | None = None  # where a stop string begins
+        self._done = 0, ""  # tokens, and their text, that nothing changes any more
 
-    def add(self, row: int, tokens: list[int]) -> str | None:
+    def add(self, tokens: list[int]) -> str | None:
         """The text that these tokens complete."""
         if self.tokenizer is None:
             return None
-        self._tokens[row] += [token for token in tokens if token not in self.ends]
-        return self._show(row, self._text(row).rstrip(UNFINISHED))
+        self._tokens += [token for token in tokens if token not in self.ends]
+        return self._show(self._text().rstrip(UNFINISHED))
 
-    def stopped(self, row: int) -> bool:
-        return self._end[row] is not None
+    @property
+    def stopped(self) -> bool:
+        return self._end is not None
 
-    def rest(self, row: int) -> str:
-        """What was held back, at the end of a row."""
-        return self._show(row, self._text(row), held=False) if self.tokenizer is not None else ""
+    def rest(self) -> str:
+        """What was held back, at the end of the row."""
+        return self._show(self._text(), held=False) if self.tokenizer is not None else ""
 
-    def whole(self, row: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self._text(row)[: self._end[row]]
+    def whole(self) -> str | None:
+        return self._text()[: self._end] if self.tokenizer is not None else None
 
-    def kept_tokens(self, row: int) -> int:
+    def kept_tokens(self) -> int:
         """How many tokens it takes to write the text before the stop string."""
-        tokens = self._tokens[row]
 
         def written(count: int) -> int:
-            return len(self._decode(tokens[:count]).rstrip(UNFINISHED))
+            return len(self._decode(0, count).rstrip(UNFINISHED))
 
-        return bisect_left(range(len(tokens)), self._end[row] or 0, key=written)
+        return bisect_left(range(len(self._tokens)), self._end or 0, key=written)
 
-    def _show(self, row: int, text: str, held: bool = True) -> str:
+    def _show(self, text: str, held: bool = True) -> str:
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
-            self._end[row] = min(found)
-            text = text[: min(found)]
+            self._end = min(found)
+            text = text[: self._end]
         elif held:  # the beginning of a stop string is not shown before it is known to be none
             text = text[: len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)]
-        new = text[len(self._shown[row]) :]
-        self._shown[row] += new
+        new = text[len(self._shown) :]
+        self._shown += new
         return new
 
-    def _text(self, row: int) -> str:
-        """All of a row's text. Decoded in stretches: a whole decode for every token would cost the square of the length."""
-        tokens = self._tokens[row]
-        count, text = self._done[row]
+    def _text(self) -> str:
+        """All of the text. Decoded in stretches: a whole decode for every token would cost the square of the length."""
+        (count, text), every = self._done, len(self._tokens)
         begin = max(0, count - WINDOW)
-        before, after = self._decode(tokens[begin:count]), self._decode(tokens[begin:])
-        whole = text + after[len(before) :] if after.startswith(before) else self._decode(tokens)
-        if len(tokens) - count >= 4 * WINDOW and not whole.endswith(UNFINISHED):
-            self._done[row] = len(tokens), whole
+        before, after = self._decode(begin, count), self._decode(begin, every)
+        whole = text + after[len(before) :] if after.startswith(before) else self._decode(0, every)
+        if every - count >= 4 * WINDOW and not whole.endswith(UNFINISHED):
+            self._done = every, whole
         return whole
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens)
+    def _decode(self, begin: int, end: int) -> str:
+        return self.tokenizer.decode(self._tokens[begin:end])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -57,31 +57,33 @@ class ConfigFields:
 
     def size(self, name: str, default: int | None = None, largest: int = LARGEST) -> int:
         value = self.about.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise DataError(f"{self.file} has no {name!r}; is it a model's?")
+        value = self._there(name, default if value is None else value)
         if not isinstance(value, int) or isinstance(value, bool) or not (0 < value <= largest or value == default):
             raise self._wrong(name, value, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, name: str, value: Any) -> float:
-        if value is None:
-            raise DataError(f"{self.file} has no {name!r}; is it a model's?")
+        value = self._there(name, value)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
             raise self._wrong(name, value, "a number above 0")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        value = self.about.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return bool(value)
+        return self._of_kind(name, bool, "true or false") or False
 
     def table(self, name: str) -> dict[str, Any]:
+        return self._of_kind(name, dict, "an object or null") or {}
+
+    def _there(self, name: str, value: Any) -> Any:
+        if value is None:
+            raise DataError(f"{self.file} has no {name!r}; is it a model's?")
+        return value
+
+    def _of_kind(self, name: str, kind: type, wanted: str) -> Any:
         value = self.about.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self._wrong(name, value, "an object or null")
-        return value or {}
+        if value is not None and not isinstance(value, kind):
+            raise self._wrong(name, value, wanted)
+        return value
 
     def _wrong(self, name: str, value: Any, wanted: str) -> DataError:
         return DataError(f"{self.file}: {name}: got {value!r}, wanted {wanted}.")

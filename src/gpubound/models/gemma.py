@@ -7,7 +7,6 @@ the cap out, and so do we.) Its logits are capped too, so that its loss stays tr
 """
 
 import sys
-from collections import Counter
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from .decoding import Reader
 from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import FIXED, HFAngles
-from .stack import HFStack, add_calls, stack, tried_causal_lm, turned, unswapped
+from .stack import HFStack, stack, tried_causal_lm, turned, unswapped
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
@@ -121,13 +120,11 @@ def sandwich_stack(module: Any, _: Any) -> Swap:
         types, angles = {rotary.rope_type}, dict.fromkeys(kinds, HFAngles(rotary))
     changing = sorted(types - set(FIXED))
     refusal = f"rope_type {changing[0]!r} changes its frequencies as it reads" if changing else ""
-    attributes = {
-        "tables": {kind: RopeTable(found) for kind, found in angles.items()},
-        "window": None,  # each type of layer gets its own mask
-        "implementation": module.config._attn_implementation,
-        "delegated": Counter(),
-    }
-    return Swap(SandwichStack, add_calls(module), attributes, refusal=refusal or unswapped(module, SandwichStack))
+    swap = stack(module, None, SandwichStack)
+    swap.attributes["tables"] = {kind: RopeTable(found) for kind, found in angles.items()}
+    swap.attributes["window"] = None  # each type of layer gets its own mask
+    swap.refusal = refusal or unswapped(module, SandwichStack)
+    return swap
 
 
 SWAPS: dict[str, Maker] = {

@@ -17,18 +17,7 @@ from ..layers.attention import Attention, Rope, attend, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
-from .placing import (
-    ACTIVATIONS,
-    BATCH,
-    TOKENS,
-    Case,
-    Swap,
-    activation_name,
-    delegate,
-    dtype_and_device,
-    random_case,
-    rounded_noise,
-)
+from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Swap, activation_name, delegate, random_case
 from .rotary import halves
 
 
@@ -162,17 +151,17 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, ro
 
 def attention_case(module: Any, rotary: Any, masked: bool) -> Case:
     """Random hidden states at positions 0, 1, ...; masked: causal, and the second row a few tokens shorter."""
-    own, device = dtype_and_device(module)
+    states = random_case(module, (BATCH, TOKENS, module.config.hidden_size))
 
     def case(dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
-        x = rounded_noise((BATCH, TOKENS, module.config.hidden_size), own, dtype, device)
-        positions = torch.arange(TOKENS, device=device)[None]
+        x, _ = states(dtype)
+        positions = torch.arange(TOKENS, device=x.device)[None]
         mask = None
         if masked:
-            mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+            mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril()
             mask[1, :, :, -TOKENS // 3 :] = False
             if module.config._attn_implementation == "eager":  # which adds it to the scores
-                mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return x, {"position_embeddings": rotary(x, positions), "attention_mask": mask}
 
     return case

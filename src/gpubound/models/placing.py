@@ -75,23 +75,10 @@ def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
     return drawn.to(like.device, like.dtype)
 
 
-def rounded_noise(shape: tuple[int, ...], own: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rounded to the module's own dtype, whatever dtype it is wanted in: every run reads the same numbers."""
-    return noise(shape, torch.empty(0, device=device, dtype=own)).to(dtype)
-
-
 def random_case(module: nn.Module, shape: tuple[int, ...]) -> Case:
-    own, device = dtype_and_device(module)
-
-    def case(dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
-        return rounded_noise(shape, own, dtype, device), {}
-
-    return case
-
-
-def dtype_and_device(module: nn.Module) -> tuple[torch.dtype, torch.device]:
-    p = next(module.parameters(), torch.empty(0))
-    return p.dtype, p.device
+    """Rounded to the module's own dtype, whatever dtype it is wanted in: every run reads the same numbers."""
+    like = next(module.parameters(), torch.empty(0)).detach().new_empty(0)
+    return lambda dtype: (noise(shape, like).to(dtype), {})
 
 
 def reads_tokens(model: Any) -> bool:
