@@ -40,15 +40,12 @@ from .any_fit import (
 )
 from .contract import Body, Build, Watched, check_room, places
 
-CHUNK = 1024
-"""Prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes."""
+CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
+SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
-SCORED = 256
-"""Tokens whose logits are whole in memory while a text is scored."""
-
+# How far logits may be from the model's own, as a share of the largest: products of other shapes round otherwise (in fp32 by
+# TF32, where the user allows it). A mask that does not reach the attention, or a position off by one, is far above.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""How far logits may be from the model's own, as a share of the largest: products of other shapes round otherwise (in fp32 by
-TF32, where the user allows it). A mask that does not reach the attention, or a position off by one, is far above."""
 
 
 class ListsAsSlices(TorchFunctionMode):

@@ -66,7 +66,8 @@ class FusedBody(Body):
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
-        on_host = host.fits(self.device) and build.tokens == 1 and build.cache == PLAIN and host.runs(live)
+        dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
+        on_host = host.fits(self.device) and build.tokens == 1 and build.cache == PLAIN and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)

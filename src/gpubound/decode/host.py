@@ -20,18 +20,12 @@ from ..kernels.decode_product import ACTIVATIONS, capped_
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, turn
 
 if TYPE_CHECKING:
-    from .bind import BoundModel
     from .fused import FusedBody
 
 
 def fits(device: torch.device) -> bool:
     """Whether this is where a step runs: a CPU, unless Triton's interpreter is to run the kernels there."""
     return device.type == "cpu" and not can_launch(device)
-
-
-def runs(live: "BoundModel") -> bool:
-    """Whether a step here knows all of the model's parts."""
-    return all(type(layer.mlp) is DenseWeights for layer in live.layers)
 
 
 class HostLayer(NamedTuple):

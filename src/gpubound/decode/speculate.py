@@ -84,12 +84,12 @@ class Speculator(Stepper):
 
     def run(self, rows: int, steps: int, way: LaunchWay) -> None:
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
-        state, each, text = slots.rows.first(rows), self._each(rows), self.text[:rows]
+        state, each, text = slots.rows.first(rows), self.rows.first(n), self.text[:rows]
+        each.limit.view(rows, T).copy_(state.limit[:, None])
         chunk = Chunk(*(t[:n].view(rows, T) for t in (self.chunk, each.position, each.alive)))
         into, logprob = Into(self.chosen[:n]), self.logprob[:n] if way.logprobs else None
         chosen = Said(into.emitted.view(rows, T), None if logprob is None else logprob.view(rows, T))
-        by_parts = way.greedy and not way.logprobs and body.finds_best(n)
-        settings = None if by_parts else self._spread(rows, way)
+        settings = None if way.greedy and not way.logprobs and body.finds_best(n) else self._spread(rows, way)
         text.scatter_(1, state.position[:, None].long(), state.token[:, None])
         for step in range(steps):
             self.draft(state, chunk, way)
@@ -107,13 +107,6 @@ class Speculator(Stepper):
         body, (rows, T) = self.body, chunk.token.shape
         x = None if body.x is None else body.x[: rows * T]
         propose(state, self.text[:rows], chunk, body.embed, x, body.chained(rows * T))
-
-    def _each(self, rows: int) -> Rows:
-        """The state of the first rows' tokens, each as a row of its own."""
-        n = rows * self.tokens
-        each = self.rows.first(n)
-        each.limit.view(rows, -1).copy_(self.slots.rows.limit[:rows, None])
-        return each
 
     def _spread(self, rows: int, way: LaunchWay) -> Settings:
         """The settings of the rows, for each of their tokens."""
