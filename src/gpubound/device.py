@@ -193,7 +193,9 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     >>> resolve("cpu")
     device(type='cpu')
     """
-    name, index = _parse(spec)
+    name, colon, number = str(spec).partition(":")
+    if name not in POLICIES or (colon and (name != "cuda" or not number.isdecimal())):
+        raise ValueError(f"device: got {str(spec)!r}, wanted one of {', '.join(POLICIES)}, cuda:<index>.")
     if name == "cpu":
         return torch.device("cpu")
     sight = look()
@@ -206,21 +208,14 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
             )
         notice(f"NO GPU: running on the CPU ({sight.why}).", logging.WARNING)
         return torch.device("cpu")
-    if index is not None and index >= sight.count:
-        raise DeviceError(f"device={str(spec)!r}: there is no GPU {index}: {sight.count} visible, counted from 0.")
-    if index is None:  # asking for the current device starts CUDA, and a failing start must end in the sentence below
-        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if number and int(number) >= sight.count:
+        raise DeviceError(f"device={str(spec)!r}: there is no GPU {int(number)}: {sight.count} visible, counted from 0.")
+    # Asking for the current device starts CUDA, and a failing start must end in the sentence below.
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    index = int(number) if number else current
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
-
-
-def _parse(spec: str | torch.device) -> tuple[str, int | None]:
-    text = str(spec)
-    name, colon, index = text.partition(":")
-    if name not in POLICIES or (colon and (name != "cuda" or not index.isdecimal())):
-        raise ValueError(f"device: got {text!r}, wanted one of {', '.join(POLICIES)}, cuda:<index>.")
-    return name, int(index) if index else None
 
 
 def label(device: torch.device) -> str:

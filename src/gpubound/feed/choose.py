@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,8 +19,6 @@ from .source import BatchList, Items, Source, open_source
 # gradients and the optimizer, which often come later. A billion 16-bit tokens are 2 GB, so a quarter of 140 GB is seldom the
 # limit.
 SHARE = 4
-
-Made = TypeVar("Made")
 
 
 def feed(
@@ -98,8 +96,8 @@ def resident(
     mode: str,
     budget: int | str,
     keep: int | str | None,
-    plan: Callable[[], tuple[int, Callable[[], Made]]],
-) -> Made | None:
+    plan: Callable[[], tuple[int, Callable[[], Any]]],
+) -> Any:
     """What `plan` uploads, or None when batches are to be streamed, with the reason said.
 
     `plan` gives the bytes that an upload would take, and the upload. It raises CannotStay where there can be none.

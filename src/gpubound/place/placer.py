@@ -59,8 +59,9 @@ def place(
         placer.release_all()
         raise
     notes = placer.notes()
-    for counter in [counter for note in notes for counter in note.counters()]:
-        counter.clear()  # the exercises' own
+    for note in notes:
+        for counter in note.counters():  # the exercises' own
+            counter.clear()
     unsupported = candidates.unsupported(model) if fuse else None
     return Placement(model, there, notes, verdict, time.perf_counter() - begin, unsupported)
 
