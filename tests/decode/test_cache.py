@@ -130,7 +130,7 @@ def test_speculation_gives_the_tokens_of_plain_steps(form, draft, device):
 @FORM
 def test_wide_batches(form, device):
     model = cases.build("Qwen3", device=device)
-    fast = gb.decoder(model, 11, cases.ROOM, **form | ({"pages": 12} if "pages" in form else {}))
+    fast = gb.decoder(model, 11, cases.ROOM, **form | ({"pages": 12} if "pages" in form else {}), verify=False)
     given = cases.prompts(*range(1, 12))
     want = [tokens(cases.shared("Qwen3", str(device), **form), prompt, max_new_tokens=5)[0] for prompt in given]
     assert tokens(fast, given, max_new_tokens=5) == want
@@ -141,7 +141,7 @@ def test_rounded_weights_over_a_rounded_cache_in_pages(weights, device):
     """Its tokens are those of the rounded weights in plain fp32 with rounded keys and values, row by row."""
     from gpubound.decode import judge
 
-    fast = gb.decoder(cases.build("Qwen2", device=device), 3, cases.ROOM, weights=weights, cache="int8", pages=4)
+    fast = gb.decoder(cases.build("Qwen2", device=device), 3, cases.ROOM, weights=weights, cache="int8", pages=4, verify=False)
     given = cases.prompts(1, 19, 6)
     want = []
     for prompt in given:
@@ -177,12 +177,12 @@ def test_accuracy_is_what_rounding_the_cache_costs(kind, device):
 
 def test_a_step_reads_codes_and_scales():
     model = cases.build("Llama", torch.bfloat16)
-    plain = gb.decoder(model, 2, cases.ROOM).body
+    plain = gb.decoder(model, 2, cases.ROOM, verify=False).body
     once, token = plain.bytes_a_step([]), 2 * 2 * 2  # layers, keys and values, kv heads; 8 wide
     assert plain.bytes_a_step([5, 2]) == once + 7 * token * 8 * 2
     for form in ({"cache": "int8"}, {"cache": "fp8"}, {"cache": "int8", "pages": 3}):
-        assert gb.decoder(model, 2, cases.ROOM, **form).body.bytes_a_step([5, 2]) == once + 7 * token * (8 + 4)
-    assert gb.decoder(model, 2, cases.ROOM, pages=3).body.bytes_a_step([5, 2]) == once + 7 * token * 8 * 2
+        assert gb.decoder(model, 2, cases.ROOM, **form, verify=False).body.bytes_a_step([5, 2]) == once + 7 * token * (8 + 4)
+    assert gb.decoder(model, 2, cases.ROOM, pages=3, verify=False).body.bytes_a_step([5, 2]) == once + 7 * token * 8 * 2
 
 
 def test_the_table():
@@ -290,7 +290,7 @@ def test_interpreted_kernels_give_the_same_tokens(form, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the interpreter replaces compiled kernels for a whole process")
     given, model = cases.prompts(5), cases.build("Qwen3", num_hidden_layers=1)
-    want = tokens(gb.decoder(model, 2, 16, k=1, **form), given, max_new_tokens=2)
+    want = tokens(gb.decoder(model, 2, 16, k=1, **form, verify=False), given, max_new_tokens=2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     fast = gb.decoder(model, 2, 16, k=1, verify=False, **form)
     assert fast.body.report()[1][1].startswith("triton: ")
