@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
@@ -22,13 +21,16 @@ from rich.text import Text
 from ..trace import bar, notice, printable
 from ..words import quantity, readable
 
+if TYPE_CHECKING:
+    import torch  # `gpubound report` needs none, and would wait 2 s for it
+
 PERIOD = 1.0  # seconds between two readings
 
 
 class Gauges:
     """`with Gauges(device) as gauges: record |= gauges.read()`. What a machine does not have is left out."""
 
-    def __init__(self, device: torch.device, period: float = PERIOD):
+    def __init__(self, device: "torch.device", period: float = PERIOD):
         self.device, self.period = device, period
         self._last = float("-inf")
 
@@ -49,6 +51,8 @@ class Gauges:
         if self.device.type != "cuda":
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB, macOS in bytes
             return {"memory_bytes": most * (1 if sys.platform == "darwin" else 1024)}
+        import torch
+
         found = {
             "memory_bytes": torch.cuda.max_memory_allocated(self.device),
             "memory_allocated_bytes": torch.cuda.memory_allocated(self.device),
@@ -57,7 +61,9 @@ class Gauges:
         return found | (self._chip.read() if self._chip is not None else {})
 
 
-def _open_chip(device: torch.device) -> "_Chip | None":
+def _open_chip(device: "torch.device") -> "_Chip | None":
+    import torch
+
     try:
         import pynvml
     except ImportError:
