@@ -137,6 +137,7 @@ def decides(func) -> bool:
     return _look(func) in (_indexes, _repeats)
 
 
+@cache
 def mixes(func) -> bool:
     """True for an op in which a CPU tensor with dimensions may meet a device tensor; CUDA refuses it in any other."""
     return _look(func) in (_indexes, _converted, _copied) or func._opname == "set_"

@@ -183,18 +183,8 @@ _registered: list[object] = []  # torch keeps no reference of its own to a Pytho
 
 def simgpu() -> torch.device:
     """Make the pretend device usable in this process, and return it. Calling it again changes nothing."""
-    if not _registered:
-        _refuse()
-        _registered.extend(_register())
-    return torch.device(NAME, 0)
-
-
-def ready() -> bool:
-    """True when `simgpu()` has been called in this process."""
-    return bool(_registered)
-
-
-def _refuse() -> None:
+    if _registered:
+        return torch.device(NAME, 0)
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise DeviceError(
@@ -210,3 +200,10 @@ def _refuse() -> None:
             "simgpu: a CUDA GPU is visible, and a second accelerator would take over its streams and pinned memory in this "
             "process; start it with CUDA_VISIBLE_DEVICES= (empty) to hide the GPU, or watch the GPU itself."
         )
+    _registered.extend(_register())
+    return torch.device(NAME, 0)
+
+
+def ready() -> bool:
+    """True when `simgpu()` has been called in this process."""
+    return bool(_registered)
