@@ -38,8 +38,10 @@ class Input:
         if not isinstance(given, Tensor):
             raise self._other(repr(given), "a tensor", "pass a tensor, or capture again")
         if given.shape != want.shape:
-            remedy = "pad it to the captured shape, or capture once for each shape"
-            raise self._other(f"shape {tuple(given.shape)}", tuple(want.shape), remedy)
+            raise GraphError(
+                f"{self.name}: got shape {tuple(given.shape)}, wanted {tuple(want.shape)} as captured; "
+                "pad it to the captured shape, or capture once for each shape."
+            )
         if given.dtype != want.dtype:
             raise self._other(given.dtype, want.dtype, "cast it before the call")
         if given.device != want.device:
