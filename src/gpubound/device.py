@@ -13,7 +13,8 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -216,6 +217,20 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
+
+
+@contextmanager
+def products(mode: str | None) -> Iterator[None]:
+    """fp32 products and convolutions on the GPU as "ieee" or "tf32" inside the block; None leaves them alone."""
+    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if mode is not None else ()  # type: ignore[attr-defined]
+    before = [owner.fp32_precision for owner in owners]
+    try:
+        for owner in owners:
+            owner.fp32_precision = mode
+        yield
+    finally:
+        for owner, old in zip(owners, before):
+            owner.fp32_precision = old
 
 
 def label(device: torch.device) -> str:

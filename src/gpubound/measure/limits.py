@@ -6,17 +6,18 @@ Random data throughout: products of zeros draw less power and run up to 13 % fas
 import os
 import platform
 import re
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..device import products
 from ..errors import MeasureError
 from .timing import time
 
@@ -179,14 +180,9 @@ def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str
     found: dict[str, Any] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         found[f"{name}_flops_per_s"] = _product_rate(size, dtype, device, seconds)
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    try:
-        for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
-            products.fp32_precision = mode
+    for name, mode in (("fp32", "ieee"), ("tf32", "tf32")):
+        with products(mode):
             found[f"{name}_flops_per_s"] = _product_rate(size // 2, torch.float32, device, seconds)
-    finally:
-        products.fp32_precision = before
     if torch.cuda.get_device_capability(device) < (8, 9):
         return found | {"missing": {"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"}}
     one = torch.ones((), device=device)
@@ -211,23 +207,12 @@ def _gpu_host_costs(device: torch.device, count: int) -> dict[str, Any]:
     x = torch.ones((), device=device)
     chain = 100  # nodes a call, so that the graph's start costs each of them under a nanosecond
     node = time(lambda: [x.add_(1) for _ in range(chain)], graph=True, runs=20, device=device).median_s / chain
-    x.item()
-    start = perf_counter()
-    for _ in range(count):
-        x.item()
-    item_us = (perf_counter() - start) / count * 1e6
-    return {"launch_us": _launch_us(device, 2 * count), "graph_node_us": node * 1e6, "item_us": item_us}
+    item = timeit.timeit("x.item()", "x.item()", number=count, globals={"x": x}) / count
+    return {"launch_us": _launch_us(device, 2 * count), "graph_node_us": node * 1e6, "item_us": item * 1e6}
 
 
 def _launch_us(device: torch.device, count: int) -> float:
     """Host time of a tiny in-place add: the best of five stretches of `count`. A full queue makes it the device's."""
-    x = torch.ones(16, device=device)
-    stretches = []
-    for _ in range(6):  # the first warms up
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = perf_counter()
-        for _ in range(count):
-            x.add_(1)
-        stretches.append((perf_counter() - start) / count * 1e6)
-    return min(stretches[1:])
+    given = {"x": torch.ones(16, device=device), "wait": partial(torch.cuda.synchronize, device)}
+    stretches = timeit.repeat("x.add_(1)", "wait()" if device.type == "cuda" else "pass", repeat=6, number=count, globals=given)
+    return min(stretches[1:]) / count * 1e6  # the first warms up

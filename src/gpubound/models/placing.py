@@ -6,7 +6,7 @@ method `fused_kernels`, which tells the table what it runs. Calls that it cannot
 swapped into. What modules are tried with is made up here: the same hidden states and tokens at every call and in every dtype.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -110,3 +110,15 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for m, was in before:
             m.training = was
+
+
+@contextmanager
+def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """What is written into these tensors inside is undone behind it."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)

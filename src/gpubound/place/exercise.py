@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import LMLoss
-from ..models.placing import TOKENS, made_up, mode, noise, reads_tokens
+from ..models.placing import TOKENS, made_up, mode, noise, put_back, reads_tokens
 from .fused import Fused, adopt, release
 from .verify import GRADIENT, Named, Verdict, bare, coarsest, distances, judge, missing, said, worst
 
@@ -158,22 +158,12 @@ def _sample(t: Tensor) -> Tensor:
 def _quietly(model: nn.Module) -> Iterator[None]:
     """The same random numbers in every run; the user's own, the buffers and the accumulators as they were afterwards."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    before = [g.get_state() for g in generators]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
-        for g in generators:
-            g.manual_seed(0)
-        with bare(model, all_train=False):
-            yield
-    finally:
-        for g, state in zip(generators, before):
-            g.set_state(state)
-        with torch.no_grad():
-            for b, value in buffers:  # a batch norm's running statistics change without a sign
-                b.copy_(value)
+    devices = [device] if device.type == "cuda" else []
+    # The buffers too: a batch norm's running statistics change without a sign.
+    with torch.random.fork_rng(devices), put_back(model.buffers()), bare(model, all_train=False):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)):
+            generator.manual_seed(0)
+        yield
 
 
 @contextmanager

@@ -9,18 +9,20 @@ Its report is seven numbers on the device. Each step also sends them to pinned m
 wait only when that step is still running. Whoever reads one step late keeps the device busy meanwhile (docs/training.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..device import products
+from ..models.placing import put_back
 from .accumulate import Accumulators
 from .objectives import Objective
 from .optimizer import FlatAdamW
-from .precision import Fp8Weights, Precision, products
+from .precision import Fp8Weights, Precision
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 Reduce = Callable[[Tensor, Tensor], None]
@@ -100,17 +102,6 @@ class DeviceStep:
             return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
         total, items = _checked(self.loss(self.model, batch), self.device)
         return total if scale is None else total.float() * scale.float(), items
-
-
-@contextmanager
-def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """What is written into these tensors inside is undone behind it. None of them may require grad."""
-    kept = [(tensor, tensor.clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, before in kept:
-            tensor.copy_(before)
 
 
 def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:

@@ -65,23 +65,6 @@ def read(name: Tensor) -> str:
     return bytes(name.tolist()).decode()
 
 
-@contextmanager
-def products(mode: str | None) -> Iterator[None]:
-    """fp32 products and convolutions on the GPU as "ieee" or "tf32" inside the block; None leaves them alone."""
-    if mode is None:
-        yield
-        return
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
-    before = [owner.fp32_precision for owner in owners]
-    try:
-        for owner in owners:
-            owner.fp32_precision = mode
-        yield
-    finally:
-        for owner, old in zip(owners, before):
-            owner.fp32_precision = old
-
-
 class Fp8Weights:
     """The weights of one model that are multiplied in 8 bits, until `release`."""
 

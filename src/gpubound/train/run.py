@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..corpus import Tokenizer
+from ..models.placing import put_back
 from ..models.registry import family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
-from .device_step import put_back
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .recipe import Recipe
