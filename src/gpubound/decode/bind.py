@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GenerateError
-from ..layers import MLP, Attention
+from ..layers import MLP, Attention, RopeTable
 from ..layers.stacked import Stacked, describe, plain
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
@@ -68,12 +68,9 @@ class BoundModel:
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (length, pairs) in fp32 of every position, for each kind of angles that layers turn by."""
-        position, found = torch.arange(length, device=self.device)[None], []
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            for angles in self.reader.angles():
-                cos, sin = angles(position)
-                found.append((cos[0].float().contiguous(), sin[0].float().contiguous()))
-        return found
+        positions = torch.arange(length, device=self.device)
+        found = (RopeTable(angles).at(positions) for angles in self.reader.angles())
+        return [(cos.contiguous(), sin.contiguous()) for cos, sin in found]
 
 
 def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False) -> BoundModel | str:

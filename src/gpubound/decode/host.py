@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
-from ..kernels.decode_product import ACTIVATIONS, capped_
+from ..kernels.decode_product import ACTIVATIONS
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, turn
+from .layer import capped_attend
 
 if TYPE_CHECKING:
     from .fused import FusedBody
@@ -70,6 +71,8 @@ class HostStep:
         self.finite = max(self.finite, end)
         seen = {w: _seen(position, low, end, w) for w in {layer.attention.window for layer in self.layers}}
         place = position.long()
+        # Where the new keys and values go. Most often that is one place for all rows, which a slice writes faster.
+        row, there = (slice(None), high) if low == high else (torch.arange(rows), place)
         angles = [[table[place][:, None].to(body.live.dtype) for table in tables] for tables in body.bench.tables]
         x = body.embedded(token)
         heads = [count * s.head_dim for count in (s.heads, s.kv_heads, s.kv_heads)]
@@ -77,7 +80,10 @@ class HostStep:
             q, k, v = attention.heads(_products(_normed(x, attention.norm), qkv, heads), s.head_dim, _normed)
             if attention.table is not None:
                 q, k = (turn(x, *angles[attention.table]) for x in (q, k))
-            mixed = self._attend(number, place, q, k, v, low == high, end, *seen[attention.window], attention.cap)
+            keys, values = body.cache.k[number, :rows], body.cache.v[number, :rows]
+            keys[row, :, there], values[row, :, there] = k, v
+            start, mask = seen[attention.window]
+            mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention.cap)
             x = x + _normed(F.linear(mixed, *o[0]), attention.post_norm)
             gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate.weight), len(mlp.up.weight)])
             gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
@@ -87,27 +93,6 @@ class HostStep:
         body.arg[:rows] = self.found[:rows]
         return logits
 
-    def _attend(
-        self, number: int, place: Tensor, q: Tensor, k: Tensor, v: Tensor, even: bool, end: int, start: int,
-        mask: Tensor | None, cap: float,
-    ) -> Tensor:  # fmt: skip
-        """(B, H D) of a step whose keys and values are written at `place`; `even`: the same place in all rows."""
-        s, rows = self.body.live.shape, len(q)
-        caches = self.body.cache.k[number, :rows], self.body.cache.v[number, :rows]
-        for cache, new in zip(caches, (k, v)):
-            if even:
-                cache[:, :, end - 1] = new
-            else:
-                cache[torch.arange(rows), :, place] = new
-        keys, values = (cache[:, :, start:end] for cache in caches)
-        # The query heads of a group stand as so many queries of its one key head: nothing is repeated, as enable_gqa would.
-        q = q.reshape(rows, s.kv_heads, -1, s.head_dim)
-        if cap:
-            scores = capped_((q @ keys.transpose(2, 3)).float() * s.scale, cap)
-            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-            return (scores.softmax(-1).to(q.dtype) @ values).reshape(rows, -1)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=s.scale).reshape(rows, -1)
-
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
@@ -115,6 +100,15 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm.offset:
         return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.offset, norm.eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """(B, H D) for q (B, H, D), k and v (B, K, L, D)."""
+    if cap:
+        return capped_attend(q[:, :, None], k, v, mask, scale, cap).flatten(1)
+    # The query heads of a group stand as so many queries of its one key head: nothing is repeated, as enable_gqa would.
+    q = q.unflatten(1, (k.shape[1], -1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).flatten(1)
 
 
 def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tensor | None]:

@@ -229,8 +229,8 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
     step, found = max(1, SCORES // (B * H * S)), []
     for at in range(0, T, step):
         some = q[:, :, at : at + step].reshape(B, K, -1, D)  # the heads of a group as so many queries of its one key head
-        scores = capped_((some @ k.transpose(2, 3)).view(B, K, H // K, -1, S).float() * scale, cap)
-        weights = scores.masked_fill(~sees[at : at + step], float("-inf")).softmax(-1).to(q.dtype)
+        scores = capped_((some @ k.transpose(2, 3)).view(B, H, -1, S).float() * scale, cap)
+        weights = scores.masked_fill(~sees[..., at : at + step, :], float("-inf")).softmax(-1).to(q.dtype)
         found.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
     return torch.cat(found, 2).transpose(1, 2)
 

@@ -99,7 +99,7 @@ class Speculator(Stepper):
             choose(body, logits, each, settings, into, logprob)
             seen = slots.marks()[:rows] if way.penalty else None
             lines = slice(step * T, (step + 1) * T)
-            emitted = Said(slots.emitted(lines, rows), None if logprob is None else slots.logprob(lines, rows))
+            emitted = Said(slots.emitted[lines, :rows], None if logprob is None else slots.logprobs[lines, :rows])
             accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
 
     def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:

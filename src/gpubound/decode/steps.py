@@ -42,7 +42,7 @@ class Slots:
     def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
         self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
         self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
-        self._emitted, self._logprobs = self.block[:longest], self.block[longest:-2].view(torch.float32)
+        self.emitted, self.logprobs = self.block[:longest], self.block[longest:-2].view(torch.float32)  # a line a token
         token, position, limit = torch.zeros(3, max_batch, device=device, dtype=torch.int32)
         stops = torch.full((STOPS,), -1, device=device, dtype=torch.int32)
         self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
@@ -64,13 +64,6 @@ class Slots:
         if self.seen is None:
             self.seen = torch.zeros(self.max_batch, self.vocab, device=self.device, dtype=torch.uint8)
         return self.seen
-
-    def emitted(self, lines: int | slice, rows: int) -> Tensor:
-        """Of one step (rows,), or of several lines of the block (lines, rows)."""
-        return self._emitted[lines, :rows]
-
-    def logprob(self, lines: int | slice, rows: int) -> Tensor:
-        return self._logprobs[lines, :rows]
 
     def fill(self, request: Request, rows: int, max_length: int) -> None:
         """Write the request into the first rows, one small copy each; of `rows`, those beyond it are not alive."""
@@ -152,8 +145,8 @@ class Stepper:
         chosen = None if way.greedy and not way.logprobs and self.body.finds_best(rows) else settings
         for step in range(steps):
             logits = self.body.step(state.token, state.position)
-            logprob = self.slots.logprob(step, rows) if way.logprobs else None
-            choose(self.body, logits, state, chosen, into_body(self.body, self.slots.emitted(step, rows)), logprob)
+            logprob = self.slots.logprobs[step, :rows] if way.logprobs else None
+            choose(self.body, logits, state, chosen, into_body(self.body, self.slots.emitted[step, :rows]), logprob)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """The prompts (B, T), right-padded, without their last tokens: what the body does not keep of them."""

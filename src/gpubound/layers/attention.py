@@ -71,6 +71,12 @@ class RopeTable:
                 self._kept, self._stamp = kept, stamp
         return kept[0][:length], kept[1][:length]
 
+    def of(self, x: Tensor, positions: Tensor | None) -> Rope:
+        """Those of a batch x (B, T, ...): of its first T where no positions are given, and by rows only where those differ."""
+        if positions is None:
+            return self.first(x.shape[1], x.device)
+        return self.at(positions[0] if positions.dim() > 1 and len(positions) == 1 else positions)
+
     def at(self, positions: Tensor) -> Rope:
         """(cos, sin) of these positions (..., T), not kept."""
         with torch.no_grad(), torch.autocast(positions.device.type, enabled=False):
@@ -120,10 +126,12 @@ class Attention(Projecting):
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden). Causal when `mask` is None; else a mask as SDPA takes it."""
-        q, k, v = self.project(x, rope)
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scaling, dropout)
-        return self.output(y.flatten(-2))
+        q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
+        return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+        """q (B, H, T, D), k and v (B, K, L, D) -> (B, T, H, D), and the scores where transformers gives them."""
+        return attend(q, k, v, mask, self.scaling, self.dropout if self.training else 0.0), None
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.decode_product import ACTIVATIONS, capped_
+from ..layers.attention import Angles
 from .placing import ACTIVATIONS as NAMES, activation_name
-from .rotary import FIXED, HFAngles
+from .rotary import FIXED, HFAngles, rope_types
 
-Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # of positions, to cos and sin
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) in their places, and of values
 
 
@@ -190,7 +190,7 @@ class Reader:
 
     def refusal(self, max_length: int) -> str | None:
         """Why it is not decoded by the kernels for texts of that length: an option that they do not know."""
-        for kind in self.rope_types():
+        for kind in rope_types(self.trunk.rotary_emb):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
                 beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
@@ -202,9 +202,6 @@ class Reader:
         if getattr(self.config, "use_bidirectional_attention", False):
             return "its tokens see what comes behind them"
         return None
-
-    def rope_types(self) -> list[str]:
-        return [getattr(self.trunk.rotary_emb, "rope_type", "default")]
 
     def longest(self) -> int:
         """Up to how many tokens angles of the kind longrope stay as they are."""

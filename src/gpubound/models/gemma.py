@@ -16,12 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..layers.attention import Attention, Rope, RopeTable
 from ..layers.block import run_blocks
+from ..layers.mlp import MLP
 from ..layers.stacked import Kernels
 from .decoding import Reader
-from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
+from .parts import HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
-from .rotary import FIXED, HFAngles
-from .stack import HFStack, stack, tried_causal_lm, turned, unswapped
+from .rotary import HFAngles
+from .stack import HFStack, stack, tried_causal_lm
 
 WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
@@ -37,11 +38,9 @@ class CappedAttention(HFAttention):
         """transformers' function takes what its module takes."""
         return None
 
-    def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
-        return self.output(self.attended(q, k, v, mask, False)[0].flatten(-2))
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool, **kwargs) -> tuple[Tensor, Tensor | None]:
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
         eager = sys.modules[self.original.__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.dropout if self.training else 0.0
@@ -72,7 +71,7 @@ class SandwichStack(HFStack):
         "self_attn": HFAttention,
         "post_attention_layernorm": HFShiftedNorm,
         "pre_feedforward_layernorm": HFShiftedNorm,
-        "mlp": HFMLP,
+        "mlp": MLP,
         "post_feedforward_layernorm": HFShiftedNorm,
     }
 
@@ -81,7 +80,7 @@ class SandwichStack(HFStack):
     tables: dict[str, RopeTable]  # by type of layer
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        rope = {kind: turned(table, x, positions) for kind, table in self.tables.items()}
+        rope = {kind: table.of(x, positions) for kind, table in self.tables.items()}
         mask = {kind: self.mask_of(kind, x, positions, attention_mask) for kind in self.tables}
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
@@ -114,16 +113,10 @@ def capped_attention(module: Any, stack: Any) -> Swap:
 
 def sandwich_stack(module: Any, _: Any) -> Swap:
     rotary, kinds = module.rotary_emb, sorted(set(module.config.layer_types))
-    if isinstance(rotary.rope_type, dict):  # Gemma 3's, of which each type of layer has one
-        types, angles = {rotary.rope_type[kind] for kind in kinds}, {kind: HFAngles(rotary, kind) for kind in kinds}
-    else:
-        types, angles = {rotary.rope_type}, dict.fromkeys(kinds, HFAngles(rotary))
-    changing = sorted(types - set(FIXED))
-    refusal = f"rope_type {changing[0]!r} changes its frequencies as it reads" if changing else ""
+    typed = isinstance(rotary.rope_type, dict)  # Gemma 3's
     swap = stack(module, None, SandwichStack)
-    swap.attributes["tables"] = {kind: RopeTable(found) for kind, found in angles.items()}
+    swap.attributes["tables"] = {kind: RopeTable(HFAngles(rotary, kind if typed else None)) for kind in kinds}
     swap.attributes["window"] = None  # each type of layer gets its own mask
-    swap.refusal = refusal or unswapped(module, SandwichStack)
     return swap
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from .decoding import Angles
+from ..layers.attention import Angles
 from .gemma import SWAPS as GEMMA, SandwichReader, sandwich_stack
 from .parts import attention
 from .placing import Maker, Swap
@@ -27,9 +27,6 @@ SWAPS: dict[str, Maker] = {
 class TypedReader(SandwichReader):
     def kinds(self) -> list[str]:
         return sorted(set(self.config.layer_types))
-
-    def rope_types(self) -> list[str]:
-        return [self.trunk.rotary_emb.rope_type[kind] for kind in self.kinds()]
 
     def angles(self) -> list[Angles]:
         return [HFAngles(self.trunk.rotary_emb, kind) for kind in self.kinds()]

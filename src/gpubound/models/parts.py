@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
-from ..layers.attention import Attention, Rope, attend, turn_calls
+from ..layers.attention import Attention, Rope, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
@@ -44,12 +44,7 @@ def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = 
     return Swap(part, (("rms_norm", shape[-1:]),), eps, (random_case(module, shape),), otherwise=otherwise)
 
 
-class HFMLP(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x)
-
-
-def mlp(module: Any, stack: Any, part: type[MLP] = HFMLP) -> Swap:
+def mlp(module: Any, stack: Any, part: type[MLP] = MLP) -> Swap:
     named = activation_name(module.config)
     activation = ACTIVATIONS.get(named)
     return Swap(
@@ -87,15 +82,7 @@ class HFAttention(Attention):
         self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
         if why := self.unable(kwargs):
-            return delegate(
-                self,
-                why,
-                hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+            return delegate(self, why, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
         cached = past_key_values is not None
         if cached:
@@ -103,12 +90,13 @@ class HFAttention(Attention):
         y, scores = self.attended(q, k, v, attention_mask, cached, **kwargs)
         return self.output(y.flatten(-2)), scores
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """q (B, H, T, D), k and v (B, K, L, D) -> (B, T, H, D), and the scores where transformers gives them."""
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        if not cached:
+            return Attention.attended(self, q, k, v, mask)
         dropout = self.dropout if self.training else 0.0
-        if cached:
-            return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
-        return attend(q, k, v, mask, self.scaling, dropout), None
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         return Attention.project(self, x, turn if self.turns else None)

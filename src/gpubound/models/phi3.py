@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..layers.attention import RopeTable
+from ..layers.mlp import MLP
 from .decoding import Linear, Reader, parts_of
-from .parts import HFMLP, HFAttention, attention, mlp, norm
+from .parts import HFAttention, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import ChangingAngles
 from .stack import HFStack, stack, tried_causal_lm, unswapped
@@ -20,7 +21,7 @@ class PackedAttention(HFAttention):
     PROJECTIONS = ("qkv_proj",)
 
 
-class PackedMLP(HFMLP):
+class PackedMLP(MLP):
     PROJECTIONS = ("gate_up_proj",)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

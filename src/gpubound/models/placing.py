@@ -49,11 +49,11 @@ Maker = Callable[[Any, Any], Swap]
 """(module, the decoder stack with a rotary_emb that it lies in, or None) -> its Swap"""
 
 
-def delegate(module: Any, why: str, **kwargs):
+def delegate(module: Any, why: str, *args, **kwargs):
     """The original forward, counted: same result, fewer fusions."""
     module.delegated[why] += 1
     count("place.delegated")
-    return module.original.forward(module, **kwargs)
+    return module.original.forward(module, *args, **kwargs)
 
 
 def by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

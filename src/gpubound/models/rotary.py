@@ -10,6 +10,12 @@ from ..layers.attention import Rope
 FIXED = ("default", "linear", "llama3", "yarn")  # the other rope types change their frequencies with the length that is read
 
 
+def rope_types(rotary: Any) -> list[str]:
+    """Gemma 3's module has one for each type of layer."""
+    told = getattr(rotary, "rope_type", "default")
+    return list(told.values()) if isinstance(told, dict) else [told]
+
+
 class HFAngles:
     """Positions -> cos and sin, by the model's own rotary module but in fp32: its frequencies, scaling and all."""
 

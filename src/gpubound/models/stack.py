@@ -14,14 +14,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..kernels.choose import Call
 from ..kernels.cross_entropy import loss_shape
-from ..layers.attention import Rope, RopeTable
+from ..layers.attention import RopeTable
 from ..layers.block import run_block, run_blocks
+from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, describe, hooked, plain
 from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
-from .parts import HFMLP, HFAttention, HFNorm
+from .parts import HFAttention, HFNorm
 from .placing import Swap, by_name, delegate, made_up, mode
-from .rotary import FIXED, HFAngles
+from .rotary import FIXED, HFAngles, rope_types
 
 # What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.
 HARMLESS = {
@@ -42,7 +43,7 @@ class HFStack:
         "input_layernorm": HFNorm,
         "self_attn": HFAttention,
         "post_attention_layernorm": HFNorm,
-        "mlp": HFMLP,
+        "mlp": MLP,
     }
     step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
 
@@ -71,8 +72,7 @@ class HFStack:
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
         """The hidden states behind the final norm, from the embeddings."""
-        rope = turned(self.table, x, positions)
-        mask = None
+        rope, mask = self.table.of(x, positions), None
         if positions is not None or attention_mask is not None:
             # transformers decides whether a mask is needed, which costs its one read from the device
             mask = self.masked(create_causal_mask, x, positions, attention_mask)
@@ -122,16 +122,9 @@ class HFStack:
         return "residual adds in the norms: {}", OPS
 
 
-def turned(table: RopeTable, x: Tensor, positions: Tensor | None) -> Rope:
-    """The angles of a batch, rows apart only where their positions are."""
-    if positions is None:
-        return table.first(x.shape[1], x.device)
-    return table.at(positions[0] if positions.shape[0] == 1 else positions)
-
-
 def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
-    rope_type = getattr(module.rotary_emb, "rope_type", None)
-    refusal = "" if rope_type in FIXED else f"rope_type {rope_type!r} changes its frequencies as it reads"
+    changing = sorted(set(rope_types(module.rotary_emb)) - set(FIXED))
+    refusal = f"rope_type {changing[0]!r} changes its frequencies as it reads" if changing else ""
     attributes: dict[str, Any] = {
         "table": RopeTable(HFAngles(module.rotary_emb)),
         "window": window_of(module),
@@ -200,13 +193,8 @@ class HFCausalLM:
             total=total.to(x.device) if isinstance(total, Tensor) else total,
             ignore_index=-100 if ignored is None else ignored,
         )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=None,
-            past_key_values=outputs.get("past_key_values"),
-            hidden_states=outputs.get("hidden_states"),
-            attentions=outputs.get("attentions"),
-        )
+        rest = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         keep = kwargs.get("logits_to_keep")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Call
-from ...layers.attention import Attention, Rope, RopeTable, RotaryAngles, turn_calls
+from ...layers.attention import Angles, Attention, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import Block, run_blocks
 from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
 from ...layers.vocabulary import LMLoss, lm_loss, look_up
-from ..decoding import Angles, Reader, Shape
+from ..decoding import Reader, Shape
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,8 @@ class Trunk(nn.Module):
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        return run_blocks(
-            self.layers, self.norm, look_up(self.embed_tokens, input_ids), self.turn(input_ids, position_ids), mask
-        )
-
-    def turn(self, input_ids: Tensor, position_ids: Tensor | None) -> Rope:
-        if position_ids is None:
-            return self.rope.first(input_ids.shape[1], input_ids.device)
-        return self.rope.angles(position_ids)
+        x, rope = look_up(self.embed_tokens, input_ids), self.rope.of(input_ids, position_ids)
+        return run_blocks(self.layers, self.norm, x, rope, mask)
 
 
 class OwnReader(Reader):
