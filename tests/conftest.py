@@ -65,11 +65,13 @@ WARNINGS = [
 # The files that take longest on a CPU begin first, so that the last ones are short and all processes end together. In that
 # order: seconds change, and a file at a wrong place costs a few.
 LONGEST = [
-    "decode/test_speculate", "decode/test_cache", "decode/test_parity", "train/test_golden", "docs/test_blocks",
+    "decode/test_speculate", "decode/test_cache", "decode/test_parity", "train/test_resumed_runs", "test_cli_chat",
+    "train/test_golden", "docs/test_blocks", "watch/test_example", "train/test_checkpoint", "watch/test_pretend",
     "decode/test_experts", "decode/test_combinations", "place/test_same_results", "decode/test_pages", "test_cli_train",
-    "test_cli_env", "kernels/test_quantized_experts", "kernels/test_any_layout", "kernels/test_decode_attention",
-    "decode/test_any_model", "kernels/test_decode_attention_cached", "corpus/test_build", "kernels/test_decode_product",
-    "kernels/test_experts", "kernels/test_quantized_product", "kernels/test_tune_norms", "kernels/test_transforms",
+    "train/test_run_memory", "train/test_precision_fp8", "test_bench", "test_bench_decode", "test_cli_env",
+    "kernels/test_quantized_experts", "kernels/test_any_layout", "kernels/test_decode_attention", "decode/test_any_model",
+    "kernels/test_decode_attention_cached", "corpus/test_build", "kernels/test_decode_product", "kernels/test_experts",
+    "kernels/test_quantized_product", "kernels/test_tune_norms",
 ]  # fmt: skip
 
 
