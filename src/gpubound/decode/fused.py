@@ -88,7 +88,7 @@ class FusedBody(Body):
         self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
-            self.host.forget()
+            self.host.take()
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache.

@@ -47,22 +47,17 @@ class HostStep:
         self.body = body
         self.finite = 0  # places before this hold numbers in every row: NaN would come through a mask
         self.found = torch.zeros(body.max_batch, 1, dtype=torch.int64, device=body.device)
-        self.layers: list[HostLayer] | None = None
+        self.layers: list[HostLayer] = []
 
-    def forget(self) -> None:
-        """The weights are others now: the next step takes those."""
-        self.layers = None
-
-    def _read(self) -> list[HostLayer]:
-        return [
+    def take(self) -> None:
+        """Take the body's weights as they are now."""
+        self.layers = [
             HostLayer(attention.weights, mlp.weights, *map(_joined, (*attention.products, *mlp.products)))
             for attention, mlp in self.body.layers
         ]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         body, s, rows = self.body, self.body.live.shape, len(token)
-        if self.layers is None:
-            self.layers = self._read()
         low, high = (int(place) for place in position.aminmax())
         end = high + 1
         if end > self.finite and low < high:

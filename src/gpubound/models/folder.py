@@ -3,7 +3,8 @@
 Every field is checked before it is used, and named when it is not what it should be.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,20 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
                 about = tensors.get_slice(name)
                 found[name] = Stored(file, tuple(about.get_shape()), about.get_dtype())
     return found
+
+
+def check_layers(file: Path, counts: Iterable[tuple[str, int]], tensors: Iterable[str]) -> None:
+    """A config.json that asks for a billion layers is refused before they begin to be built.
+
+    counts  (field, number of layers) of its fields that have one
+    """
+    found = 1 + max((int(n) for name in tensors for n in re.findall(r"\.(\d+)\.", name)), default=-1)
+    for name, layers in counts:
+        if not 1 <= layers <= max(found, 1):
+            raise DataError(
+                f"{file}: {name}: got {layers}, but its tensors have {found} layers; check that config.json belongs to these "
+                "weights."
+            )
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -4,7 +4,6 @@ transformers fills weights that a folder lacks at random and says so in a log; h
 needs Python of its own is refused unless the caller trusts it; left alone, transformers would ask on stdout and read stdin.
 """
 
-import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 from ..errors import DataError
 from ..files import read_json
-from .folder import INDEX, WEIGHTS, stored_tensors
+from .folder import INDEX, WEIGHTS, check_layers, stored_tensors
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -27,7 +26,9 @@ def load_foreign(
     needs_transformers(folder)
     from transformers import AutoModelForCausalLM, logging
 
-    _check_layers(folder)
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        about = folder / "config.json"
+        check_layers(about, layer_counts(read_json(about)), stored_tensors(folder))
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(
@@ -69,19 +70,6 @@ def attempt(folder: Path, load: Callable[[], Any]) -> Any:
             ) from error
         said = " ".join(str(error).split())
         raise DataError(f"{folder}: transformers cannot load it: {type(error).__name__}: {said[:400]}") from error
-
-
-def _check_layers(folder: Path) -> None:
-    """A config.json that asks for a billion layers is refused before transformers begins to build them."""
-    if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
-        return
-    numbers = [int(n) for name in stored_tensors(folder) for n in re.findall(r"\.(\d+)\.", name)]
-    for name, layers in layer_counts(read_json(folder / "config.json")):
-        if not 1 <= layers <= max(numbers, default=0) + 1:
-            raise DataError(
-                f"{folder / 'config.json'}: {name}: got {layers}, but its tensors have {max(numbers, default=-1) + 1} "
-                "layers; check that config.json belongs to these weights."
-            )
 
 
 def layer_counts(about: dict[str, Any]) -> list[tuple[str, int]]:

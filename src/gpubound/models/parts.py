@@ -17,7 +17,7 @@ from ..layers.attention import Attention, Rope, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked
-from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Swap, activation_name, delegate, random_case
+from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Delegating, Swap, activation_name, random_case
 from .rotary import halves
 
 
@@ -70,19 +70,16 @@ IDLE = {
 }
 
 
-class HFAttention(Attention):
+class HFAttention(Delegating, Attention):
     IMPLEMENTATIONS = ("sdpa",)
 
-    config: Any
-    original: Any
     turns: bool  # SmolLM3 leaves some layers without positions
-    delegated: Counter[str]
 
     def forward(  # type: ignore[override]  # the module's own signature, not the part's
         self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
         if why := self.unable(kwargs):
-            return delegate(self, why, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return self.delegate(why, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
         cached = past_key_values is not None
         if cached:

@@ -6,6 +6,7 @@ method `fused_kernels`, which tells the table what it runs. Calls that it cannot
 swapped into. What modules are tried with is made up here: the same hidden states and tokens at every call and in every dtype.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,16 +50,23 @@ Maker = Callable[[Any, Any], Swap]
 """(module, the decoder stack with a rotary_emb that it lies in, or None) -> its Swap"""
 
 
-def delegate(module: Any, why: str, *args, **kwargs):
-    """The original forward, counted: same result, fewer fusions."""
-    module.delegated[why] += 1
-    count("place.delegated")
-    return module.original.forward(module, *args, **kwargs)
+class Delegating:
+    """A part that does not take every call."""
 
+    original: Any  # the class of its module
+    config: Any
+    training: bool
+    delegated: Counter[str]
 
-def by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under the names that the original forward gives them."""
-    return dict(zip(_names(module.original.forward), args)) | kwargs
+    def delegate(self, why: str, *args, **kwargs):
+        """The original forward, counted: same result, fewer fusions."""
+        self.delegated[why] += 1
+        count("place.delegated")
+        return self.original.forward(self, *args, **kwargs)
+
+    def by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Positional arguments under the names that the original forward gives them."""
+        return dict(zip(_names(self.original.forward), args)) | kwargs
 
 
 @cache

@@ -4,6 +4,7 @@ it: its loss straight from the hidden states.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..kernels.choose import Call
 from ..kernels.cross_entropy import loss_shape
 from ..layers.attention import RopeTable
 from ..layers.block import run_block, run_blocks
@@ -21,7 +21,7 @@ from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, describe, hooked, plain
 from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
 from .parts import HFAttention, HFNorm
-from .placing import Swap, by_name, delegate, made_up, mode
+from .placing import Delegating, Swap, made_up, mode
 from .rotary import FIXED, HFAngles, rope_types
 
 # What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.
@@ -36,7 +36,7 @@ TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_it
 OPS = ("add_rms_norm",)
 
 
-class HFStack:
+class HFStack(Delegating):
     """The stack of pre-norm blocks, as Llama's. For another kind of block, PARTS and `step` say so."""
 
     PARTS: ClassVar[dict[str, type]] = {
@@ -50,24 +50,20 @@ class HFStack:
     table: RopeTable
     window: int | None  # the narrowest sliding window of any layer, where all layers get one mask
     implementation: str  # of attention, when it was placed
-    delegated: Counter[str]
-    original: Any
-    config: Any
     embed_tokens: Any
     layers: Any
     norm: Any
-    training: bool
 
     def forward(self, *args, **kwargs):
         if args:
-            kwargs = by_name(self, args, kwargs)
+            kwargs = self.by_name(args, kwargs)
         if why := self.unable(kwargs):
-            return delegate(self, why, **kwargs)
+            return self.delegate(why, **kwargs)
         x = kwargs.get("inputs_embeds")
         if x is None:
             x = look_up(self.embed_tokens, kwargs["input_ids"])
         if self.window is not None and x.shape[1] > self.window:
-            return delegate(self, f"the sequence is longer than the sliding window of {self.window}", **kwargs)
+            return self.delegate(f"the sequence is longer than the sliding window of {self.window}", **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), kwargs.get("attention_mask")))
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
@@ -131,11 +127,8 @@ def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
         "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
-    return Swap(part, add_calls(module), attributes, refusal=refusal or unswapped(module, part))
-
-
-def add_calls(module: Any) -> tuple[Call, ...]:
-    return (("add_rms_norm", tuple(module.norm.weight.shape)),)
+    calls = (("add_rms_norm", tuple(module.norm.weight.shape)),)
+    return Swap(part, calls, attributes, refusal=refusal or unswapped(module, part))
 
 
 def unswapped(module: Any, part: type[HFStack]) -> str:
@@ -158,28 +151,24 @@ def window_of(decoder: Any) -> int | None:
 READ = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
 
-class HFCausalLM:
+class HFCausalLM(Delegating):
     """In training with labels: the loss straight from the hidden states. The output's logits are then None, for they never
     existed.
 
     Without labels, or in eval mode, the original forward and its logits.
     """
 
-    delegated: Counter[str]
-    original: Any
     base_model_prefix: str
-    config: Any
     lm_head: Any
     loss_function: Any
-    training: bool
 
     def forward(self, *args, **kwargs):
         if args:
-            kwargs = by_name(self, args, kwargs)
+            kwargs = self.by_name(args, kwargs)
         if kwargs.get("labels") is None or not self.training:
             return self.original.forward(self, **kwargs)
         if why := self.unable(kwargs):
-            return delegate(self, why, **kwargs)
+            return self.delegate(why, **kwargs)
         shifted, total, ignored = (kwargs.get(name) for name in ("shift_labels", "num_items_in_batch", "ignore_index"))
         labels = kwargs["labels"] if shifted is None else shifted
         outputs = getattr(self, self.base_model_prefix)(**{k: v for k, v in kwargs.items() if k not in READ})
@@ -210,19 +199,16 @@ class HFCausalLM:
         return LOSS
 
 
-def loss_calls(module: Any) -> tuple[Call, ...]:
-    head = getattr(module, "lm_head", None)
-    return () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False)),)
-
-
 def causal_lm(module: Any, stack: Any) -> Swap:
     """For a family whose logits are known to be lm_head's product with the hidden states."""
-    return Swap(HFCausalLM, loss_calls(module), {"delegated": Counter()})
+    head = getattr(module, "lm_head", None)
+    calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False)),)
+    return Swap(HFCausalLM, calls, {"delegated": Counter()})
 
 
 def tried_causal_lm(module: Any, stack: Any) -> Swap:
     """For any other: the swap is refused where a trial shows that the model does more to its logits."""
-    return Swap(HFCausalLM, loss_calls(module), {"delegated": Counter()}, trial=partial(_why_not_head, module))
+    return replace(causal_lm(module, stack), trial=partial(_why_not_head, module))
 
 
 def _why_not_head(module: Any) -> str | None:

@@ -5,7 +5,6 @@ Every field of a config.json is checked before it is used.
 
 import json
 import os
-import re
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
@@ -26,6 +25,7 @@ from ..folder import (
     Beyond,
     ConfigFields,
     Stored,
+    check_layers,
     dtype_of,
     ends_of,
     opened,
@@ -40,7 +40,6 @@ from .decoder import Decoder, DecoderConfig
 COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
 BUFFERS = "rotary_emb.inv_freq"  # old checkpoints hold it beside the weights; it follows from the config
 FLOATS = ("F64", "F32", "F16", "BF16")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
@@ -115,12 +114,7 @@ def special_ids(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _check(path: Path, config: DecoderConfig, stored: dict[str, Stored]) -> None:
     """That the tensors are those of the config, before a model of its size is made."""
-    layers = 1 + max((int(found[1]) for name in stored if (found := LAYER.match(name))), default=-1)
-    if config.layers > max(layers, 1):  # a model of a billion layers is not built to find that out
-        raise DataError(
-            f"{path / 'config.json'}: num_hidden_layers: got {config.layers}, but its tensors have {layers} layers; check that "
-            "config.json belongs to these weights."
-        )
+    check_layers(path / "config.json", [("num_hidden_layers", config.layers)], stored)
     wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(config, device="meta").state_dict().items()}
     names = {name for name in stored if not name.endswith(BUFFERS)}
     if config.tied:
