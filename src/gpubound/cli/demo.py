@@ -117,20 +117,18 @@ def clear(out: Path, resume: bool) -> None:
     present = files(out)
     about = Tape.open(out).about if ABOUT in present else {}
     own = about.get(FILES)
-    if not isinstance(own, dict):
-        if present:
-            raise ValueError(f"demo: {out} holds {min(present)!r}, which no demo wrote; give another folder with --out.")
+    begun = isinstance(own, dict)
+    if begun and resume:
         return
-    if resume:
-        return
-    if not about.get("finished"):
+    if begun and not about.get("finished"):
         if any((out / "checkpoints").glob("step-*")):
             raise ValueError(f"demo: {out} holds an unfinished demo; go on with --resume, or give another folder with --out.")
         return  # nothing but its corpus, which is used again
-    foreign = [name for name, stamp in present.items() if own.get(name) != stamp and name not in (ABOUT, REPORT)]
+    kept = own | {name: present.get(name) for name in (ABOUT, REPORT)} if begun else {}
+    foreign = [name for name, stamp in present.items() if kept.get(name) != stamp]
     if foreign:
         raise ValueError(f"demo: {out} holds {min(foreign)!r}, which no demo wrote; give another folder with --out.")
-    for name in (*present.keys() - {ABOUT}, ABOUT):  # run.json last: while it is there, the rest is known to be a demo's
+    for name in sorted(present, key=ABOUT.__eq__):  # run.json last: while it is there, the rest is known to be a demo's
         (out / name).unlink()
     for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()

@@ -60,12 +60,9 @@ class Resident(Store):
 
     def __init__(self, source: BatchList, device: torch.device, padding: Padding, guard: bool):
         self.source, self.length = source, source.length
-        held: dict[int, HeldBatch] = {}  # one batch listed many times is held once
-        self.held = []
-        for batch in source.batches:
-            if id(batch) not in held:
-                held[id(batch)] = HeldBatch(_uploaded(batch, device, padding), guard)
-            self.held.append(held[id(batch)])
+        once = {id(batch): batch for batch in source.batches}  # one batch listed many times is held once
+        held = {key: HeldBatch(_uploaded(batch, device, padding), guard) for key, batch in once.items()}
+        self.held = [held[id(batch)] for batch in source.batches]
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
         for number, i in enumerate(self.source.order(epoch).tolist()[start:], start):

@@ -6,7 +6,7 @@ GiB. Small results are kept: at 135m and 1,024 tokens 60 more launches are 3 % (
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -43,11 +43,9 @@ def recompute_from(model: nn.Module, least: float) -> Callable[[], None]:
 @contextmanager
 def recomputing(model: nn.Module, least: float) -> Iterator[None]:
     """Inside, parts of `model` compute results of `least` bytes and more again."""
-    undo = recompute_from(model, least)
-    try:
+    with ExitStack() as undo:
+        undo.callback(recompute_from(model, least))
         yield
-    finally:
-        undo()
 
 
 class Normed(NamedTuple):

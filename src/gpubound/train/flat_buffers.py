@@ -174,19 +174,18 @@ def _end(p: Tensor) -> tuple[int, int]:
 
 
 class Members:
-    """Which parameters a model had, and which of them trained, when the layout was made.
+    """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
 
     The flat buffers and a captured step know of no others: what is frozen later would go on moving, what is unfrozen or
     replaced would stay still.
     """
 
-    def __init__(self, model: nn.Module, layout: FlatLayout):
-        trained = {id(slot.parameter) for slot in layout.slots}
-        self._members = []
-        for name, module in model.named_modules():
-            for key, p in module._parameters.items():
-                trains = id(p) in trained or (p is not None and p.requires_grad and not p.numel())
-                self._members.append((f"{name}.{key}".strip("."), module._parameters, key, p, trains))
+    def __init__(self, model: nn.Module):
+        self._members = [
+            (f"{name}.{key}".strip("."), module._parameters, key, p, p is not None and p.requires_grad)
+            for name, module in model.named_modules()
+            for key, p in module._parameters.items()
+        ]
 
     def check(self) -> None:
         for name, home, key, parameter, trains in self._members:
