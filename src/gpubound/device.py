@@ -133,16 +133,14 @@ def look() -> Sight:
     if hidden := _hidden("CUDA_VISIBLE_DEVICES"):
         return Sight(0, hidden)
     if torch.version.cuda is None and torch.version.hip is None:
-        build = f"torch {torch.__version__} is a CPU build"
-        return Sight(0, build, broken=_hardware_present())
-    count = torch.cuda.device_count()
-    if count == 0:
-        # A container's own variable explains an absence and no more: "void" is also set where GPUs come in by another way.
-        if hidden := _hidden("NVIDIA_VISIBLE_DEVICES"):
-            return Sight(0, hidden)
-        broken = _hardware_present()
-        return Sight(0, _none_visible() if broken else "no GPU is visible to CUDA", broken)
-    return Sight(count, f"{count} visible")
+        return Sight(0, f"torch {torch.__version__} is a CPU build", broken=_hardware_present())
+    if count := torch.cuda.device_count():
+        return Sight(count, f"{count} visible")
+    # A container's own variable explains an absence and no more: "void" is also set where GPUs come in by another way.
+    if hidden := _hidden("NVIDIA_VISIBLE_DEVICES"):
+        return Sight(0, hidden)
+    broken = _hardware_present()
+    return Sight(0, _none_visible() if broken else "no GPU is visible to CUDA", broken)
 
 
 # What CUDA or torch says when it fails, and what the user can do about it. First match wins.

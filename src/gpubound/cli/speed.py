@@ -16,6 +16,10 @@ from ..words import quantity
 # The only sensor that does not slow a loop of a few small launches: a dispatch mode costs 20 µs an op.
 WITHOUT = tuple(name for name in SENSORS if name != "gputrace")
 
+FIGURES = (
+    "tokens", "seconds", "tokens_per_s", "first_token_s", "steps", "bytes_a_step", "read_bytes_per_s", "roofline", "syncs",
+)  # fmt: skip
+
 
 class Speed:
     """Sums over one or several generations."""
@@ -69,6 +73,10 @@ class Speed:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def bytes_a_step(self) -> float | None:
+        return self.bytes_read / self.steps if self.steps else None
+
+    @property
     def read_bytes_per_s(self) -> float | None:
         """This machine's, measured once and kept. None where it cannot be measured, which is said."""
         if self._rate is None:
@@ -94,24 +102,13 @@ class Speed:
         """All of it in one line."""
         parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
         share = self.roofline
-        if self.read_bytes_per_s and self.steps:
-            bytes_a_step, rate = quantity(self.bytes_read / self.steps, "B"), quantity(self.read_bytes_per_s, "B/s")
+        if (rate := self.read_bytes_per_s) and (read := self.bytes_a_step) is not None:
             of = "faster than" if share is None else f"{share:.1%} of"
-            parts.append(f"{of} the roofline ({bytes_a_step} a step / {rate} read here)")
+            parts.append(f"{of} the roofline ({quantity(read, 'B')} a step / {quantity(rate, 'B/s')} read here)")
         if self.first_token_s is not None:
             parts.append(f"first token after {measure.in_words(self.first_token_s)}")
         parts.append(f"host syncs: {f'not counted ({self.uncounted})' if self.syncs is None else self.syncs}")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            "first_token_s": self.first_token_s,
-            "steps": self.steps,
-            "bytes_a_step": self.bytes_read / self.steps if self.steps else None,
-            "read_bytes_per_s": self.read_bytes_per_s,
-            "roofline": self.roofline,
-            "syncs": self.syncs,
-        }
+        return {name: getattr(self, name) for name in FIGURES}

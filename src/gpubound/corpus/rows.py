@@ -145,21 +145,20 @@ class Order:
         return rows // (self.micro_batch * self.world)
 
 
+@dataclass(eq=False)
 class Cutter:
     """`cut(rows(counter))` is batch number `counter`. `read` fetches stored tokens by index, `read_mask` their loss mask."""
 
-    def __init__(
-        self,
-        plan: Packing,
-        order: Order,
-        fields: tuple[str, ...],
-        pad_id: int,
-        device: torch.device,
-        read: Read,
-        read_mask: Read | None,
-    ):
-        self.plan, self.order, self.fields, self.pad_id = plan, order, fields, pad_id
-        self.read, self.read_mask = read, read_mask
+    plan: Packing
+    order: Order
+    fields: tuple[str, ...]
+    pad_id: int
+    device: torch.device
+    read: Read
+    read_mask: Read | None
+
+    def __post_init__(self) -> None:
+        plan, order, device = self.plan, self.order, self.device
         self.steps = order.steps(plan.rows)
         size, seq = order.micro_batch, plan.seq
         self.scatter = Scatter(plan.rows, order.seed, device) if order.shuffle else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
+from ..layers.fp8 import renew
 from ..models.placing import put_back
 from .accumulate import Accumulators
 from .objectives import Objective
@@ -76,7 +77,7 @@ class DeviceStep:
         """The window is whole: the weights take their step."""
         self.accumulators.finish()
         if self.fp8 is not None:
-            self.fp8.renew()
+            renew(self.fp8.states)
         if self.reduce is not None:
             self.reduce(self.accumulators.gradient, self.totals)
         return self.optimizer.update(self.accumulators.gradient, self.totals)

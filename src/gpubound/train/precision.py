@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..kernels.record import drop_record, made_record
-from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
+from ..layers.fp8 import SMALLEST, Fp8, new_states
 from ..layers.stacked import multiply_by_records
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
@@ -82,10 +82,6 @@ class Fp8Weights:
         """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
         for format in self._formats:
             format.forget()
-
-    def renew(self) -> None:
-        """All micro-batches of a step are done: take the scales from what was seen."""
-        renew(self.states)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
