@@ -116,7 +116,7 @@ def clear(out: Path, resume: bool) -> None:
     """Remove a finished demo's own files, to begin anew. Whatever it did not write stays, and the folder is refused."""
     present = files(out)
     about = Tape.open(out).about if ABOUT in present else {}
-    own = about.get(FILES)
+    own: Any = about.get(FILES)
     begun = isinstance(own, dict)
     if begun and resume:
         return
