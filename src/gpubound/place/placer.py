@@ -95,11 +95,8 @@ class _Placer:
 
     def wholes(self) -> None:
         for found in candidates.wholes(self.model):
-            why = found.swap.refusal or _trials_refusal(found)
-            if why:
-                self.refuse(found, why)
-            else:
-                self.settle(found, self._exercised(found))
+            refusal = Verdict(why=found.swap.refusal or _trials_refusal(found))
+            self.settle(found, self._exercised(found) if refusal.ok else refusal)
 
     def _verified(self, c: Candidate) -> Verdict:
         return judged("its verification", lambda: verify(c.module, c.swap.cases, c.adopt))

@@ -97,14 +97,9 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
 
 
 def _texts(recipe: Recipe) -> list[Any]:
-    texts: list[Any] = []
+    texts, sources = list[Any](), {STDLIB: python_stdlib_texts, TORCH: torch_source_texts}
     for name in recipe.data:
-        if name == STDLIB:
-            texts += python_stdlib_texts(recipe.data_bytes)
-        elif name == TORCH:
-            texts += torch_source_texts(recipe.data_bytes)
-        else:
-            texts.append(Path(name))
+        texts += sources[name](recipe.data_bytes) if name in sources else [Path(name)]
     return texts
 
 

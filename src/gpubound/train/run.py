@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..corpus import Tokenizer
-from ..models.placing import put_back
+from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..place import Placement
 from .checkpoint import Checkpoint, Checkpoints
@@ -164,11 +164,8 @@ class Run:
     def validate(self) -> dict[str, float]:
         """What the objective says of the first held-out batches, always the same ones."""
         self.held_out.seek(0)
-        self.model.eval()
-        with self.average.applied() if self.average else nullcontext():
-            measured = self.objective.validate(self.model, islice(self.held_out, EVALUATION_BATCHES))
-        self.model.train()
-        return measured
+        with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
+            return self.objective.validate(self.model, islice(self.held_out, EVALUATION_BATCHES))
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:

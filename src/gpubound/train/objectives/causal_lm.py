@@ -17,6 +17,7 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.choose import Call
 from ...kernels.cross_entropy import loss_shape
 from ...layers.vocabulary import head_of, shift, why_whole
+from ...models.placing import mode
 from ...trace import fallback
 from . import Objective
 
@@ -69,14 +70,13 @@ class CausalLM(Objective):
     @torch.no_grad()
     def sample(self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float) -> str:
         """`prompt` continued. The whole text is read anew for each token: short, and no cache to explain."""
-        training, device = model.training, next(model.parameters()).device
-        model.eval()
+        device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(0)
         ids = torch.tensor([tokenizer.encode(prompt)], device=device)
-        for _ in range(tokens):
-            logits = _logits(model, {"input_ids": ids[:, -context:]})[:, -1, : tokenizer.vocab_size].float() / temperature
-            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-        model.train(training)
+        with mode(model, training=False):
+            for _ in range(tokens):
+                logits = _logits(model, {"input_ids": ids[:, -context:]})[:, -1, : tokenizer.vocab_size].float()
+                ids = torch.cat([ids, torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)], 1)
         return tokenizer.decode(ids[0].tolist())
 
 
@@ -147,10 +147,5 @@ def _why_whole(model: Any, inputs: dict[str, Any]) -> str | None:
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return f"{type(model).__name__} adds a router loss of its own; pass a loss that includes it"
     row = {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in inputs.items()}
-    training = [module for module in model.modules() if module.training]
-    model.eval()  # dropout would make the two differ
-    try:
+    with mode(model, training=False):  # dropout would make the two differ
         return why_whole(head, lambda: _logits(model, row), lambda: _hidden(model, row))
-    finally:
-        for module in training:
-            module.training = True
