@@ -75,8 +75,8 @@ class TestCertificate:
         """The kernel takes the third best for the second."""
         own = experts.route
 
-        def second_best(x, norm, eps, router, normalise, logits, count, ids, weights, *rest):
-            own(x, norm, eps, router, normalise, logits, count, ids, weights, *rest)
+        def second_best(x, norm, router, normalise, logits, count, ids, weights, *rest):
+            own(x, norm, router, normalise, logits, count, ids, weights, *rest)
             order, shares = likeliest(logits, 3, False)
             ids[:, 1], weights[:] = order[:, 2], (shares[:, [0, 2]] / shares[:, [0, 2]].sum(-1, keepdim=True))
             return ids, weights

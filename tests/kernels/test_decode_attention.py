@@ -5,6 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 
 from .cases import TOLERANCE, draw, same
@@ -25,8 +26,8 @@ class Case:
             for row, position in enumerate(positions):
                 cache[row, :, position:] = float("nan")
         angles = draw(device, torch.float32, L, width // 2, seed=3)
-        norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, width**-0.5)
+        norms = [Norm(draw(device, dtype, width, seed=4 + i), 1e-6) if normed else None for i in range(2)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5)
 
     def scratch(self, rows):
         partial = torch.full((rows, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
@@ -131,8 +132,10 @@ def test_wrong_arguments_are_named(device):
     case = Case(device, torch.float32, [3])
     cache, scratch, out = LayerCache(*case.caches), case.scratch(1), torch.zeros(1, 64, device=device)
 
-    def call(qkv=case.qkv, position=case.position, cos=case.heads.cos):
-        kernels.decode_attention(qkv, position, cache, case.heads._replace(cos=cos), scratch, out)
+    norm = Norm(torch.ones(16, device=device), 1e-6)
+
+    def call(qkv=case.qkv, position=case.position, **changed):
+        kernels.decode_attention(qkv, position, cache, case.heads._replace(**changed), scratch, out)
 
     for wrong, sentence in (
         (
@@ -150,6 +153,15 @@ def test_wrong_arguments_are_named(device):
             "decode_attention: heads.cos must be a contiguous torch.float32 (150, 8), got torch.float32 (9, 8); give one angle "
             "for each place of the cache and pair.",
         ),
+        (
+            {"q_norm": norm},
+            "decode_attention: heads.q_norm and heads.k_norm go together, got one of them; pass both or neither.",
+        ),
+        (
+            {"q_norm": norm, "k_norm": norm._replace(offset=1.0)},
+            "decode_attention: heads.q_norm and heads.k_norm must share eps and offset, got eps and offset (1e-06, 0.0) and "
+            "(1e-06, 1.0); give both the same.",
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             call(**wrong)
@@ -163,8 +175,8 @@ class Special(Case):
         super().__init__(device, dtype, positions, normed=True, **sizes)
         angles = draw(device, torch.float32, L, pairs, seed=3)
         counts = [self.kv * self.group, self.kv] if whole else [1, 1]
-        norms = [draw(device, dtype, n * self.width, seed=4 + i) for i, n in enumerate(counts)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, self.width**-0.5, 0, offset, cap)
+        norms = [Norm(draw(device, dtype, n * self.width, seed=4 + i), 1e-6, offset) for i, n in enumerate(counts)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, self.width**-0.5, 0, cap)
 
 
 SPECIAL = [(8, False, 0.0, 0.5), (3, False, 1.0, 0.0), (8, True, 0.0, 0.0), (6, True, 1.0, 0.5)]
@@ -202,7 +214,7 @@ def test_the_definition_of_capped_scores_and_of_pairs_that_stand_still(device):
         a, b, rest, c, s = x[..., :3], x[..., 3:6], x[..., 6:], case.heads.cos[9], case.heads.sin[9]
         return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
 
-    q, k = turned(normed(q, case.heads.q_norm).view(2, 16)), turned(normed(k, case.heads.k_norm))
+    q, k = turned(normed(q, case.heads.q_norm.weight).view(2, 16)), turned(normed(k, case.heads.k_norm.weight))
     same("key", keys[0, 0, 9], k, 1e-6)
     scores = torch.tanh(q @ torch.cat([case.caches[0][0, 0, :9], k[None]]).t() * 16**-0.5 / 0.5) * 0.5
     mixed = scores.softmax(-1) @ torch.cat([case.caches[1][0, 0, :9], v[None]])

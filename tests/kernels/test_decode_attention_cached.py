@@ -8,6 +8,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 
 from .apart import apart
@@ -29,8 +30,8 @@ class Case:
         first = torch.tensor(positions, device=device, dtype=torch.int32)
         self.position = first[:, None] + torch.arange(tokens, device=device, dtype=torch.int32) if tokens > 1 else first
         angles = draw(device, torch.float32, L, width // 2, seed=3)
-        norms = [draw(device, dtype, width, seed=4 + i) if normed else None for i in range(2)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, 1e-6, width**-0.5)
+        norms = [Norm(draw(device, dtype, width, seed=4 + i), 1e-6) if normed else None for i in range(2)]
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5)
         caches = [draw(device, torch.float32, rows, kv, L, width, seed=1 + i) for i in range(2)]
         for cache in caches:
             for row, position in enumerate(positions):

@@ -5,6 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.kinds import MatrixPlan
 
@@ -28,13 +29,13 @@ def stream(device, rows, width, seed=0):
 @pytest.mark.parametrize("hidden, q, k", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biased):
-    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
     biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((rows, q + 2 * k), device)
-        run(source, "norm_product", x, norm, 1e-5, *weights, *biases, out, None, None)
+        run(source, "norm_product", x, norm, *weights, *biases, out, None, None)
         assert_inside(whole, out)
         results.append(out)
     same("q k v", *results, 1e-5)
@@ -43,13 +44,13 @@ def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biase
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [64, 100, 257])
 def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
-    x, norm, head = stream(device, 2, 96), draw(device, dtype, 96, seed=1), draw(device, dtype, vocab, 96, seed=2)
+    x, norm, head = stream(device, 2, 96), Norm(draw(device, dtype, 96, seed=1), 1e-5), draw(device, dtype, vocab, 96, seed=2)
     parts = -(-vocab // 16)
     results = []
     for source in ("triton", "reference"):
         found = torch.zeros(2, vocab, device=device), torch.zeros(2, parts, device=device)
         arg = torch.zeros(2, parts, device=device, dtype=torch.int32)
-        run(source, "norm_product", x, norm, 1e-5, head, None, None, None, None, None, *found, arg)
+        run(source, "norm_product", x, norm, head, None, None, None, None, None, *found, arg)
         results.append((*found, arg))
     (logits, best, arg), (want, want_best, want_arg) = results
     same("logits", logits, want, 1e-5)
@@ -60,11 +61,15 @@ def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
 
 @pytest.mark.parametrize("source", ["triton", "reference"])
 def test_a_nan_reaches_the_partial_maximum(device, source):
-    x, norm, head = stream(device, 1, 64), draw(device, torch.float32, 64, seed=1), draw(device, torch.float32, 48, 64, seed=2)
+    x, norm, head = (
+        stream(device, 1, 64),
+        Norm(draw(device, torch.float32, 64, seed=1), 1e-5),
+        draw(device, torch.float32, 48, 64, seed=2),
+    )
     head[20, 3] = float("nan")
     best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
     out = torch.zeros(1, 48, device=device)
-    run(source, "norm_product", x, norm, 1e-5, head, None, None, None, None, None, out, best, arg)
+    run(source, "norm_product", x, norm, head, None, None, None, None, None, out, best, arg)
     assert best.isnan().tolist() == [[False, True, False]]
 
 
@@ -73,13 +78,13 @@ def test_a_nan_reaches_the_partial_maximum(device, source):
 @pytest.mark.parametrize("hidden, width", [(64, 96), (96, 130), (40, 7)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width, biased):
-    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     gate, up = (draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2))
     biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((rows, width), device, dtype)
-        run(source, "norm_gate_up", x, norm, 1e-5, gate, up, *biases, out)
+        run(source, "norm_gate_up", x, norm, gate, up, *biases, out)
         assert_inside(whole, out)
         results.append(out)
     same("gated", *results, max(TOLERANCE[dtype], 1e-5))
@@ -108,13 +113,13 @@ def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     for kind, shape in (("qkv", (16, hidden)), ("gate_up", (16, hidden)), ("add", (16, hidden))):
         monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, 32, 4))
     half = torch.float16
-    x, norm = stream(device, 2, hidden), draw(device, half, hidden, seed=1)
+    x, norm = stream(device, 2, hidden), Norm(draw(device, half, hidden, seed=1), 1e-5)
     weights = [banded((16, hidden), device, half)[1].copy_(draw(device, half, 16, hidden, seed=2 + i)) for i in range(2)]
     results = []
     for source in ("triton", "reference"):
         out, added, gated = (torch.zeros(2, 16, device=device) for _ in range(3))
-        run(source, "norm_product", x, norm, 1e-5, weights[0], None, None, None, None, None, out, None, None)
-        run(source, "norm_gate_up", x, norm, 1e-5, *weights, None, None, gated)
+        run(source, "norm_product", x, norm, weights[0], None, None, None, None, None, out, None, None)
+        run(source, "norm_gate_up", x, norm, *weights, None, None, gated)
         run(source, "add_product", x, weights[0], None, added)
         results.append(torch.cat([out, gated, added], 1))
     same("products", *results, 1e-5)
@@ -127,16 +132,16 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
     hidden, width, outputs = 128, 16, 24
     for kind, shape in (("qkv", (outputs, hidden)), ("gate_up", (width, hidden)), ("add", (outputs, hidden))):
         monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, min(columns, shape[1]), 4))
-    x, norm = stream(device, 8, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = stream(device, 8, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     q, down = draw(device, dtype, outputs, hidden, seed=2), draw(device, dtype, outputs, hidden, seed=3)
     gate, up = (draw(device, dtype, width, hidden, seed=4 + i) for i in range(2))
     h = draw(device, dtype, 8, hidden, seed=6)
 
     def results(rows):
         out = torch.zeros(len(rows), outputs, device=device)
-        run("triton", "norm_product", x[rows], norm, 1e-5, q, None, None, None, None, None, out, None, None)
+        run("triton", "norm_product", x[rows], norm, q, None, None, None, None, None, out, None, None)
         gated = torch.zeros(len(rows), width, device=device, dtype=dtype)
-        run("triton", "norm_gate_up", x[rows], norm, 1e-5, gate, up, None, None, gated)
+        run("triton", "norm_gate_up", x[rows], norm, gate, up, None, None, gated)
         added = torch.zeros(len(rows), outputs, device=device)
         run("triton", "add_product", h[rows], down, None, added)
         return out, gated, added
@@ -149,39 +154,39 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_normed_rows_agree_with_the_reference(device, dtype):
-    x, norm = stream(device, 3, 100), draw(device, dtype, 100, seed=1)
+    x, norm = stream(device, 3, 100), Norm(draw(device, dtype, 100, seed=1), 1e-5)
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((3, 100), device, dtype)
-        run(source, "norm_rows", x, norm, 1e-5, out)
+        run(source, "norm_rows", x, norm, out)
         assert_inside(whole, out)
         results.append(out)
     same("normed", *results, TOLERANCE[dtype])
 
 
 def test_wrong_arguments_are_named(device):
-    x, norm, weight = stream(device, 2, 64), draw(device, torch.float32, 64), draw(device, torch.float32, 32, 64)
+    x, norm, weight = stream(device, 2, 64), Norm(draw(device, torch.float32, 64), 1e-5), draw(device, torch.float32, 32, 64)
     for call, sentence in (
         (
-            lambda: kernels.norm_product(x.half(), norm, 1e-5, weight),
+            lambda: kernels.norm_product(x.half(), norm, weight),
             "norm_product: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 64).",
         ),
         (
-            lambda: kernels.norm_product(x, norm[:32], 1e-5, weight),
-            "norm_product: norm must be a contiguous floating-point tensor (64,), got torch.float32 (32,); it has one weight "
-            "for each column of x.",
+            lambda: kernels.norm_product(x, norm._replace(weight=norm.weight[:32]), weight),
+            "norm_product: norm.weight must be a contiguous floating-point tensor (64,), got torch.float32 (32,); it has "
+            "one weight for each column of x.",
         ),
         (
-            lambda: kernels.norm_gate_up(x, norm, 1e-5, weight, weight[:, :32]),
+            lambda: kernels.norm_gate_up(x, norm, weight, weight[:, :32]),
             "norm_gate_up: a weight must be a contiguous torch.float32 (outputs, 64), got torch.float32 (32, 32), not "
             "contiguous; all have x's width and one dtype.",
         ),
         (
-            lambda: kernels.norm_product(x, norm, 1e-5, weight, best=x),
+            lambda: kernels.norm_product(x, norm, weight, best=x),
             "norm_product: best and arg must be given together and have one shape; pass both or neither.",
         ),
         (
-            lambda: kernels.norm_product(x, norm, 1e-5, weight, out=x),
+            lambda: kernels.norm_product(x, norm, weight, out=x),
             "norm_product: out must be a contiguous torch.float32 (2, 32), got torch.float32 (2, 64); it is written in place.",
         ),
         (
@@ -206,10 +211,10 @@ FORMS = [(1.0, True, 0.0, "gelu_tanh"), (0.0, False, 0.7, "silu"), (1.0, True, 0
 def test_the_forms_of_other_families(device, offset, normed, cap, activation):
     """A gain of 1 + weight, no norm, capped outputs and gelu, beside the same in torch: the definition and the kernel."""
     dtype, rows, hidden = torch.bfloat16, 3, 96
-    x, norm = stream(device, rows, hidden), draw(device, dtype, hidden, seed=1)
-    norm[:5] = 3 / 512  # 1 + 3/512 is not a bf16 number
+    x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5, offset)
+    norm.weight[:5] = 3 / 512  # 1 + 3/512 is not a bf16 number
     weight, gate, up = (draw(device, dtype, n, hidden, seed=2 + i) * hidden**-0.5 for i, n in enumerate((48, 40, 40)))
-    gain = (norm.float() + offset) * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() if normed else 1.0
+    gain = (norm.weight.float() + offset) * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() if normed else 1.0
     h, given = x * gain, norm if normed else None
     want = torch.nn.functional.linear(h, weight.float())
     want = torch.tanh(want / cap) * cap if cap else want
@@ -220,15 +225,15 @@ def test_the_forms_of_other_families(device, offset, normed, cap, activation):
         out, best = torch.zeros(rows, 48, device=device), torch.zeros(rows, 3, device=device)
         arg = torch.zeros(rows, 3, device=device, dtype=torch.int32)
         no = [None] * 5
-        run(source, "norm_product", x, given, 1e-5, weight, *no, out, best, arg, 0, offset, cap)
+        run(source, "norm_product", x, given, weight, *no, out, best, arg, 0, cap)
         same("product", out, want, 1e-5)
         assert torch.equal(out.argmax(1), arg.gather(1, best.argmax(1, keepdim=True))[:, 0].long())
         out = torch.zeros(rows, 40, device=device, dtype=dtype)
-        run(source, "norm_gate_up", x, given, 1e-5, gate, up, None, None, out, 0, offset, activation)
+        run(source, "norm_gate_up", x, given, gate, up, None, None, out, 0, activation)
         same("gated", out.float(), gated, TOLERANCE[dtype])
         if normed:
             out = torch.zeros(rows, hidden, device=device)
-            same("rows", run(source, "norm_rows", x, norm, 1e-5, out, offset), h, 1e-5)
+            same("rows", run(source, "norm_rows", x, norm, out), h, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -236,23 +241,23 @@ def test_the_forms_of_other_families(device, offset, normed, cap, activation):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
     """What was normed is zero afterwards, for the next product to be added to."""
-    norm, results = draw(device, dtype, hidden, seed=1), []
+    norm, results = Norm(draw(device, dtype, hidden, seed=1), 1e-5, offset), []
     for source in ("triton", "reference"):
         (whole, x), (beside, y) = banded((3, hidden), device), banded((3, hidden), device)
         x.copy_(stream(device, 3, hidden))
         y.copy_(stream(device, 3, hidden, seed=2) * 5)
-        run(source, "add_norm", y, norm, 1e-5, x, offset)
+        run(source, "add_norm", y, norm, x)
         assert_inside(whole, x)
         assert_inside(beside, y)
         assert not y.any()
         results.append(x)
     same("stream", *results, 1e-5)
     y = stream(device, 3, hidden, seed=2) * 5
-    normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.float() + offset)
+    normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.weight.float() + offset)
     same("stream", results[1], stream(device, 3, hidden) + normed, 1e-5)
 
 
 def test_an_unknown_activation_is_named(device):
-    x, norm, gate = stream(device, 1, 64), draw(device, torch.float32, 64), draw(device, torch.float32, 32, 64)
+    x, norm, gate = stream(device, 1, 64), Norm(draw(device, torch.float32, 64), 1e-5), draw(device, torch.float32, 32, 64)
     with pytest.raises(ValueError, match="norm_gate_up: activation must be one of silu, gelu, gelu_tanh, got 'relu'"):
-        kernels.norm_gate_up(x, norm, 1e-5, gate, gate, activation="relu")
+        kernels.norm_gate_up(x, norm, gate, gate, activation="relu")

@@ -7,6 +7,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.kinds import MatrixPlan
@@ -32,7 +33,7 @@ def routed(source, x, norm, router, slots, normalise=True):
     count = torch.zeros(rows, device=x.device, dtype=torch.int32)
     ids = torch.full((rows, slots), -1, device=x.device, dtype=torch.int32)
     whole, weights = banded((rows, slots), x.device)
-    run(source, "route", x, norm, 1e-5, router, normalise, x.new_zeros(rows, experts), count, ids, weights)
+    run(source, "route", x, norm, router, normalise, x.new_zeros(rows, experts), count, ids, weights)
     assert not count.any()
     if weights.isfinite().all():
         assert_inside(whole, weights)
@@ -47,7 +48,7 @@ def some_ids(device, rows: int, slots: int, experts: int) -> torch.Tensor:
 @PARITY
 def test_the_choice_agrees_with_the_reference(device, shape, dtype):
     rows, slots, experts, hidden, _ = shape
-    x, norm = draw(device, torch.float32, rows, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     router = draw(device, dtype, experts, hidden, seed=2) * hidden**-0.5
     for normalise in (True, False):
         (ids, weights), (want, shares) = (routed(source, x, norm, router, slots, normalise) for source in SOURCES)
@@ -68,18 +69,18 @@ def test_the_reference_chooses_as_hugging_face_does(normalise):
     same("shares", shares, want, 1e-6)
 
 
-def set_logits(logits: list[float]) -> tuple[torch.Tensor, ...]:
+def set_logits(device, logits: list[float]) -> tuple[torch.Tensor, Norm, torch.Tensor]:
     """x, norm and a router with which an expert's logit is as given: hidden is one place for each expert, and one that is 1."""
-    x = torch.zeros(1, 16)
+    x = torch.zeros(1, 16, device=device)
     x[0, 0] = 1.0
-    router = torch.zeros(len(logits), 16)
-    router[:, 0] = torch.tensor(logits) / math.sqrt(16)
-    return x, torch.ones(16), router
+    router = torch.zeros(len(logits), 16, device=device)
+    router[:, 0] = torch.tensor(logits, device=device) / math.sqrt(16)
+    return x, Norm(torch.ones(16, device=device), 1e-5), router
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_equal_logits_lowest_id_first(source, device):
-    given = [t.to(device) for t in set_logits([1.0, 3.0, 1.0, 3.0, 0.0, -0.0])]
+    given = set_logits(device, [1.0, 3.0, 1.0, 3.0, 0.0, -0.0])
     for slots, want in ((1, [1]), (2, [1, 3]), (3, [1, 3, 0]), (5, [1, 3, 0, 2, 4]), (6, [1, 3, 0, 2, 4, 5])):
         ids, _ = routed(source, *given, slots)
         assert ids.tolist() == [want]
@@ -92,7 +93,7 @@ def test_equal_logits_lowest_id_first(source, device):
 @pytest.mark.parametrize("normalise", [True, False])
 def test_whatever_the_logits_are_ids_are_distinct_experts(source, device, bad, places, normalise):
     """What is not finite reaches the weights, and so the stream; no id may lead a load out of the experts."""
-    x, norm, router = (t.to(device) for t in set_logits([0.5, 0.4, 0.3, 0.2, 0.1, 0.0]))
+    x, norm, router = set_logits(device, [0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
     for place in places:
         router[place, 0] = bad
     ids, weights = routed(source, x, norm, router, 3, normalise)
@@ -106,7 +107,7 @@ def test_whatever_the_logits_are_ids_are_distinct_experts(source, device, bad, p
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_nan_in_the_stream_reaches_the_weights_of_its_row_alone(source, device):
-    x, norm = draw(device, torch.float32, 3, 64), draw(device, torch.float32, 64, seed=1)
+    x, norm = draw(device, torch.float32, 3, 64), Norm(draw(device, torch.float32, 64, seed=1), 1e-5)
     router = draw(device, torch.float32, 8, 64, seed=2)
     x[1, 5] = float("nan")
     ids, weights = routed(source, x, norm, router, 2)
@@ -117,12 +118,12 @@ def test_a_nan_in_the_stream_reaches_the_weights_of_its_row_alone(source, device
 @PARITY
 def test_gates_and_ups_agree_with_the_reference(device, shape, dtype):
     rows, slots, experts, hidden, width = shape
-    x, norm = draw(device, torch.float32, rows, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     gate_up = draw(device, dtype, experts, 2 * width, hidden, seed=2) * hidden**-0.5
     ids, results = some_ids(device, rows, slots, experts), []
     for source in SOURCES:
         whole, out = banded((rows, slots, width), device, dtype)
-        run(source, "routed_gate_up", x, norm, 1e-5, gate_up, ids, out)
+        run(source, "routed_gate_up", x, norm, gate_up, ids, out)
         assert_inside(whole, out)
         results.append(out)
     same("gated", *results, max(TOLERANCE[dtype], 1e-5))
@@ -150,7 +151,9 @@ def test_only_chosen_experts_are_read(source, device):
     for expert in (1, 4, 5):
         gate_up[expert], down[expert] = 0.1, 0.1
     out, x = torch.zeros(2, 2, 8, device=device), torch.zeros(2, 32, device=device)
-    run(source, "routed_gate_up", torch.ones(2, 32, device=device), torch.ones(32, device=device), 1e-5, gate_up, ids, out)
+    run(
+        source, "routed_gate_up", torch.ones(2, 32, device=device), Norm(torch.ones(32, device=device), 1e-5), gate_up, ids, out
+    )
     run(source, "add_routed", out, down, ids, torch.full((2, 2), 0.5, device=device), x)
     assert out.isfinite().all() and x.isfinite().all() and (x > 0).all()
 
@@ -160,14 +163,14 @@ def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     for kind, shape in (("router", (3, 40)), ("routed_gate_up", (18, 40)), ("add_routed", (40, 18))):
         monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, 16, 4))
     half = torch.float16
-    x, norm = draw(device, torch.float32, 2, 40), draw(device, half, 40, seed=1)
+    x, norm = draw(device, torch.float32, 2, 40), Norm(draw(device, half, 40, seed=1), 1e-5)
     shapes = ((3, 40), (3, 36, 40), (3, 40, 18))
     router, gate_up, down = (banded(s, device, half)[1].copy_(draw(device, half, *s, seed=2 + i)) for i, s in enumerate(shapes))
     results = []
     for source in SOURCES:
         ids, weights = routed(source, x, norm, router, 3)
         out, added = torch.zeros(2, 3, 18, device=device), torch.zeros(2, 40, device=device)
-        run(source, "routed_gate_up", x, norm, 1e-5, gate_up, ids, out)
+        run(source, "routed_gate_up", x, norm, gate_up, ids, out)
         run(source, "add_routed", out, down, ids, weights, added)
         results.append(added)
     same("products", *results, 1e-5)
@@ -181,7 +184,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
     shapes = (("router", (experts, hidden)), ("routed_gate_up", (width, hidden)), ("add_routed", (hidden, width)))
     for kind, shape in shapes:
         monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(8, min(columns, shape[1]), 4))
-    x, norm = draw(device, torch.float32, 4, hidden), draw(device, dtype, hidden, seed=1)
+    x, norm = draw(device, torch.float32, 4, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     router, gate_up = draw(device, dtype, experts, hidden, seed=2), draw(device, dtype, experts, 2 * width, hidden, seed=3)
     down = draw(device, dtype, experts, hidden, width, seed=4)
 
@@ -189,7 +192,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
         mine = x[rows].clone()
         ids, weights = routed("triton", mine, norm, router, slots)
         out = torch.zeros(len(rows), slots, width, device=device, dtype=dtype)
-        run("triton", "routed_gate_up", mine, norm, 1e-5, gate_up, ids, out)
+        run("triton", "routed_gate_up", mine, norm, gate_up, ids, out)
         return ids, weights, out, run("triton", "add_routed", out, down, ids, weights, mine)
 
     together = results(list(range(4)))
@@ -203,6 +206,7 @@ import itertools, pathlib, subprocess, sys, tempfile
 import torch, triton
 sys.path.insert(0, "tests/kernels")
 import aot
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.triton import experts
 
 compile, tool = triton.compile, pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -218,12 +222,12 @@ def measured(*given, **named):
 
 triton.compile, triton.runtime.jit.JITFunction.run = measured, aot.compile_instead
 for (E, S, H, I), dependent in itertools.product(((128, 8, 2048, 768), (8, 2, 4096, 14336)), (0, 1, 2)):
-    x, norm, router = torch.zeros(1, H), torch.zeros(H).bfloat16(), torch.zeros(E, H).bfloat16()
+    x, norm, router = torch.zeros(1, H), Norm(torch.zeros(H).bfloat16(), 1e-6), torch.zeros(E, H).bfloat16()
     ids, weights, count = torch.zeros(1, S).int(), torch.zeros(1, S), torch.zeros(1).int()
     some = 64  # rows of a weight, whose number is no constant of the kernel
     gate_up, down = torch.zeros(1, 2 * some, H).bfloat16(), torch.zeros(1, some, I).bfloat16()
-    experts.route(x, norm, 1e-6, router, True, torch.zeros(1, E), count, ids, weights, dependent)
-    experts.routed_gate_up(x, norm, 1e-6, gate_up, ids, torch.zeros(1, S, some).bfloat16(), dependent)
+    experts.route(x, norm, router, True, torch.zeros(1, E), count, ids, weights, dependent)
+    experts.routed_gate_up(x, norm, gate_up, ids, torch.zeros(1, S, some).bfloat16(), dependent)
     experts.add_routed(torch.zeros(1, S, I).bfloat16(), down, ids, weights, torch.zeros(1, some), dependent)
 """
 
@@ -237,39 +241,51 @@ def test_nothing_spills_at_the_sizes_of_real_models():
 
 
 def test_wrong_arguments_are_named(device):
-    x, norm, router = torch.zeros(2, 64, device=device), torch.ones(64, device=device), torch.zeros(8, 64, device=device)
+    x, norm, router = (
+        torch.zeros(2, 64, device=device),
+        Norm(torch.ones(64, device=device), 1e-5),
+        torch.zeros(8, 64, device=device),
+    )
     gate_up, down = torch.zeros(8, 32, 64, device=device), torch.zeros(8, 64, 16, device=device)
     ids, weights = torch.zeros(2, 3, device=device, dtype=torch.int32), torch.zeros(2, 3, device=device)
     logits, count = torch.zeros(2, 8, device=device), torch.zeros(2, device=device, dtype=torch.int32)
     h = torch.zeros(2, 3, 16, device=device)
     for call, sentence in (
         (
-            lambda: kernels.route(x.half(), norm, 1e-5, router, True, logits, count, ids, weights),
+            lambda: kernels.route(x.half(), norm, router, True, logits, count, ids, weights),
             "route: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 64).",
         ),
         (
-            lambda: kernels.route(x, norm, 1e-5, router[:2], True, logits, count, ids, weights),
+            lambda: kernels.route(x, norm._replace(offset=1.0), router, True, logits, count, ids, weights),
+            "route: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+        ),
+        (
+            lambda: kernels.route(x, norm, router[:2], True, logits, count, ids, weights),
             "route: ids has 3 slots a row, wanted 1 to 2, the number of experts.",
         ),
         (
-            lambda: kernels.route(x, norm, 1e-5, router, True, logits, count[:1], ids, weights),
+            lambda: kernels.route(x, norm, router, True, logits, count[:1], ids, weights),
             "route: count must be a contiguous torch.int32 (2,), got torch.int32 (1,); it is written in place.",
         ),
         (
-            lambda: kernels.route(x, norm, 1e-5, router, True, logits, count, ids.long(), weights),
+            lambda: kernels.route(x, norm, router, True, logits, count, ids.long(), weights),
             "route: ids must be a contiguous torch.int32 (2, 3), got torch.int64 (2, 3); it is written in place.",
         ),
         (
-            lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up[:, :, :32], ids, h),
+            lambda: kernels.routed_gate_up(x, norm, gate_up[:, :, :32], ids, h),
             "routed_gate_up: gate_up must be a contiguous floating-point tensor (experts, 32, 64), got torch.float32 "
             "(8, 32, 32), not contiguous; an expert's weight follows the other's.",
         ),
         (
-            lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up, ids[:1], h),
+            lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, h),
+            "routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+        ),
+        (
+            lambda: kernels.routed_gate_up(x, norm, gate_up, ids[:1], h),
             "routed_gate_up: ids must be a contiguous torch.int32 (2, slots), got torch.int32 (1, 3); route writes it.",
         ),
         (
-            lambda: kernels.routed_gate_up(x, norm, 1e-5, gate_up, ids, h[:, :2]),
+            lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h[:, :2]),
             "routed_gate_up: out must be a contiguous torch.float32 (2, 3, 16), got torch.float32 (2, 2, 16), "
             "not contiguous; it is written in place.",
         ),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 from gpubound.kernels.packed import KINDS, Packed, pack
 
@@ -29,12 +30,12 @@ def experts(device, kind: str, count: int, rows: int, columns: int, seed: int = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_and_up_agree_with_the_reference(device, kind, shape, dtype):
     rows, slots, count, hidden, width = shape
-    x, norm = draw(device, torch.float32, rows, hidden), draw(device, dtype, hidden, seed=2)
+    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=2), 1e-5)
     gate_up, ids = experts(device, kind, count, 2 * width, hidden), some_ids(device, rows, slots, count)
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((rows, slots, width), device, dtype)
-        run(source, "quantized_routed_gate_up", x, norm, 1e-5, gate_up, ids, out)
+        run(source, "quantized_routed_gate_up", x, norm, gate_up, ids, out)
         assert_inside(whole, out)
         results.append(out)
     same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
@@ -61,13 +62,13 @@ def test_the_residual_product_agrees_with_the_reference(device, kind, shape, dty
 @KIND
 def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
     rows, slots, count, hidden, width = 3, 2, 3, 72, 20
-    x, norm = draw(device, torch.float32, rows, hidden), draw(device, torch.float32, hidden, seed=2)
+    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, torch.float32, hidden, seed=2), 1e-5)
     gate_up, down = experts(device, kind, count, 2 * width, hidden), experts(device, kind, count, hidden, width)
     ids, shares = some_ids(device, rows, slots, count), torch.full((rows, slots), 0.5, device=device)
 
     def mlp(of: slice) -> torch.Tensor:
         stream, gated = x[of].clone(), x.new_zeros(len(x[of]), slots, width)
-        run("triton", "quantized_routed_gate_up", stream, norm, 1e-5, gate_up, ids[of], gated)
+        run("triton", "quantized_routed_gate_up", stream, norm, gate_up, ids[of], gated)
         return run("triton", "quantized_add_routed", gated, down, ids[of], shares[of], stream)
 
     together = mlp(slice(None))
@@ -79,22 +80,26 @@ def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
 @pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize("unknown", [-1, 3])
 def test_an_id_that_no_expert_has_makes_its_row_nan(device, source, unknown):
-    x, norm = draw(device, torch.float32, 2, 64), torch.ones(64, device=device)
+    x, norm = draw(device, torch.float32, 2, 64), Norm(torch.ones(64, device=device), 1e-5)
     ids = torch.tensor([[0, 1], [2, unknown]], device=device, dtype=torch.int32)
     out, shares = torch.zeros(2, 2, 16, device=device), torch.full((2, 2), 0.5, device=device)
-    run(source, "quantized_routed_gate_up", x, norm, 1e-5, experts(device, "int8", 3, 32, 64), ids, out)
+    run(source, "quantized_routed_gate_up", x, norm, experts(device, "int8", 3, 32, 64), ids, out)
     assert out.isnan().flatten(2).all(2).tolist() == [[False, False], [False, True]]
     run(source, "quantized_add_routed", torch.zeros_like(out), experts(device, "int8", 3, 64, 16), ids, shares, x)
     assert x.isnan().all(1).tolist() == x.isnan().any(1).tolist() == [False, True]
 
 
 def test_wrong_arguments_are_named(device):
-    x, norm, ids = torch.zeros(2, 64, device=device), torch.ones(64, device=device), some_ids(device, 2, 2, 3)
+    x, norm, ids = torch.zeros(2, 64, device=device), Norm(torch.ones(64, device=device), 1e-5), some_ids(device, 2, 2, 3)
     gate_up, down = experts(device, "int8", 3, 32, 64), experts(device, "int8", 3, 64, 16)
     out, shares = torch.zeros(2, 2, 16, device=device), torch.zeros(2, 2, device=device)
     for call, sentence in (
         (
-            lambda: kernels.quantized_routed_gate_up(x, norm, 1e-5, gate_up, ids, out[..., :5].contiguous()),
+            lambda: kernels.quantized_routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
+            "quantized_routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+        ),
+        (
+            lambda: kernels.quantized_routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
             "quantized_routed_gate_up: gate_up has 96 rows, wanted 10 for each expert; pack the experts' weights as one, "
             "pack(stack.flatten(0, 1), kind).",
         ),

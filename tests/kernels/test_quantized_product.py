@@ -5,6 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import packed as packing, plans
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 from gpubound.kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.plans.kinds import MatrixPlan
@@ -77,14 +78,14 @@ SHAPES = [(1, 128, 32), (2, 200, 38), (3, 72, 16), (8, 256, 18)]
 @pytest.mark.parametrize("batch, columns, rows", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_product_agrees_with_the_reference(device, kind, batch, columns, rows, biased):
-    x, norm = draw(device, torch.float32, batch, columns), draw(device, torch.bfloat16, columns, seed=2)
+    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
     bias = draw(device, torch.float16, rows, seed=3) if biased else None
     parts = -(-rows // 16)
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((batch, rows), device)
         best, arg = torch.zeros(batch, parts, device=device), torch.zeros(batch, parts, device=device, dtype=torch.int32)
-        run(source, "quantized_norm_product", x, norm, 1e-5, weight(device, kind, rows, columns), bias, out, best, arg)
+        run(source, "quantized_norm_product", x, norm, weight(device, kind, rows, columns), bias, out, best, arg)
         assert_inside(whole, out)
         results.append((out, best, arg))
     (out, best, arg), (want, want_best, want_arg) = results
@@ -97,14 +98,15 @@ def test_the_product_agrees_with_the_reference(device, kind, batch, columns, row
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch, columns, rows", SHAPES[1:3])
 def test_gate_and_up_agree_with_the_reference(device, kind, dtype, batch, columns, rows):
-    x, norm, bias = (
+    x, weights, bias = (
         draw(device, torch.float32, *shape, seed=i) for i, shape in enumerate(((batch, columns), (columns,), (rows,)))
     )
+    norm = Norm(weights, 1e-5)
     gate_up = pack(draw(device, torch.float32, rows, columns, seed=4) * columns**-0.5, kind)
     results = []
     for source in ("triton", "reference"):
         whole, out = banded((batch, rows // 2), device, dtype)
-        run(source, "quantized_norm_gate_up", x, norm, 1e-5, gate_up, bias, out)
+        run(source, "quantized_norm_gate_up", x, norm, gate_up, bias, out)
         assert_inside(whole, out)
         results.append(out)
     same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
@@ -144,14 +146,14 @@ def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypa
     columns = 520  # five groups: 80 words of int4, 160 of the others
     for use, rows in (("qkv", 20), ("gate_up", 20), ("add", 20)):
         monkeypatch.setitem(plans.TRIED, ("packed_product", f"{kind} {use}", (rows, columns)), MatrixPlan(8, 32, 1))
-    x, norm = draw(device, torch.float32, 2, columns), draw(device, torch.float32, columns, seed=2)
+    x, norm = draw(device, torch.float32, 2, columns), Norm(draw(device, torch.float32, columns, seed=2), 1e-5)
     results = []
     for source in ("triton", "reference"):
         out, added, gated = (torch.zeros(2, n, device=device) for n in (20, 20, 10))
         packed = weight(device, kind, 20, columns)
-        run(source, "quantized_norm_product", x, norm, 1e-5, packed, None, out, None, None)
+        run(source, "quantized_norm_product", x, norm, packed, None, out, None, None)
         run(source, "quantized_add_product", x, packed, None, added)
-        run(source, "quantized_norm_gate_up", x * 0.1, norm, 1e-5, packed, None, gated)
+        run(source, "quantized_norm_gate_up", x * 0.1, norm, packed, None, gated)
         results.append(torch.cat([out, added, gated], 1))
     same("products", *results, 2 * PARITY[kind])
 
@@ -160,7 +162,7 @@ def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypa
 def test_a_row_gives_the_same_bits_in_any_batch(device, kind):
     """Alone, in a pair, in an odd batch and an even one; there and in the head."""
     columns = 512
-    x, norm = draw(device, torch.float32, 4, columns), draw(device, torch.float32, columns, seed=2)
+    x, norm = draw(device, torch.float32, 4, columns), Norm(draw(device, torch.float32, columns, seed=2), 1e-5)
     packed, h = weight(device, kind, 16, columns), draw(device, torch.bfloat16, 4, columns, seed=5)
 
     def results(rows):
@@ -168,9 +170,9 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, kind):
         out, logits, added = (torch.zeros(count, 16, device=device) for _ in range(3))
         best, arg = torch.zeros(count, 1, device=device), torch.zeros(count, 1, device=device, dtype=torch.int32)
         gated = torch.zeros(count, 8, device=device)
-        run("triton", "quantized_norm_product", x[rows], norm, 1e-5, packed, None, out, None, None)
-        run("triton", "quantized_norm_product", x[rows], norm, 1e-5, packed, None, logits, best, arg)
-        run("triton", "quantized_norm_gate_up", x[rows], norm, 1e-5, packed, None, gated)
+        run("triton", "quantized_norm_product", x[rows], norm, packed, None, out, None, None)
+        run("triton", "quantized_norm_product", x[rows], norm, packed, None, logits, best, arg)
+        run("triton", "quantized_norm_gate_up", x[rows], norm, packed, None, gated)
         run("triton", "quantized_add_product", h[rows], packed, None, added)
         return out, logits, best, gated, added
 
@@ -181,12 +183,12 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, kind):
 
 
 def test_a_nan_reaches_the_partial_maximum(device):
-    x, norm = draw(device, torch.float32, 1, 128), torch.ones(128, device=device)
+    x, norm = draw(device, torch.float32, 1, 128), Norm(torch.ones(128, device=device), 1e-5)
     values = draw(device, torch.float32, 48, 128, seed=2)
     values[20, 3] = float("nan")
     best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
     out = torch.zeros(1, 48, device=device)
-    run("triton", "quantized_norm_product", x, norm, 1e-5, pack(values, "int4"), None, out, best, arg)
+    run("triton", "quantized_norm_product", x, norm, pack(values, "int4"), None, out, best, arg)
     assert best.isnan().tolist() == [[False, True, False]]
 
 
@@ -201,7 +203,7 @@ def test_weights_that_share_an_x_are_one(device):
 
 OTHERS = """
 import torch
-from gpubound.kernels.decode_product import draw_stream
+from gpubound.kernels.decode_product import Norm, draw_stream
 from gpubound.kernels.ops import OPS, draw
 from gpubound.kernels.quantized_product import draw_packed
 
@@ -212,7 +214,7 @@ kind = {kind!r}
 give("quantized_norm_product", lambda g: (
     *draw_stream(g, 256), draw_packed(g, 40, 256, kind), None, torch.zeros(2, 40), None, None))
 give("quantized_norm_gate_up", lambda g: (
-    draw(g, 3, 256).detach(), draw(g, 256), 1e-6, draw_packed(g, 40, 256, kind), None, torch.zeros(3, 20)))
+    draw(g, 3, 256).detach(), Norm(draw(g, 256), 1e-6), draw_packed(g, 40, 256, kind), None, torch.zeros(3, 20)))
 give("quantized_add_product", lambda g: (
     draw(g, 1, 9000), draw_packed(g, 40, 9000, kind), None, torch.zeros(1, 40)))
 give("dequantize", lambda g: (draw_packed(g, 40, 256, kind), torch.zeros(40, 256), 1))
@@ -228,7 +230,11 @@ def test_every_kind_compiles(kind):
 
 
 def test_wrong_arguments_are_named(device):
-    x, norm, packed = draw(device, torch.float32, 2, 128), draw(device, torch.float32, 128), weight(device, "int4", 33, 128)
+    x, norm, packed = (
+        draw(device, torch.float32, 2, 128),
+        Norm(draw(device, torch.float32, 128), 1e-5),
+        weight(device, "int4", 33, 128),
+    )
     for call, sentence in (
         (lambda: pack(x, "int3"), "pack: kind: got 'int3', wanted one of int8, int4, fp8."),
         (
@@ -236,29 +242,29 @@ def test_wrong_arguments_are_named(device):
             "pack: weight: got torch.float32 (128,), wanted a floating-point matrix.",
         ),
         (
-            lambda: kernels.quantized_norm_product(x.half(), norm, 1e-5, packed),
+            lambda: kernels.quantized_norm_product(x.half(), norm, packed),
             "quantized_norm_product: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 128).",
         ),
         (
-            lambda: kernels.quantized_norm_product(x, norm[:32], 1e-5, packed),
-            "quantized_norm_product: norm must be a contiguous floating-point tensor (128,), got torch.float32 (32,); it has "
-            "one weight for each column of x.",
+            lambda: kernels.quantized_norm_product(x, norm._replace(weight=norm.weight[:32]), packed),
+            "quantized_norm_product: norm.weight must be a contiguous floating-point tensor (128,), got torch.float32 (32,); "
+            "it has one weight for each column of x.",
         ),
         (
-            lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm[:64], 1e-5, packed),
+            lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm._replace(weight=norm.weight[:64]), packed),
             "quantized_norm_product: the weight must have 64 columns to match x, got 128.",
         ),
         (
-            lambda: kernels.quantized_norm_product(x, norm, 1e-5, packed, best=x),
+            lambda: kernels.quantized_norm_product(x, norm, packed, best=x),
             "quantized_norm_product: best and arg must be given together and have one shape; pass both or neither.",
         ),
         (
-            lambda: kernels.quantized_norm_product(x, norm, 1e-5, packed, best=x[:, :4], arg=x[:, :4].int()),
+            lambda: kernels.quantized_norm_product(x, norm, packed, best=x[:, :4], arg=x[:, :4].int()),
             "quantized_norm_product: best has 4 columns, which 33 rows cannot be cut into in stretches of a power of two; "
             "give it ceil(rows / 16).",
         ),
         (
-            lambda: kernels.quantized_norm_gate_up(x, norm, 1e-5, packed),
+            lambda: kernels.quantized_norm_gate_up(x, norm, packed),
             "quantized_norm_gate_up: gate_up has 33 rows, wanted an even number; use pack_gate_up.",
         ),
         (
@@ -291,15 +297,18 @@ def test_wrong_arguments_are_named(device):
 @pytest.mark.parametrize("offset, normed, cap, activation", [(1.0, True, 0.7, "gelu_tanh"), (0.0, False, 0.0, "gelu")])
 def test_the_forms_of_other_families(device, kind, rows, offset, normed, cap, activation):
     """Of a gain of 1 + weight, no norm, capped outputs and gelu: what decode_product's kernels make of the same numbers."""
-    x, norm = draw(device, torch.float32, rows, 150), draw(device, torch.float16, 150, seed=1) if normed else None
+    x, norm = (
+        draw(device, torch.float32, rows, 150),
+        Norm(draw(device, torch.float16, 150, seed=1), 1e-5, offset) if normed else None,
+    )
     head, both = (pack(draw(device, torch.float32, n, 150, seed=n) * 150**-0.5, kind) for n in (40, 48))
     gate, up = unpack(both).unflatten(0, (-1, 2)).unbind(1)
-    want = kernels.norm_product(x, norm, 1e-5, unpack(head), offset=offset, cap=cap)
-    gated = kernels.norm_gate_up(x, norm, 1e-5, gate.contiguous(), up.contiguous(), offset=offset, activation=activation)
+    want = kernels.norm_product(x, norm, unpack(head), cap=cap)
+    gated = kernels.norm_gate_up(x, norm, gate.contiguous(), up.contiguous(), activation=activation)
     for source in ("triton", "reference"):
         out = torch.zeros(rows, 40, device=device)
-        run(source, "quantized_norm_product", x, norm, 1e-5, head, None, out, None, None, 0, offset, cap)
+        run(source, "quantized_norm_product", x, norm, head, None, out, None, None, 0, cap)
         same("product", out, want, PARITY[kind])
         out = torch.zeros(rows, 24, device=device)
-        run(source, "quantized_norm_gate_up", x, norm, 1e-5, both, None, out, 0, offset, activation)
+        run(source, "quantized_norm_gate_up", x, norm, both, None, out, 0, activation)
         same("gated", out, gated, 2 * PARITY[kind])

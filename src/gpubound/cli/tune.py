@@ -132,13 +132,13 @@ def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> It
         yield _forward(op, inputs)
         yield _backward(op, inputs)
     del x, packed, logits
-    row, wide = draw(1, hidden, kind=torch.float32), config.intermediate
+    row, norm, wide = draw(1, hidden, kind=torch.float32), kernels.Norm(weight, 1e-5), config.intermediate
     q, k, v = draw(config.heads * size, hidden), *draw(2, config.kv_heads * size, hidden).unbind(0)
     out, down, gate, up = draw(hidden, config.heads * size), draw(hidden, wide), draw(wide, hidden), draw(wide, hidden)
     attended, activated = draw(1, config.heads * size), draw(1, wide)
-    yield Prepared(row.zero_, lambda x: kernels.norm_product(x, weight, 1e-5, q, k, v))
+    yield Prepared(row.zero_, lambda x: kernels.norm_product(x, norm, q, k, v))
     yield Prepared(row.zero_, lambda to: kernels.add_product(attended, out, None, to))
-    yield Prepared(row.zero_, lambda x: kernels.norm_gate_up(x, weight, 1e-5, gate, up))
+    yield Prepared(row.zero_, lambda x: kernels.norm_gate_up(x, norm, gate, up))
     yield Prepared(row.zero_, lambda to: kernels.add_product(activated, down, None, to))
 
 

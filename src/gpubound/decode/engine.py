@@ -17,7 +17,6 @@ from ..errors import GenerateError
 from ..kernels.choose import Call, hasten
 from ..kernels.decode_product import form
 from ..models import Decoder
-from ..models.decoding import NO_NORM
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..trace import notice
@@ -247,12 +246,11 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
 
 def _calls(live: BoundModel, weights: str | None) -> list[Call]:
     """The products of its steps, in the forms that its layers ask for."""
-    first, head, prefix = live.layers[0], live.norm, weight_format(weights).prefix
-    norm, _, offset = first.attention.norm or NO_NORM
+    norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
-    found: list[Call] = [(product, form(norm, offset, 0.0)), (add, ())]
-    found.append((product, form(head.weight, head.offset, live.shape.logit_cap)))
+    found: list[Call] = [(product, form(norm, 0.0)), (add, ())]
+    found.append((product, form(live.norm, live.shape.logit_cap)))
     if live.reader.routers():
         found += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
     activation = live.reader.activation()
-    return [*found, (gate_up, form(norm, offset, activation))]
+    return [*found, (gate_up, form(norm, activation))]

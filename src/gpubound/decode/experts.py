@@ -42,11 +42,11 @@ class SparseMLP(Part):
         self.gate_up_bytes = slots * self.experts.gate_up_bytes
 
     def step(self, x: Tensor, mode: int) -> None:
-        w, rows, norm = self.weights, len(x), self.weights.norm
+        w, rows = self.weights, len(x)
         ids, shares, routed = self._ids[:rows], self._shares[:rows], self._routed[:rows]
         scratch = self._scores[:rows], self._scored[:rows]
-        route(x, norm.weight, norm.eps, w.router.weight, w.normalise, *scratch, ids, shares, mode)
-        self.experts.routed_gate_up(x, norm.weight, norm.eps, ids, routed, mode)
+        route(x, w.norm, w.router.weight, w.normalise, *scratch, ids, shares, mode)
+        self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
         self.experts.add_routed(routed, ids, shares, self.target(x), mode)
         self.close(x, mode)
         if self.bench.overheard is not None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import add_rms_norm
-from ..kernels.decode_product import EARLY, LATE, capped_
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Norm
+from ..kernels.decode_product import EARLY, LATE, Norm, capped_
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights
 from . import host
 from .bind import BoundModel
 from .cache import PLAIN, Cache

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
-from ..kernels.decode_product import ACTIVATIONS
-from ..models.decoding import AttentionWeights, DenseWeights, Linear, Norm, turn
+from ..kernels.decode_product import ACTIVATIONS, Norm
+from ..models.decoding import AttentionWeights, DenseWeights, Linear, turn
 from .layer import capped_attend
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from torch import Tensor
 from ..device import can_launch
 from ..kernels import add_norm, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import Heads, Scratch
-from ..kernels.decode_product import capped_
+from ..kernels.decode_product import Norm, capped_
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from ..layers.mlp import gated
-from ..models.decoding import NO_NORM, AttentionWeights, DenseWeights, Norm, Shape
+from ..models.decoding import AttentionWeights, DenseWeights, Shape
 from .cache import Cache
 
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
@@ -76,8 +76,7 @@ class Part:
 
     def close(self, x: Tensor, mode: int = 0) -> None:
         if self._sum is not None:
-            norm = self.weights.post_norm
-            add_norm(self.target(x), norm.weight, norm.eps, x, norm.offset, mode)
+            add_norm(self.target(x), self.weights.post_norm, x, mode)
 
     def tensors(self) -> list[Tensor]:
         """What a step reads whole."""
@@ -129,8 +128,7 @@ class CachedAttention(Part):
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
-        (q_norm, eps, offset), (k_norm, *_) = w.q_norm or NO_NORM, w.k_norm or NO_NORM
-        heads = Heads(*self._angles, q_norm, k_norm, eps, s.scale, w.window, offset, w.cap)
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap)
         scratch = Scratch(self._partial[:rows], self._finished[: rows * s.kv_heads])
         self.bench.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
@@ -218,7 +216,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 def normed_rows(x: Tensor, norm: Norm | None, out: Tensor) -> Tensor:
     """out = what a product of many rows of the stream reads."""
-    return out.copy_(x) if norm is None else norm_rows(x, norm.weight, norm.eps, out, norm.offset)
+    return out.copy_(x) if norm is None else norm_rows(x, norm, out)
 
 
 def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:

@@ -10,6 +10,7 @@ from .add_rows import add_rows as add_rows
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
 from .decode_product import (
+    Norm as Norm,
     add_norm as add_norm,
     add_product as add_product,
     norm_gate_up as norm_gate_up,

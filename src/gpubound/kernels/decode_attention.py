@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decode_product import WRITTEN, capped_, rms_normed
+from .decode_product import WRITTEN, Norm, capped_, rms_normed
 from .ops import definition, draw, ints
 from .rope import draw_angles
 
@@ -52,12 +52,10 @@ class Heads(NamedTuple):
 
     cos: Tensor  # (L, D/2) fp32, of every position; or fewer pairs, of the first dimensions: the others stand still
     sin: Tensor
-    q_norm: Tensor | None  # weights (D,) for models that norm their heads; (H D,) and (K D,) for those that norm whole rows
-    k_norm: Tensor | None
-    eps: float
+    q_norm: Norm | None  # weights (D,) for models that norm their heads; (H D,) and (K D,) for those that norm whole rows
+    k_norm: Norm | None  # of q_norm's eps and offset
     scale: float
     window: int = 0  # the nearest keys that a token sees, itself among them; 0: all
-    offset: float = 0.0  # of the norms, whose gain is offset + weight
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
 
 
@@ -135,7 +133,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
     q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
-    q, k = _turn(_normed(q, heads.q_norm, heads), c, s), _turn(_normed(k, heads.k_norm, heads), c, s)
+    q, k = _turn(_normed(q, heads.q_norm), c, s), _turn(_normed(k, heads.k_norm), c, s)
     parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
     for new, (codes, scales) in zip((k, v), parts):
         _write(new, at, known, codes, scales, pages)
@@ -192,9 +190,9 @@ def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
     return cache[pages.clamp(0, len(cache) - 1).long()].transpose(1, 2).flatten(2, 3)
 
 
-def _normed(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
-    whole = x.flatten(1) if weight is not None and len(weight) > x.shape[-1] else x
-    return rms_normed(whole, weight, heads.eps, heads.offset).view_as(x)
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    whole = x.flatten(1) if norm is not None and len(norm.weight) > x.shape[-1] else x
+    return rms_normed(whole, norm).view_as(x)
 
 
 def _turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
@@ -278,13 +276,17 @@ def _check_codes(op: str, cache: LayerCache) -> None:
 
 def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: torch.device) -> None:
     width, *counts = sizes
-    if (heads.q_norm is None) != (heads.k_norm is None):
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{op}: heads.q_norm and heads.k_norm go together, got one of them; pass both or neither.")
-    whole = heads.q_norm is not None and len(heads.q_norm) > width
-    for name, norm, count in zip(("heads.q_norm", "heads.k_norm"), (heads.q_norm, heads.k_norm), counts):
+    if q_norm and k_norm and q_norm[1:] != k_norm[1:]:
+        got = f"got eps and offset {q_norm[1:]} and {k_norm[1:]}"
+        raise ValueError(f"{op}: heads.q_norm and heads.k_norm must share eps and offset, {got}; give both the same.")
+    whole = q_norm is not None and len(q_norm.weight) > width
+    for name, norm, count in zip(("heads.q_norm.weight", "heads.k_norm.weight"), (q_norm, k_norm), counts):
         if norm is not None:
             columns, of = (count * width, "row") if whole else (width, "head")
-            require(op, name, norm, None, (columns,), device, f"it has one weight for each dimension of a {of}")
+            require(op, name, norm.weight, None, (columns,), device, f"it has one weight for each dimension of a {of}")
     if heads.window < 0:
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
 
@@ -293,9 +295,10 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     """What an example takes: heads of keys, query heads for each of them, and the size of a head; then what few models have."""
     _, kv, _, size = cache.k.shape
     shape = kv, out.shape[1] // size // kv, size
-    pairs, whole = heads.cos.shape[1], heads.q_norm is not None and len(heads.q_norm) > size
-    usual = pairs == size // 2 and not (whole or heads.offset or heads.cap)
-    return shape if usual else (*shape, pairs, whole, heads.offset, heads.cap)
+    pairs, norm = heads.cos.shape[1], heads.q_norm
+    whole, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
+    usual = pairs == size // 2 and not (whole or offset or heads.cap)
+    return shape if usual else (*shape, pairs, whole, offset, heads.cap)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
@@ -306,9 +309,10 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 1e-6, 0.25, 0, offset, cap)
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap)
     if whole or offset:
-        q_norm, k_norm = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
+        weights = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
+        q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
     scratch = Scratch(torch.zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32))
     out = draw(generator, 2, kv * group * size) if coded else torch.zeros(2, kv * group * size)

@@ -7,7 +7,7 @@ what the one before wrote. EARLY kernels let their successor in at once, LATE on
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,38 +26,45 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+class Norm(NamedTuple):
+    """An RMSNorm, as the ops of a decoding step take one."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0  # the gain is offset + weight
+
+
+def norm_rows(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
     """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("norm_rows", norm, None, form(norm, offset))(x, norm, eps, out, offset)
+    return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out)
 
 
-@definition(lambda g, *form: (*draw_stream(g, 48), torch.zeros(2, 48), *form))
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), torch.zeros(2, 48)))
 @torch.no_grad()
-def norm_rows_reference(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
-    return out.copy_(rms_normed(x, norm, eps, offset))
+def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
+    return out.copy_(rms_normed(x, norm))
 
 
-def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
     """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing."""
     check_stream("add_norm", x, norm)
     require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
-    return implementation("add_norm", norm, None, form(norm, offset))(y, norm, eps, x, offset, dependent)
+    return implementation("add_norm", norm.weight, None, form(norm))(y, norm, x, dependent)
 
 
-@definition(lambda g, *form: (draw(g, 2, 48).detach(), draw(g, 48), 1e-6, draw(g, 2, 48).detach(), *form))
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), draw(g, 2, 48).detach()))
 @torch.no_grad()
-def add_norm_reference(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
-    x.add_(rms_normed(y, norm, eps, offset))
+def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+    x.add_(rms_normed(y, norm))
     y.zero_()
     return x
 
 
 def norm_product(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     weight: Tensor,
     k_weight: Tensor | None = None,
     v_weight: Tensor | None = None,
@@ -68,7 +75,6 @@ def norm_product(
     best: Tensor | None = None,
     arg: Tensor | None = None,
     dependent: int = 0,
-    offset: float = 0.0,
     cap: float = 0.0,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side. With `cap`, cap · tanh(out / cap) of it.
@@ -87,19 +93,19 @@ def norm_product(
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    kernel = implementation("norm_product", weight, None, form(norm, offset, cap))
-    kernel(x, norm, eps, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, offset, cap)
+    kernel = implementation("norm_product", weight, None, form(norm, cap))
+    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap)
     return out
 
 
-@definition(lambda g, *form: formed((*draw_stream(g, 48), *_draw_qkv(g)), *form))
+@definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 48, offset), *_draw_qkv(g), 0, cap))
 @torch.no_grad()
 def norm_product_reference(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None,
-    bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
-    dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
+    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    normed = rms_normed(x, norm, eps, offset)
+    normed = rms_normed(x, norm)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     out.copy_(torch.cat([_times(normed, w, b) for w, b in parts if w is not None], -1))
     capped_(out, cap)
@@ -114,15 +120,13 @@ def norm_product_reference(
 
 def norm_gate_up(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     gate: Tensor,
     up: Tensor,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     out: Tensor | None = None,
     dependent: int = 0,
-    offset: float = 0.0,
     activation: str = "silu",
 ) -> Tensor:
     """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS."""
@@ -133,17 +137,17 @@ def norm_gate_up(
     check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
-    kernel = implementation("norm_gate_up", gate, None, form(norm, offset, activation))
-    return kernel(x, norm, eps, gate, up, gate_bias, up_bias, out, dependent, offset, activation)
+    kernel = implementation("norm_gate_up", gate, None, form(norm, activation))
+    return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation)
 
 
-@definition(lambda g, *form: formed((*draw_stream(g, 48), *_draw_gate_up(g)), *form))
+@definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 48, offset), *_draw_gate_up(g), 0, activation))
 @torch.no_grad()
 def norm_gate_up_reference(
-    x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
+    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
+    dependent: int = 0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    normed = rms_normed(x, norm, eps, offset)
+    normed = rms_normed(x, norm)
     return out.copy_(ACTIVATIONS[activation](_times(normed, gate, gate_bias)) * _times(normed, up, up_bias))
 
 
@@ -162,10 +166,10 @@ def add_product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, x: Ten
     return x.add_(_times(h.to(x.dtype), weight, bias))
 
 
-def rms_normed(x: Tensor, norm: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (norm.to(x.dtype) + offset)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.to(x.dtype) + norm.offset)
 
 
 def capped_(x: Tensor, cap: float) -> Tensor:
@@ -177,11 +181,11 @@ def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def check_stream(op: str, x: Tensor, norm: Tensor | None, *weights: Tensor) -> None:
+def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm is not None:
-        require(op, "norm", norm, None, x.shape[1:], x.device, "it has one weight for each column of x")
+        require(op, "norm.weight", norm.weight, None, x.shape[1:], x.device, "it has one weight for each column of x")
     for weight in weights:
         wanted = "outputs", x.shape[1]
         require(op, "a weight", weight, weights[0].dtype, wanted, x.device, "all have x's width and one dtype")
@@ -219,22 +223,17 @@ def check_activation(op: str, activation: str) -> None:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
 
 
-def form(norm: Tensor | None, offset: float, *rest: Any) -> tuple:
+def form(norm: Norm | None, *rest: Any) -> tuple:
     """What an example takes of a call: nothing for the usual form, which most calls have."""
     if norm is None:
         return None, *rest
-    return (offset, *rest) if offset or rest not in ((), (0.0,), ("silu",)) else ()
+    return (norm.offset, *rest) if norm.offset or rest not in ((), (0.0,), ("silu",)) else ()
 
 
-def formed(arguments: tuple, offset: float | None = 0.0, *rest: Any) -> tuple:
-    """An example in that form; offset None: without a norm."""
-    x, norm, *others = arguments
-    return (x, norm, *others, 0, offset, *rest) if offset is not None else (x, None, *others, 0, 0.0, *rest)
-
-
-def draw_stream(generator: torch.Generator, columns: int) -> tuple[Tensor, Tensor, float]:
-    """x, norm, eps."""
-    return draw(generator, 2, columns).detach(), draw(generator, columns), 1e-6
+def draw_stream(generator: torch.Generator, columns: int, offset: float | None = 0.0) -> tuple[Tensor, Norm | None]:
+    """x and its norm; offset None: without one."""
+    x, weight = draw(generator, 2, columns).detach(), draw(generator, columns)
+    return x, None if offset is None else Norm(weight, 1e-6, offset)
 
 
 def _draw_qkv(generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decode_product import WRITTEN, check_stream, draw_stream, rms_normed
+from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
 from .ops import definition, doubles, draw, ints
 
 STACKED = "an expert's weight follows the other's"
@@ -32,8 +32,7 @@ def likeliest(logits: Tensor, slots: int, normalise: bool) -> tuple[Tensor, Tens
 
 def route(
     x: Tensor,
-    norm: Tensor,
-    eps: float,
+    norm: Norm,
     router: Tensor,
     normalise: bool,
     logits: Tensor,
@@ -52,6 +51,7 @@ def route(
     weights    (B, S) fp32
     """
     check_stream("route", x, norm, router)
+    check_plain("route", norm)
     rows, slots = x.shape[0], ids.shape[-1]
     if not 0 < slots <= router.shape[0]:
         raise ValueError(f"route: ids has {slots} slots a row, wanted 1 to {router.shape[0]}, the number of experts.")
@@ -59,41 +59,38 @@ def route(
     require("route", "count", count, torch.int32, (rows,), x.device, WRITTEN)
     require("route", "ids", ids, torch.int32, (rows, slots), x.device, WRITTEN)
     require("route", "weights", weights, torch.float32, (rows, slots), x.device, WRITTEN)
-    return implementation("route", router)(x, norm, eps, router, normalise, logits, count, ids, weights, dependent)
+    return implementation("route", router)(x, norm, router, normalise, logits, count, ids, weights, dependent)
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing()))
 @torch.no_grad()
 def route_reference(
-    x: Tensor, norm: Tensor, eps: float, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor,
-    weights: Tensor, dependent: int = 0,
+    x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
+    dependent: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits.copy_(F.linear(rms_normed(x, norm, eps), router.to(x.dtype)))
+    logits.copy_(F.linear(rms_normed(x, norm), router.to(x.dtype)))
     found, shares = likeliest(logits, ids.shape[1], normalise)
     return ids.copy_(found), weights.copy_(shares)
 
 
-def routed_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
+def routed_gate_up(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
     ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
     """
     check_stream("routed_gate_up", x, norm)
+    check_plain("routed_gate_up", norm)
     require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
     require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
-    return implementation("routed_gate_up", gate_up)(x, norm, eps, gate_up, ids, out, dependent)
+    return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent)
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], torch.zeros(2, 3, 40)))
 @torch.no_grad()
-def routed_gate_up_reference(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
-    normed = rms_normed(x, norm, eps)
+def routed_gate_up_reference(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         gate, up = _times(gate_up, ids[:, slot], normed).chunk(2, -1)
         out[:, slot] = F.silu(gate) * up
@@ -123,6 +120,11 @@ def _times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     known = (ids >= 0) & (ids < len(stack))
     y = torch.bmm(stack.index_select(0, torch.where(known, ids, 0)).to(x.dtype), x[..., None])[..., 0]
     return torch.where(known[:, None], y, torch.nan)
+
+
+def check_plain(op: str, norm: Norm) -> None:
+    if norm.offset:
+        raise ValueError(f"{op}: norm.offset must be 0, got {norm.offset}; add it to norm.weight before the call.")
 
 
 def check_slots(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor, outer: int) -> None:

@@ -14,6 +14,7 @@ from .checks import require
 from .choose import implementation
 from .decode_product import (
     WRITTEN,
+    Norm,
     add_product_reference,
     check_activation,
     check_best,
@@ -21,11 +22,10 @@ from .decode_product import (
     check_stream,
     draw_stream,
     form,
-    formed,
     norm_gate_up_reference,
     norm_product_reference,
 )
-from .experts import add_routed_reference, check_slots, draw_routes, routed_gate_up_reference
+from .experts import add_routed_reference, check_plain, check_slots, draw_routes, routed_gate_up_reference
 from .ops import definition, draw, ints
 from .packed import BITS, GROUP, Packed, pack, unpack
 
@@ -51,15 +51,13 @@ def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 def quantized_norm_product(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     weight: Packed,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     best: Tensor | None = None,
     arg: Tensor | None = None,
     dependent: int = 0,
-    offset: float = 0.0,
     cap: float = 0.0,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times a packed weight. `best`, `arg` and `cap` as in norm_product."""
@@ -69,57 +67,53 @@ def quantized_norm_product(
     check_biases("quantized_norm_product", (bias,), [weight.words])
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
-    kernel = implementation("quantized_norm_product", x if norm is None else norm, None, form(norm, offset, cap))
-    kernel(x, norm, eps, weight, bias, out, best, arg, dependent, offset, cap)
+    kernel = implementation("quantized_norm_product", x if norm is None else norm.weight, None, form(norm, cap))
+    kernel(x, norm, weight, bias, out, best, arg, dependent, cap)
     return out
 
 
-@definition(lambda g, *form: formed((*draw_stream(g, 256), draw_packed(g, 40, 256, "int4"), draw(g, 40), *_outputs()), *form))
+@definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 256, offset), *_draw_head(g), 0, cap))
 @torch.no_grad()
 def quantized_norm_product_reference(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
-    arg: Tensor | None, dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
+    x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
+    dependent: int = 0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    whole = unpack(weight)
-    return norm_product_reference(x, norm, eps, whole, None, None, bias, None, None, out, best, arg, 0, offset, cap)
+    return norm_product_reference(x, norm, unpack(weight), None, None, bias, None, None, out, best, arg, 0, cap)
 
 
 def quantized_norm_gate_up(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     gate_up: Packed,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     dependent: int = 0,
-    offset: float = 0.0,
     activation: str = "silu",
 ) -> Tensor:
-    """out (B, rows / 2, in norm's dtype or its own) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
+    """out (B, rows / 2, in the norm's dtype or its own) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
     gate and up alternate in `gate_up`, and so do the elements of `bias`."""
     if out is None:
-        out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=(x if norm is None else norm).dtype)
+        like = x if norm is None else norm.weight
+        out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=like.dtype)
     _check_packed_stream("quantized_norm_gate_up", x, norm, gate_up)
     if gate_up.rows % 2:
         raise ValueError(f"quantized_norm_gate_up: gate_up has {gate_up.rows} rows, wanted an even number; use pack_gate_up.")
     check_biases("quantized_norm_gate_up", (bias,), [gate_up.words])
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
-    kernel = implementation("quantized_norm_gate_up", out, None, form(norm, offset, activation))
-    return kernel(x, norm, eps, gate_up, bias, out, dependent, offset, activation)
+    kernel = implementation("quantized_norm_gate_up", out, None, form(norm, activation))
+    return kernel(x, norm, gate_up, bias, out, dependent, activation)
 
 
-@definition(
-    lambda g, *form: formed((*draw_stream(g, 150), draw_packed(g, 40, 150, "int8"), draw(g, 40), torch.zeros(2, 20)), *form)
-)
+@definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 150, offset), *_draw_gate_up(g), 0, activation))
 @torch.no_grad()
 def quantized_norm_gate_up_reference(
-    x: Tensor, norm: Tensor | None, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    offset: float = 0.0, activation: str = "silu",
+    x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
+    activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     gate, up = unpack(gate_up).unflatten(0, (-1, 2)).unbind(1)
     gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
-    return norm_gate_up_reference(x, norm, eps, gate, up, gate_bias, up_bias, out, 0, offset, activation)
+    return norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, 0, activation)
 
 
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
@@ -137,27 +131,26 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
     return add_product_reference(h, unpack(weight), bias, x)
 
 
-def quantized_routed_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
+def quantized_routed_gate_up(x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
     ids       (B, S) int32. An id that no expert has makes its slot NaN, in quantized_add_routed too
     """
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
+    check_plain("quantized_routed_gate_up", norm)
     require("quantized_routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
-    require("quantized_routed_gate_up", "out", out, norm.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
+    require("quantized_routed_gate_up", "out", out, norm.weight.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
-    return implementation("quantized_routed_gate_up", norm)(x, norm, eps, gate_up, ids, out, dependent)
+    return implementation("quantized_routed_gate_up", norm.weight)(x, norm, gate_up, ids, out, dependent)
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw_packed(g, 5 * 80, 48, "int4"), draw_routes()[0], torch.zeros(2, 3, 40)))
 @torch.no_grad()
 def quantized_routed_gate_up_reference(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:
-    return routed_gate_up_reference(x, norm, eps, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out)
+    return routed_gate_up_reference(x, norm, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out)
 
 
 def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
@@ -180,7 +173,7 @@ def quantized_add_routed_reference(
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
 
 
-def _check_packed_stream(op: str, x: Tensor, norm: Tensor | None, weight: Packed) -> None:
+def _check_packed_stream(op: str, x: Tensor, norm: Norm | None, weight: Packed) -> None:
     check_stream(op, x, norm)
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
@@ -208,6 +201,10 @@ def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) 
     return pack(draw(generator, rows, columns).detach(), kind)
 
 
-def _outputs() -> tuple[Tensor, Tensor, Tensor]:
-    """out, best, arg."""
-    return torch.zeros(2, 40), torch.zeros(2, 3), ints(*[0] * 6).view(2, 3)
+def _draw_head(generator: torch.Generator) -> tuple:
+    packed, bias = draw_packed(generator, 40, 256, "int4"), draw(generator, 40)
+    return packed, bias, torch.zeros(2, 40), torch.zeros(2, 3), ints(*[0] * 6).view(2, 3)
+
+
+def _draw_gate_up(generator: torch.Generator) -> tuple:
+    return draw_packed(generator, 40, 150, "int8"), draw(generator, 40), torch.zeros(2, 20)

@@ -14,24 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.decode_product import ACTIVATIONS, capped_
+from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles
 from .placing import ACTIVATIONS as NAMES, activation_name
 from .rotary import FIXED, HFAngles, rope_types
 
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) in their places, and of values
-
-
-class Norm(NamedTuple):
-    weight: Tensor
-    eps: float
-    offset: float = 0.0  # the gain is offset + weight
-
-
 Normed = Callable[[Tensor, Norm | None], Tensor]
-
-NO_NORM = (None, 0.0, 0.0)
-"""What an op takes in the place of a Norm's parts where there is none."""
 
 
 class Linear(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernels import add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
-from ...models.decoding import NO_NORM, Linear, Norm
+from ...kernels import Norm, add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
+from ...models.decoding import Linear
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """where the partial maxima of a product go, and their rows"""
@@ -58,14 +58,12 @@ class OwnProduct:
     def norm_product(
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
-        weight, eps, offset = norm or NO_NORM
         (q, k, v), (q_bias, k_bias, v_bias) = self._given
-        return norm_product(x, weight, eps, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, offset, cap)
+        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
-        weight, eps, offset = norm or NO_NORM
         (gate, up, _), (gate_bias, up_bias, _) = self._given
-        norm_gate_up(x, weight, eps, gate, up, gate_bias, up_bias, out, mode, offset, activation)
+        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         add_product(h, *self.layers[0], x, mode)
@@ -90,8 +88,8 @@ class OwnExperts:
         self.gate_up_bytes = gate_up[0].nbytes  # of one expert
         self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
 
-    def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
-        routed_gate_up(x, norm, eps, self.gate_up, ids, out, mode)
+    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
+        routed_gate_up(x, norm, self.gate_up, ids, out, mode)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
         add_routed(h, self.down, ids, shares, x, mode)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import (
+    Norm,
     dequantize,
     quantized_add_product,
     quantized_add_routed,
@@ -25,7 +26,7 @@ from ...kernels import (
     quantized_routed_gate_up,
 )
 from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
-from ...models.decoding import NO_NORM, Linear, Norm
+from ...models.decoding import Linear
 from ...trace import notice
 from .own import NO_MAXIMA, Maxima
 
@@ -109,12 +110,10 @@ class PackedProduct:
     def norm_product(
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
-        weight, eps, offset = norm or NO_NORM
-        return quantized_norm_product(x, weight, eps, self.packed, self.bias, out, *best, mode, offset, cap)
+        return quantized_norm_product(x, norm, self.packed, self.bias, out, *best, mode, cap)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
-        weight, eps, offset = norm or NO_NORM
-        quantized_norm_gate_up(x, weight, eps, self.packed, self.bias, out, mode, offset, activation)
+        quantized_norm_gate_up(x, norm, self.packed, self.bias, out, mode, activation)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         quantized_add_product(h, self.packed, self.bias, x, mode)
@@ -157,8 +156,8 @@ class PackedExperts:
         self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
         self._scratch = [form.scratch(weight) for weight in (self.gate_up, self.down)]
 
-    def routed_gate_up(self, x: Tensor, norm: Tensor, eps: float, ids: Tensor, out: Tensor, mode: int) -> None:
-        quantized_routed_gate_up(x, norm, eps, self.gate_up, ids, out, mode)
+    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
+        quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
         quantized_add_routed(h, self.down, ids, shares, x, mode)

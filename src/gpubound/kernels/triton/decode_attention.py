@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
-from ..decode_product import EARLY
+from ..decode_product import EARLY, Norm
 from ..plans.kinds import AttentionPlan, job_of, power_of_two
 from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
 from ._launch import launch, options
@@ -189,8 +189,9 @@ def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, eps, scale, window, offset, cap = heads
-    norms = [0 if norm is None else 1 if len(norm) == D else len(norm) for norm in (q_norm, k_norm)]
+    cos, sin, q_norm, k_norm, scale, window, cap = heads
+    norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
+    (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = scratch.partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
@@ -200,9 +201,9 @@ def decode_attention(
 
     def run(plan: AttentionPlan) -> None:
         _decode_attention_kernel[(position.numel() * KV, splits)](
-            qkv, position, *cache, cos, sin, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
-            scale, *scratch, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
-            cos.shape[1], *norms, offset, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind,
+            qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, *scratch, out, len(cos), len(cache.k), KV, group,
+            G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
+            page if cache.pages is not None else None, most, kind,
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 

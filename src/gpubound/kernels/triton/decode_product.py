@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_product import EARLY, LATE
+from ..decode_product import EARLY, LATE, Norm
 from ..plans import job_of, power_of_two
 from ._launch import launch_product, options
 from ._math import capped
@@ -222,16 +222,17 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constex
 
 
 @torch.no_grad()
-def norm_rows(x: Tensor, norm: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+def norm_rows(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
     block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](x, norm, out, eps, x.shape[1], block, offset, num_warps=_warps(block))
+    _norm_rows_kernel[(x.shape[0],)](x, norm.weight, out, norm.eps, x.shape[1], block, norm.offset, num_warps=_warps(block))
     return out
 
 
 @torch.no_grad()
-def add_norm(y: Tensor, norm: Tensor, eps: float, x: Tensor, offset: float = 0.0, dependent: int = 0) -> Tensor:
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+    weight, eps, offset = norm
     block = power_of_two(x.shape[1])
-    _add_norm_kernel[(x.shape[0],)](y, norm, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    _add_norm_kernel[(x.shape[0],)](y, weight, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
     return x
 
 
@@ -239,12 +240,18 @@ def _warps(block: int) -> int:
     return max(1, min(8, block // 512))
 
 
+def norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
+    """Weight, eps and GAIN of a kernel whose norm may be absent."""
+    return (None, 0.0, None) if norm is None else norm
+
+
 @torch.no_grad()
 def norm_product(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None,
-    bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
-    dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
+    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    norm_weight, eps, gain = norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
     parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
@@ -252,23 +259,24 @@ def norm_product(
     if best is not None:
         use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
     launch_product(
-        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x, norm,
+        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x, norm_weight,
         weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
-        BIAS=bias is not None, BEST=best is not None, GAIN=None if norm is None else offset, CAP=cap,
+        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap,
     )  # fmt: skip
     return out, best, arg
 
 
 @torch.no_grad()
 def norm_gate_up(
-    x: Tensor, norm: Tensor | None, eps: float, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    out: Tensor, dependent: int = 0, offset: float = 0.0, activation: str = "silu",
+    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
+    dependent: int = 0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
+    norm_weight, eps, gain = norm_parts(norm)
     rows, width = gate.shape
     launch_product(
-        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm,
-        gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None,
-        GAIN=None if norm is None else offset, ACTIVATION=activation,
+        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm_weight,
+        gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
+        ACTIVATION=activation,
     )  # fmt: skip
     return out
 

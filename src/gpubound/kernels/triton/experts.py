@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..decode_product import Norm
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from .decode_product import _begin, _end, _row, _tile, _wait
@@ -153,27 +154,25 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, ro
 
 @torch.no_grad()
 def route(
-    x: Tensor, norm: Tensor, eps: float, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor,
-    weights: Tensor, dependent: int = 0,
+    x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
+    dependent: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     experts, width = router.shape
     block = power_of_two(experts)
     launch_product(
-        _route_kernel, job_of("product", "router", (experts, width, experts), router), width, len(x), dependent, x, norm,
-        router, logits, count, ids, weights, eps, experts, S=ids.shape[1], E=block, EB=max(1, min(block, COMPARED // block)),
-        NORMALISE=normalise,
+        _route_kernel, job_of("product", "router", (experts, width, experts), router), width, len(x), dependent, x, norm.weight,
+        router, logits, count, ids, weights, norm.eps, experts, S=ids.shape[1], E=block,
+        EB=max(1, min(block, COMPARED // block)), NORMALISE=normalise,
     )  # fmt: skip
     return ids, weights
 
 
 @torch.no_grad()
-def routed_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
+def routed_gate_up(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     rows, width = out.shape[2], x.shape[1]
     launch_product(
         _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
-        dependent, x, norm, gate_up, ids, out, eps, len(gate_up), rows, S=ids.shape[1],
+        dependent, x, norm.weight, gate_up, ids, out, norm.eps, len(gate_up), rows, S=ids.shape[1],
     )  # fmt: skip
     return out
 

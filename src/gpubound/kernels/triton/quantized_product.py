@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..decode_product import Norm
 from ..packed import Packed
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._math import capped
 from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
-from .decode_product import _begin, _end, _gated, _wait
+from .decode_product import _begin, _end, _gated, _wait, norm_parts
 from .experts import _expert
 
 
@@ -182,31 +183,33 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 @torch.no_grad()
 def quantized_norm_product(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None,
-    arg: Tensor | None, dependent: int = 0, offset: float = 0.0, cap: float = 0.0,
+    x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
+    dependent: int = 0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    norm_weight, eps, gain = norm_parts(norm)
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-weight.rows // best.shape[1]))  # a partial maximum a program
     at_once, rows = _at_once(x), weight.rows
     _multiply(
-        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm, weight.words, weight.scale, bias,
-        out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
-        GAIN=None if norm is None else offset, CAP=cap,
+        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm_weight, weight.words, weight.scale,
+        bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
+        GAIN=gain, CAP=cap,
     )  # fmt: skip
     return out, best, arg
 
 
 @torch.no_grad()
 def quantized_norm_gate_up(
-    x: Tensor, norm: Tensor | None, eps: float, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    offset: float = 0.0, activation: str = "silu",
+    x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
+    activation: str = "silu",
 ) -> Tensor:  # fmt: skip
+    norm_weight, eps, gain = norm_parts(norm)
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
-        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm, gate_up.words,
-        gate_up.scale, bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None,
-        GAIN=None if norm is None else offset, ACTIVATION=activation,
+        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm_weight,
+        gate_up.words, gate_up.scale, bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None, GAIN=gain,
+        ACTIVATION=activation,
     )  # fmt: skip
     return out
 
@@ -222,13 +225,11 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 
 @torch.no_grad()
-def quantized_routed_gate_up(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
+def quantized_routed_gate_up(x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     rows = out.shape[2]
     _multiply(
-        _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm, gate_up.words,
-        gate_up.scale, ids, out, _ONE, eps, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
+        _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
+        gate_up.scale, ids, out, _ONE, norm.eps, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
     )  # fmt: skip
     return out
 
