@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..device import can_launch
 from ..kernels.accumulate import join_rows
+from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
-from ..models.decoding import AttentionWeights, DenseWeights, Linear, turn
+from ..models.decoding import AttentionWeights, DenseWeights, Linear
 from .layer import capped_attend
 
 if TYPE_CHECKING:

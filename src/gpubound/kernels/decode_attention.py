@@ -133,7 +133,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
     q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
-    q, k = _turn(_normed(q, heads.q_norm), c, s), _turn(_normed(k, heads.k_norm), c, s)
+    q, k = turn(_normed(q, heads.q_norm), c, s), turn(_normed(k, heads.k_norm), c, s)
     parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
     for new, (codes, scales) in zip((k, v), parts):
         _write(new, at, known, codes, scales, pages)
@@ -195,10 +195,11 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return rms_normed(whole, norm).view_as(x)
 
 
-def _turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-    pairs = c.shape[-1]
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads turned, in as many pairs as there are angles; what is behind those stands still."""
+    pairs = cos.shape[-1]
     a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 @torch.no_grad()

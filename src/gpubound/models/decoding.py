@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles
 from .placing import ACTIVATIONS as NAMES, activation_name
@@ -158,13 +159,6 @@ def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads turned, in as many pairs as there are angles; what is behind those stands still."""
-    pairs = cos.shape[-1]
-    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 class Reader:

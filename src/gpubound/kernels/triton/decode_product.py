@@ -240,7 +240,7 @@ def _warps(block: int) -> int:
     return max(1, min(8, block // 512))
 
 
-def norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
+def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
     """Weight, eps and GAIN of a kernel whose norm may be absent."""
     return (None, 0.0, None) if norm is None else norm
 
@@ -251,7 +251,7 @@ def norm_product(
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    norm_weight, eps, gain = norm_parts(norm)
+    norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
     parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
@@ -271,7 +271,7 @@ def norm_gate_up(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    norm_weight, eps, gain = norm_parts(norm)
+    norm_weight, eps, gain = _norm_parts(norm)
     rows, width = gate.shape
     launch_product(
         _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm_weight,

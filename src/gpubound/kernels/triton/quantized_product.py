@@ -21,7 +21,7 @@ from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._math import capped
 from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
-from .decode_product import _begin, _end, _gated, _wait, norm_parts
+from .decode_product import _begin, _end, _gated, _norm_parts, _wait
 from .experts import _expert
 
 
@@ -186,7 +186,7 @@ def quantized_norm_product(
     x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
     dependent: int = 0, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    norm_weight, eps, gain = norm_parts(norm)
+    norm_weight, eps, gain = _norm_parts(norm)
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-weight.rows // best.shape[1]))  # a partial maximum a program
@@ -204,7 +204,7 @@ def quantized_norm_gate_up(
     x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    norm_weight, eps, gain = norm_parts(norm)
+    norm_weight, eps, gain = _norm_parts(norm)
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
         _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm_weight,
