@@ -56,10 +56,8 @@ class ListsAsSlices(TorchFunctionMode):
             lists = [isinstance(part, list) and len(part) == 1 and isinstance(part[0], int) for part in args[1]]
             plain = all(known or part is None or isinstance(part, slice | type(...)) for known, part in zip(lists, args[1]))
             if plain and sum(lists) == 1:
-                args = (
-                    args[0],
-                    tuple(slice(part[0], part[0] + 1 or None) if known else part for known, part in zip(lists, args[1])),
-                )
+                index = (slice(part[0], part[0] + 1 or None) if known else part for known, part in zip(lists, args[1]))
+                args = args[0], tuple(index)
         return func(*args, **(kwargs or {}))
 
 

@@ -68,9 +68,9 @@ class BoundModel:
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (length, pairs) in fp32 of every position, for each kind of angles that layers turn by."""
-        positions = torch.arange(length, device=self.device)
+        positions = torch.arange(length, device=self.device)[None]
         found = (RopeTable(angles).at(positions) for angles in self.reader.angles())
-        return [(cos.contiguous(), sin.contiguous()) for cos, sin in found]
+        return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
 
 
 def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False) -> BoundModel | str:
