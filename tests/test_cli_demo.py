@@ -96,6 +96,7 @@ def finished_demo(out: Path) -> Path:
     for name in ("corpus/corpus.json", "checkpoints/step-00000008/state.json", "model/config.json", "report.html"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(name)
+    (out / "samples").mkdir()  # empty, and listed as the files are
     Tape.create(out, finished=True).tell(**{FILES: files(out)})
     return out
 

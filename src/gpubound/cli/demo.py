@@ -129,7 +129,8 @@ def clear(out: Path, resume: bool) -> None:
     if foreign:
         raise ValueError(f"demo: {out} holds {min(foreign)!r}, which no demo wrote; give another folder with --out.")
     for name in sorted(present, key=ABOUT.__eq__):  # run.json last: while it is there, the rest is known to be a demo's
-        (out / name).unlink()
+        if not name.endswith("/"):
+            (out / name).unlink()
     for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
 
