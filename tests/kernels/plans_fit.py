@@ -74,7 +74,7 @@ def compile_all(capability: int) -> None:
 
     aot.capability, aot.compiler = capability, compiler
     triton.runtime.jit.JITFunction.run = aot.compile_instead
-    plans.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
+    plans.chip = plans.kinds.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
     for op in OPS:
         if op in FP8 and capability < 89:
             continue
