@@ -113,7 +113,7 @@ def as_long_as_useful(recipe: Recipe, corpus: Corpus) -> tuple[Recipe, str]:
 
 
 def clear(out: Path, resume: bool) -> None:
-    """Remove a finished demo's own files, to begin anew. Whatever it did not write stays, and the folder is refused."""
+    """Remove a finished demo's own files, run.json last, which tells whose they are. Where others lie, all stay: a refusal."""
     present = files(out)
     about = Tape.open(out).about if ABOUT in present else {}
     own: Any = about.get(FILES)
@@ -128,9 +128,8 @@ def clear(out: Path, resume: bool) -> None:
     foreign = [name for name, stamp in present.items() if kept.get(name) != stamp]
     if foreign:
         raise ValueError(f"demo: {out} holds {min(foreign)!r}, which no demo wrote; give another folder with --out.")
-    for name in sorted(present, key=ABOUT.__eq__):  # run.json last: while it is there, the rest is known to be a demo's
-        if not name.endswith("/"):
-            (out / name).unlink()
+    for name in sorted((name for name in present if not name.endswith("/")), key=ABOUT.__eq__):
+        (out / name).unlink()
     for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
 
