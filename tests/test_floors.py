@@ -113,3 +113,13 @@ def test_a_circle_is_found_where_one_is():
     assert not circle({"a": {"b", "c"}, "b": {"c"}})
     tree = ast.parse("if TYPE_CHECKING:\n    from .a import b\nelse:\n    from .c import d\ndef f():\n    from .e import g")
     assert [node.module for node in ast.walk(without_types(tree)) if isinstance(node, ast.ImportFrom)] == ["c", "e"]
+
+
+def test_no_two_public_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: where for name, where in homes.items() if len(where) > 1}
+    assert not twice, f"classes of one name: {twice}; a name tells what is inside, so give one of them its own"

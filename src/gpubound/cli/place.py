@@ -29,7 +29,7 @@ MOST_LAYERS = 1024  # of a model without weights; the deepest published ones hav
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceOptions:
     """Put a model on the device through verified kernels, and print what runs where.
 
     TARGET is a folder with a config.json, or MODULE:FUNCTION. If the folder has no weights, random ones are placed. The
@@ -57,7 +57,7 @@ class Place:
 
 
 def main(argv: Sequence[str]) -> int:
-    options = arguments(Place, argv, "place")
+    options = arguments(PlaceOptions, argv, "place")
     model, example = load(options.target, options.dtype, options.trust_remote_code)
     try:
         placement = place(model, options.device, fuse=options.fuse, strict=options.strict, example=example)

@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..feed.source import mix, order
 from .batches import CorpusFeed, batches
 from .build import build
-from .shards import CURE, Part, Shard, listed_shards, read_shard, saved_files_are_intact
+from .shards import CURE, DocumentRun, Shard, listed_shards, read_shard, saved_files_are_intact
 from .tokenizer import Tokenizer
 
 RUNS = 256  # a large corpus gives up runs of neighbouring documents, so that it falls into a few hundred pieces, not millions
@@ -21,7 +21,7 @@ class Corpus:
     """A token corpus on disk. `Corpus.build(texts, tokenizer, path)` writes it once, `Corpus.open(path)` opens it, and
     `corpus.batches(seq, micro_batch)` gives batches for training."""
 
-    def __init__(self, parts: Sequence[Part], vocab_size: int, tokenizer: str, path: Path | None):
+    def __init__(self, parts: Sequence[DocumentRun], vocab_size: int, tokenizer: str, path: Path | None):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
         self.masked = any(part.mask is not None for part in self.parts)
@@ -129,7 +129,7 @@ class Corpus:
             seen += count
         return self.of(parts)
 
-    def of(self, parts: Sequence[Part]) -> "Corpus":
+    def of(self, parts: Sequence[DocumentRun]) -> "Corpus":
         """A corpus of these parts of this one."""
         return Corpus(parts, self.vocab_size, self.fingerprint, self.path)
 

@@ -51,30 +51,30 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentRun:
     """A run of whole documents."""
 
     tokens: np.ndarray
     documents: np.ndarray  # (documents + 1,) where each begins in `tokens`, and the end
     mask: np.ndarray | None  # 1 where the token may be learnt
 
-    def slice(self, first: int, last: int) -> "Part":
+    def slice(self, first: int, last: int) -> "DocumentRun":
         start, end = int(self.documents[first]), int(self.documents[last])
         mask = None if self.mask is None else self.mask[start:end]
-        return Part(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
+        return DocumentRun(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
 
-    def cut(self, at: int) -> tuple["Part", "Part"]:
+    def cut(self, at: int) -> tuple["DocumentRun", "DocumentRun"]:
         """What lies before the token `at`, and the rest; the document that holds it falls into two."""
         before, behind = self.documents[self.documents < at], self.documents[self.documents > at]
         masks = (None, None) if self.mask is None else (self.mask[:at], self.mask[at:])
         return (
-            Part(self.tokens[:at], np.append(before, at), masks[0]),
-            Part(self.tokens[at:], np.insert(behind - at, 0, 0), masks[1]),
+            DocumentRun(self.tokens[:at], np.append(before, at), masks[0]),
+            DocumentRun(self.tokens[at:], np.insert(behind - at, 0, 0), masks[1]),
         )
 
 
 @dataclass(frozen=True)
-class Shard(Part):
+class Shard(DocumentRun):
     path: Path
     header: Header
 

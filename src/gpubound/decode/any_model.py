@@ -38,7 +38,7 @@ from .any_fit import (
     routing,
     windows,
 )
-from .contract import Body, Build, Watched, check_room, places
+from .contract import Body, Build, Watched, check_room, model_tensors
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -124,7 +124,7 @@ class StaticBody(Body):
         return self.weights.moved()
 
     def rebind(self) -> None:
-        self.weights = Watched(places(self.model, "_parameters", "_buffers"))
+        self.weights = Watched(model_tensors(self.model, "_parameters", "_buffers"))
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""

@@ -17,7 +17,7 @@ from ..layers import MLP, Attention, RopeTable
 from ..layers.stacked import Stacked, describe, plain
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
-from .contract import Watched, places
+from .contract import Watched, model_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,7 +50,7 @@ class BoundModel:
         reader = self.reader
         _settle(self.model)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
-        self._watched = Watched(places(self.model, "_parameters"))
+        self._watched = Watched(model_tensors(self.model, "_parameters"))
         self.embed: Tensor = weight_of(reader.trunk.embed_tokens)
         self.norm = reader.norm(reader.trunk.norm)
         self.head: Tensor = weight_of(reader.model.lm_head)
@@ -125,7 +125,7 @@ def _unreadable(model: nn.Module) -> str | None:
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
     if getattr(model.lm_head, "bias", None) is not None:
         return "its head has a bias"
-    weights = {place.name: place.tensor for place in places(model, "_parameters")}
+    weights = {one.name: one.tensor for one in model_tensors(model, "_parameters")}
     kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
     if len(kinds) > 1:
         return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"

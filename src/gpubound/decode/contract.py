@@ -136,7 +136,7 @@ class Body(ABC):
         """Fill the cache with NaN, where a body never reads beyond a row's live length."""
 
 
-class Place(NamedTuple):
+class ModelTensor(NamedTuple):
     """A tensor of a model, and where it stands."""
 
     name: str
@@ -145,33 +145,33 @@ class Place(NamedTuple):
     tensor: Tensor
 
 
-def places(model: nn.Module, *kinds: str) -> Iterator[Place]:
+def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
     """Every tensor of these kinds: "_parameters", "_buffers"."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for holder in (getattr(module, kind) for kind in kinds):
             for key, tensor in holder.items():
                 if tensor is not None:
-                    yield Place(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
+                    yield ModelTensor(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
 
 
 class Watched:
-    """Graphs hold addresses: what stands in `places` may change in value, but neither be replaced nor move."""
+    """Graphs hold addresses: these tensors may change in value, but neither be replaced nor move."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._places = list(places)
-        tensors = [place.tensor for place in self._places]
+    def __init__(self, found: Iterable[ModelTensor]) -> None:
+        self._found = list(found)
+        tensors = [one.tensor for one in self._found]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
 
     def moved(self) -> str | None:
         """The name of the first that is another tensor, or lies elsewhere; None if all stayed."""
-        for place in self._places:
-            if place.holder.get(place.key) is not place.tensor:
-                return place.name
+        for one in self._found:
+            if one.holder.get(one.key) is not one.tensor:
+                return one.name
         if self._same_addresses():
             return None
-        addressed = zip(self._places, self._addresses)
-        return next((place.name for place, address in addressed if place.tensor.data_ptr() != address), None)
+        addressed = zip(self._found, self._addresses)
+        return next((one.name for one, address in addressed if one.tensor.data_ptr() != address), None)
 
 
 def check_room(needed: int, device: torch.device, build: Build) -> None:

@@ -43,7 +43,7 @@ class Shape:
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: as they are
 
 
-class Weights:
+class PartWeights:
     """What the records of a layer's parts share. Norms and biases may be None."""
 
     def norms(self) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class AttentionWeights(Weights):
+class AttentionWeights(PartWeights):
     norm: Norm | None
     q: Linear
     k: Linear
@@ -98,7 +98,7 @@ class AttentionWeights(Weights):
 
 
 @dataclass(frozen=True)
-class DenseWeights(Weights):
+class DenseWeights(PartWeights):
     norm: Norm | None
     gate: Linear
     up: Linear
@@ -114,7 +114,7 @@ class DenseWeights(Weights):
 
 
 @dataclass(frozen=True)
-class ExpertWeights(Weights):
+class ExpertWeights(PartWeights):
     """Gated by silu, behind a norm without an offset: the kernels know no others."""
 
     norm: Norm

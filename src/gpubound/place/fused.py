@@ -73,7 +73,7 @@ def release(module: nn.Module) -> None:
         module.__class__ = original
 
 
-class _Norm:
+class _TorchNorm:
     """A norm of torch's own. Under autocast it runs as torch has it: autocast gives norms rules of their own."""
 
     op: str
@@ -90,21 +90,21 @@ class _Norm:
         return "{}", (self.op,)
 
 
-class TorchRMSNorm(_Norm):
+class TorchRMSNorm(_TorchNorm):
     op = "rms_norm"
 
     def normed(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
 
 
-class TorchLayerNorm(_Norm):
+class TorchLayerNorm(_TorchNorm):
     op = "layer_norm"
 
     def normed(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class TorchGroupNorm(_Norm):
+class TorchGroupNorm(_TorchNorm):
     op = "group_norm"
 
     @classmethod
