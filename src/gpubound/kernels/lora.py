@@ -1,0 +1,213 @@
+"""A low-rank adapter of a linear product: y = x weightᵀ + bias + h bᵀ with h = scale · drop(x) aᵀ, and its gradients.
+
+The scale is applied once, to h: so with gh = scale · g b, which is `lora_down(g, b.t(), scale)`, the gradients are
+
+    da = ghᵀ drop(x)    db = gᵀ h    and to dx is added drop(gh a), by the mask that x had: `lora_up(dx, gh, a.t(), drop)`
+
+a and b may be fp32 under a 16-bit x. They are rounded to x's dtype as they are multiplied, and no fp32 copy of x is made.
+
+Legend: N rows (tokens), K inputs, O outputs, R ranks; x (N, K), weight (O, K), a (R, K), b (O, R), h and gh (N, R), g (N, O).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .accumulate import main_gradient, opens
+from .aside import aside
+from .checks import require_device
+
+WORD = 0xFFFFFFFF
+
+
+class Drop(NamedTuple):
+    """Dropout whose mask is a function of numbers: computed again wherever it is needed, and never stored.
+
+    Element i of a matrix, counted along its rows, is dropped where 31 bits of a hash of (seed, site, i) are below p · 2^31. The
+    count wraps at 2^32 elements. Kernels and definition drop the same elements.
+    """
+
+    p: float
+    seed: Tensor  # int64 (1,), on the device: a captured graph reads what lies there at each replay
+    site: int = 0  # sites that share a seed have masks of their own
+
+
+def drawn(p: float, device: torch.device) -> Drop | None:
+    """Dropout by a new seed from torch's generator of `device`, also at each replay of a captured graph; None for p = 0."""
+    if not 0 <= p < 1:
+        raise ValueError(f"lora: dropout must be a probability from 0 up to, not including, 1, got {p}; 0 drops nothing.")
+    return Drop(p, torch.randint(-(2**63), 2**63 - 1, (1,), device=device)) if p else None
+
+
+def kept(drop: Drop, rows: int, columns: int) -> Tensor:
+    """Which elements of a matrix (rows, columns) `drop` keeps."""
+    first, second = _keys(drop)
+    i = torch.arange(rows * columns, device=drop.seed.device, dtype=torch.int64)
+    return ((_hash(i, first, second) >> 1) >= threshold(drop.p)).view(rows, columns)
+
+
+def threshold(p: float) -> int:
+    return min(round(p * 2**31), 2**31 - 1)
+
+
+def _keys(drop: Drop) -> tuple[Tensor, Tensor]:
+    low, high = drop.seed & WORD, (drop.seed >> 32) & WORD
+    first = _hash(low, drop.site, 0)
+    return first, _hash(high, first, 0)
+
+
+def _hash(i: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
+    """32 bits of i, by a product-and-shift hash (Wellons' lowbias32) with a key before it and one within. In int64, of which
+    products keep the low bits."""
+    i = (i + first) & WORD
+    i = ((i ^ (i >> 16)) * 0x21F0AAAD + second) & WORD
+    i = ((i ^ (i >> 15)) * 0x735A2D97) & WORD
+    return i ^ (i >> 15)
+
+
+def dropped(x: Tensor, drop: Drop | None) -> Tensor:
+    """drop(x) of a matrix: what is kept, times 1 / (1 − p)."""
+    return x if drop is None else torch.where(kept(drop, *x.shape), x / (1 - drop.p), 0.0)
+
+
+def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
+    """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given."""
+    _check("lora_down", x, a=(a, ("R", x.shape[-1])), out=(out, (x.shape[0], a.shape[0])))
+    return lora_down_reference(x, a, scale, drop, out)
+
+
+@torch.no_grad()
+def lora_down_reference(
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None
+) -> Tensor:
+    wide = _wide(x)
+    h = (scale * (dropped(x.to(wide), drop) @ a.to(wide).t())).to(x.dtype)
+    return h if out is None else out.copy_(h)
+
+
+def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+    """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
+    _check("lora_up", y, h=(h, (y.shape[0], "R")), b=(b, (y.shape[-1], h.shape[-1])))
+    return lora_up_reference(y, h, b, drop)
+
+
+@torch.no_grad()
+def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+    wide = _wide(y)
+    return y.copy_(y.to(wide) + dropped(h.to(wide) @ b.to(wide).t(), drop))
+
+
+def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+    """x weightᵀ + bias + h bᵀ, with `drop` + drop(h bᵀ), as one kernel.
+
+    With g, weight.t(), None, gh and a.t() it is the gradient dx.
+    """
+    rows, outputs = x.shape[0], weight.shape[0]
+    _check(
+        "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), h=(h, (rows, "R")),
+        b=(b, (outputs, h.shape[-1])),
+    )  # fmt: skip
+    return lora_product_reference(x, weight, bias, h, b, drop)
+
+
+@torch.no_grad()
+def lora_product_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None
+) -> Tensor:
+    wide = _wide(x)
+    y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ b.to(wide).t(), drop)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def lora_gradients(
+    x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
+    begins: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into what is given: None is not computed.
+
+    Summed in fp32, in the same order every time.
+
+    begins   for da and for db: True writes over what is there, False adds to it, which then is fp32
+    """
+    rank = h.shape[-1]
+    _check(
+        "lora_gradients", x, gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")), h=(h, (x.shape[0], rank)),
+        da=(da, (rank, x.shape[-1])), db=(db, (g.shape[-1], rank)),
+    )  # fmt: skip
+    return lora_gradients_reference(x, gh, g, h, da, db, drop, begins)
+
+
+@torch.no_grad()
+def lora_gradients_reference(
+    x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
+    begins: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    wide = _wide(x)
+    for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
+        if out is not None:
+            product = left.to(wide).t() @ dropped(right.to(wide), drop if right is x else None)
+            out.copy_(product) if begin else out.add_(product)
+    return da, db
+
+
+def adapter_gradients(
+    a: Tensor, b: Tensor, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
+    wanted: Sequence[bool] = (True, True),
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of the parameters a and b, where they go: into their main_grad and None, or tensors of their dtypes."""
+    mains = [main_gradient(p) if want else None for p, want in zip((a, b), wanted)]
+    begins = [main is None or opens([p]) for p, main in zip((a, b), mains)]
+    made = [torch.empty_like(p) if want and main is None else None for p, want, main in zip((a, b), wanted, mains)]
+    da, db = (made[i] if mains[i] is None else mains[i] for i in (0, 1))
+
+    def put() -> None:
+        lora_gradients(x, gh, g, h, da, db, drop, (begins[0], begins[1]))
+
+    if any(t is not None for t in made):
+        put()
+    elif any(wanted):
+        aside(a, put, x, gh, g, h)
+    return made
+
+
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | float | None = None
+) -> Tensor:
+    """x weightᵀ + bias + scale · (drop(x) aᵀ) bᵀ of x (..., K), with the gradients of all of them."""
+    if isinstance(drop, (int, float)):
+        drop = drawn(drop, x.device)
+    return lora_linear_reference(x, weight, bias, a, b, scale, drop)
+
+
+def lora_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | None = None
+) -> Tensor:
+    wide = _wide(x)
+    rows = x.to(wide).reshape(-1, x.shape[-1])
+    y = rows @ weight.to(wide).t() + scale * (dropped(rows, drop) @ a.to(wide).t()) @ b.to(wide).t()
+    y = y if bias is None else y + bias.to(wide)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _check(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, ...]]) -> None:
+    """That x is a matrix of floats, and each of the others a floating tensor of its shape beside it; a name is any size."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(
+            f"{op}: its first argument must be a floating-point matrix, got {x.dtype} {tuple(x.shape)}; reshape it."
+        )
+    for name, (t, shape) in others.items():
+        if t is None:
+            continue
+        fits = t.dim() == len(shape) and all(isinstance(want, str) or want == got for want, got in zip(shape, t.shape))
+        if not fits or not t.is_floating_point():
+            raise ValueError(
+                f"{op}: {name} must be a floating-point tensor ({', '.join(map(str, shape))}), got {t.dtype} {tuple(t.shape)}; "
+                f"the sizes follow from the first argument and the rank."
+            )
+        require_device(op, name, t, x)
