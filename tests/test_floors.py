@@ -15,7 +15,8 @@ FLOORS = [
     ["files"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
-    ["graph", "layers", "lora", "corpus"],
+    ["graph", "layers", "corpus"],
+    ["lora"],
     ["models"],  # a family knows nothing of how it is placed, decoded or trained
     ["place"],
     ["train", "decode"],

@@ -1,0 +1,1 @@
+"""Low-rank adapters over a frozen model."""

@@ -1,0 +1,225 @@
+"""The low-rank adapter as a part of a linear site: gradients, joining, accumulators, dropout, what it keeps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpubound.kernels.record import made_record
+from gpubound.layers import Stacked
+from gpubound.layers.linear_site import linear
+from gpubound.lora.adapter import LowRank, Together
+from gpubound.train import Accumulators
+
+K, RANK = 24, 4
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def frozen(outputs, dtype=torch.float32, bias=True):
+    torch.manual_seed(outputs)
+    return nn.Linear(K, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def low_rank(layer, seed=1, rank=RANK, scale=0.5, dropout=0.0, dtype=None):
+    """One more adapter on the layer's weight."""
+    dtype = dtype or layer.weight.dtype
+    a, b = (nn.Parameter(draw(*shape, seed=seed, dtype=dtype) / 4) for shape in ((rank, K), (layer.out_features, rank)))
+    low = LowRank(a, b, scale, nn.Dropout(dropout))
+    record = made_record(layer.weight)
+    record.adapters = (*record.adapters, low)
+    return low
+
+
+def run(layer, x):
+    return linear(x, layer.weight, layer.bias)
+
+
+def formula(layer, x, *lows):
+    """PEFT's form, by autograd."""
+    y = F.linear(x, layer.weight, layer.bias)
+    for low in lows:
+        y = y + (x @ low.a.to(x.dtype).t()) @ low.b.to(x.dtype).t() * low.scale
+    return y
+
+
+def gradients(y, tensors):
+    return torch.autograd.grad(y, tensors, draw(*y.shape, seed=9, dtype=y.dtype))
+
+
+def assert_same(got, want, **tolerance):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (2, 2, 2, K), (0, K), (1, K)], ids=str)
+@pytest.mark.parametrize("outputs", [8, K, 40])
+@pytest.mark.parametrize("rank", [1, RANK])
+def test_it_is_the_formula(shape, outputs, rank):
+    layer, x = frozen(outputs), draw(*shape).requires_grad_()
+    low = low_rank(layer, rank=rank)
+    leaves = [x, low.a, low.b]
+    got, want = run(layer, x), formula(layer, x, low)
+    torch.testing.assert_close(got, want)
+    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(run(layer, x), want)
+
+
+def test_x_may_have_gaps():
+    layer, x = frozen(8), draw(K, 3, 2).requires_grad_()
+    low = low_rank(layer)
+    got, want = run(layer, x.permute(2, 1, 0)), formula(layer, x.permute(2, 1, 0), low)
+    assert_same(gradients(got, [x, *low.parameters]), gradients(want, [x, *low.parameters]))
+
+
+def test_gradients_in_fp64():
+    layer = frozen(6, torch.float64)
+    low = low_rank(layer)
+    x = draw(3, K, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, a, b: run(layer, x), (x, low.a, low.b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adapters", [torch.float32, None], ids=["fp32 adapter", "16-bit adapter"])
+def test_sixteen_bits(dtype, adapters):
+    layer, x = frozen(16, dtype), draw(12, K, dtype=dtype).requires_grad_()
+    low = low_rank(layer, dtype=adapters)
+    got = run(layer, x)
+    leaves = [x, low.a, low.b]
+    assert got.dtype == dtype
+    wide, exact = frozen(16, dtype).float(), x.detach().float().requires_grad_()
+    a, b = (p.detach().float().requires_grad_() for p in low.parameters)
+    want = formula(wide, exact, LowRank(a, b, low.scale))
+    torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)
+    for p, gradient, truth in zip(leaves, gradients(got, leaves), gradients(want, [exact, a, b])):
+        assert gradient.dtype == p.dtype
+        assert (gradient.float() - truth).norm() <= 2e-2 * truth.norm()
+
+
+def test_several_on_one_weight():
+    layer, x = frozen(8), draw(5, K).requires_grad_()
+    lows = [low_rank(layer, 1), low_rank(layer, 2, rank=2), low_rank(layer, 3, scale=2.0)]
+    leaves = [x, *(p for low in lows for p in low.parameters)]
+    got, want = run(layer, x), formula(layer, x, *lows)
+    torch.testing.assert_close(got, want)
+    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_multiplied_as_one_read_x_once(monkeypatch):
+    """q, k and v: two of them adapted, one of those twice, with one scale; and one with another scale, apart."""
+    layers = nn.ModuleList(frozen(outputs) for outputs in (16, 8, 8))
+    lows = [low_rank(layers[0], 1), low_rank(layers[2], 2, rank=2), low_rank(layers[2], 3), low_rank(layers[1], 4, scale=3.0)]
+    x = draw(2, 3, K).requires_grad_()
+    want = torch.cat([formula(layers[0], x, lows[0]), formula(layers[1], x, lows[3]), formula(layers[2], x, *lows[1:3])], -1)
+    leaves = [x, *(p for low in lows for p in low.parameters)]
+    groups, init = [], Together.__init__
+    monkeypatch.setattr(Together, "__init__", lambda self, members: groups.append(len(members)) or init(self, members))
+    got = Stacked().product(x, layers)
+    assert sorted(groups) == [1, 3]
+    torch.testing.assert_close(got, want)
+    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    layers = nn.ModuleList(frozen(8) for _ in range(2))
+    lows = [low_rank(layer, i) for i, layer in enumerate(layers)]
+    lows[0].a.requires_grad_(False)
+    lows[1].b.requires_grad_(False)
+    x = draw(5, K)
+    want = torch.cat([formula(layer, x, low) for layer, low in zip(layers, lows)], -1)
+    leaves = [lows[0].b, lows[1].a]
+    assert_same(gradients(Stacked().product(x, layers), leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    Stacked().product(x, layers).sum().backward()
+    assert lows[0].a.grad is None and lows[1].b.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_micro_batches_sum_in_fp32_to_one_batch(dtype):
+    """main_grad, which the first delivery writes and the others add to."""
+    layers = nn.ModuleList(frozen(outputs, dtype) for outputs in (8, 16))
+    lows = [low_rank(layer, i) for i, layer in enumerate(layers)]
+    x, g = draw(16, K, dtype=dtype), draw(16, 24, seed=9, dtype=dtype)
+    parameters = [p for low in lows for p in low.parameters]
+    sums = Accumulators([(str(i), p) for i, p in enumerate(parameters)])
+    stacked, found = Stacked(), []
+    for micro in (16, 4):
+        sums.gradient.fill_(float("nan"))  # a delivery that adds where it should write shows
+        sums.begin()
+        for rows, gradient in zip(x.split(micro), g.split(micro)):
+            stacked.product(rows, layers).backward(gradient)
+        sums.finish()
+        found.append([p.main_grad.clone() for p in parameters])
+    assert all(p.grad is None and p.main_grad.any() for p in parameters)
+    assert_same(found[1], found[0], rtol=1e-5, atol=1e-4)
+
+
+def test_it_keeps_x_and_the_narrow_product():
+    layer, x, kept = frozen(40), draw(16, K).requires_grad_(), []
+    low_rank(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(layer, x)
+    assert sorted(t.numel() for t in kept) == [16 * RANK, 16 * K]
+
+
+def dropping(layer, x):
+    """y and the mask: with b the identity and a all ones in one place, what was added shows which elements were kept."""
+    (low,) = layer.weight.gpubound.adapters
+    with torch.no_grad():
+        low.a.copy_(torch.eye(K))
+        low.b.copy_(torch.eye(K))
+    y = run(layer, x)
+    return y, (y - F.linear(x, layer.weight, layer.bias)).detach() != 0
+
+
+def test_dropout_has_one_mask_in_forward_and_backward():
+    layer, x = frozen(K), draw(64, K).requires_grad_()
+    low = low_rank(layer, rank=K, scale=1.0, dropout=0.25)
+    torch.manual_seed(3)
+    y, keep = dropping(layer, x)
+    assert 0.65 < keep.float().mean() < 0.85
+    want = F.linear(x, layer.weight, layer.bias) + (x * keep / 0.75) @ low.a.t() @ low.b.t()
+    leaves = [x, low.a, low.b]
+    torch.testing.assert_close(y, want)
+    assert_same(gradients(y, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    _, again = dropping(layer, x)
+    assert not torch.equal(again, keep), "each call draws its own"
+    low.dropout.eval()
+    assert dropping(layer, x)[1].all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_under_a_checkpoint(reentrant):
+    layer, x = frozen(K), draw(64, K).requires_grad_()
+    low = low_rank(layer, dropout=0.25)
+    leaves = [x, low.a, low.b]
+    found = []
+    for call in (run, lambda layer, x: checkpoint(lambda t: run(layer, t), x, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        y = call(layer, x)
+        for leaf in leaves:
+            leaf.grad = None
+        y.backward(draw(*y.shape, seed=9))
+        found.append([y.detach(), *(leaf.grad.clone() for leaf in leaves)])
+    assert_same(*found)
+
+
+def test_compiled_code_sees_it():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = frozen(8)
+
+        def forward(self, x):
+            return run(self.layer, x)
+
+    calls, x = Calls(), draw(5, K).requires_grad_()
+    low = low_rank(calls.layer)
+    leaves = [x, low.a, low.b]
+    got = torch.compile(calls, backend="aot_eager", fullgraph=True)(x)
+    want = formula(calls.layer, x, low)
+    torch.testing.assert_close(got, want)
+    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
