@@ -7,6 +7,7 @@ decoder(model)                 generation from the live weights, k tokens a laun
 feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
 kernels                        the fast ops as plain functions
+lora                           low-rank adapters over a frozen model
 strict()                       forbids every fallback
 """
 
@@ -20,7 +21,7 @@ from .trace import strict as strict
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import kernels as kernels
+    from . import kernels as kernels, lora as lora
     from .corpus import Corpus as Corpus
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .feed import Feed as Feed, feed as feed
@@ -42,7 +43,7 @@ _HOMES = {
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),
 }
 
-__all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "strict"])
+__all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "strict"])
 
 
 class _Front(ModuleType):
@@ -54,8 +55,8 @@ class _Front(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "kernels":
-            return import_module(".kernels", __name__)
+        if name in ("kernels", "lora"):
+            return import_module(f".{name}", __name__)
         if name not in _HOMES:
             raise AttributeError(f"module 'gpubound' has no attribute {name!r}")
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

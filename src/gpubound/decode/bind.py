@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import GenerateError
 from ..layers import MLP, Attention, RopeTable
-from ..layers.stacked import Stacked, describe, plain
+from ..layers.stacked import Stacked, bare, describe
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from .contract import Watched, model_tensors
@@ -117,7 +117,7 @@ def _unreadable(model: nn.Module) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
     for name, module in trunk.named_modules(prefix="model"):
-        if isinstance(module, nn.Linear) and not plain(module):
+        if isinstance(module, nn.Linear) and not bare(module):
             return f"{name}: {describe(module)}"
         if not isinstance(module, nn.Linear) and name.endswith(("_proj",)):
             return f"{name}: {describe(module)}"

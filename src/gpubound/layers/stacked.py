@@ -11,7 +11,7 @@ state_dict, optimizers and adapters work as before. What moves a parameter's mem
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ Kernels = tuple[str, tuple[str, ...]]
 def plain(layer: Any) -> bool:
     """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
     return type(layer) is nn.Linear and not hooked(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+
+
+def bare(layer: Any) -> bool:
+    """True when the weight alone says what `layer` does: it is plain, and no adapter adds to its products."""
+    return plain(layer) and not adapted(layer._parameters["weight"])
 
 
 def hooked(module: Any) -> bool:
@@ -128,18 +133,21 @@ class Projecting(nn.Module):
         return f"{together} as one product" if self.as_one() else "projections as they are"
 
 
-def multiply_by_records(model: nn.Module) -> Callable[[], None]:
-    """Let plain linear layers outside of our own ones look at their weight's record, of which F.linear knows nothing.
+def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[[], None]:
+    """Let plain linear layers look at their weight's record, of which F.linear knows nothing.
 
-    Returns what undoes it, once no format or adapter is left there: several may have asked for the same layer.
+    Those of our own modules do so without it. `everywhere`: those, too, for what calls them one by one, such as the forward
+    that a swapped module had before. Returns what undoes it, once no format or adapter is left there: several may have asked
+    for the same layer.
     """
-    ours = {id(child) for module in model.modules() if hasattr(module, "stacked") for child in module.children()}
+    stacks = () if everywhere else [module for module in model.modules() if hasattr(module, "stacked")]
+    ours = {id(child) for module in stacks for child in module.children()}
     changed = []
     for module in model.modules():
         if type(module) is not nn.Linear or id(module) in ours or not _has_parts(module.weight):
             continue
-        if getattr(module.forward, "__func__", None) in (nn.Linear.forward, _by_record):
-            module.forward = MethodType(_by_record, module)  # type: ignore[method-assign]
+        if as_torch_has_it(module):
+            module.forward = partial(_by_record, module)  # type: ignore[method-assign]
             changed.append(module)
 
     def undo() -> None:
@@ -150,12 +158,17 @@ def multiply_by_records(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
+def as_torch_has_it(layer: nn.Linear) -> bool:
+    """Whether nobody but `multiply_by_records` gave the layer a forward of its own."""
+    return "forward" not in vars(layer) or getattr(layer.forward, "func", None) is _by_record
+
+
 def _has_parts(weight: Tensor) -> bool:
     return format_of(weight) is not AS_IT_IS or adapted(weight)
 
 
-def _by_record(layer: Any, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def _by_record(layer: Any, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
@@ -203,7 +216,7 @@ def describe(layer: nn.Module) -> str:
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
-    return "a projection carries hooks"
+    return "a projection carries hooks" if hooked(layer) else "a projection carries a low-rank adapter"
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:

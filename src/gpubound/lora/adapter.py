@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import weight_gradient, weight_gradients
+from ..kernels.accumulate import join_rows
+from ..kernels.lora import Drop, adapter_gradients, drawn, lora_down, lora_up
 from ..layers.linear_site import Adapter, Spanning, rows_of
 
 
@@ -50,41 +51,36 @@ class Together(Adapter):
         start = members[0].start
         self.lows: list[LowRank] = [member.adapter for member in members]  # type: ignore[misc]
         self.spans = [member._replace(start=member.start - start, stop=member.stop - start) for member in members]
+        self.ranks = [low.a.shape[0] for low in self.lows]
         self.parameters = [p for low in self.lows for p in low.parameters]
         self.scale, self.rate = self.lows[0].scale, self.lows[0].rate
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         x, y = rows_of(x), y.view(-1, y.shape[-1])
-        keep = (torch.rand(x.shape, device=x.device) >= self.rate,) if self.rate else ()
-        h = self._dropped(x, keep) @ self._a(x.dtype).t() * self.scale
-        for low, span, part in zip(self.lows, self.spans, self._parts(h)):
-            span.of(y).addmm_(part, low.b.to(y.dtype).t())
-        return h, *keep
+        drop = drawn(self.rate, x.device)
+        h = lora_down(x, self._a(), self.scale, drop)
+        for low, span, part in zip(self.lows, self.spans, h.split(self.ranks, 1)):
+            lora_up(span.of(y), part, low.b)
+        return (h,) if drop is None else (h, drop.seed)
 
     def backward(self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> Sequence[Tensor | None]:
-        h, *keep = kept
-        each = [span.of(g) for span in self.spans]
-        gh = torch.cat([part @ low.b.to(g.dtype) for part, low in zip(each, self.lows)], 1) * self.scale
+        h, *seed = kept
+        drop = Drop(self.rate, seed[0]) if seed else None
+        outputs = [span.of(g) for span in self.spans]
+        gh = torch.empty_like(h)
+        for low, part, out in zip(self.lows, outputs, gh.split(self.ranks, 1)):
+            lora_down(part, low.b.t(), self.scale, out=out)
         if dx is not None:
-            dx.add_(self._dropped(gh @ self._a(g.dtype), keep))
-        dropped = self._dropped(x, keep)
-        if all(low.a.requires_grad for low in self.lows):
-            da = list(weight_gradients([low.a for low in self.lows], gh, dropped))
-        else:
-            da = [
-                weight_gradient(low.a, p, dropped) if low.a.requires_grad else None
-                for low, p in zip(self.lows, self._parts(gh))
-            ]
-        db = [
-            weight_gradient(low.b, p, q) if low.b.requires_grad else None for low, p, q in zip(self.lows, each, self._parts(h))
-        ]
-        return [gradient for pair in zip(da, db) for gradient in pair]
+            lora_up(dx, gh, self._a().t(), drop)
+        parts = zip(self.lows, gh.split(self.ranks, 1), outputs, h.split(self.ranks, 1))
+        made: list[Tensor | None] = []
+        for low, narrow, wide, part in parts:
+            wanted = low.a.requires_grad, low.b.requires_grad
+            made += adapter_gradients(low.a, low.b, x, narrow, wide, part, drop, wanted)
+        return made
 
-    def _a(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat([low.a.to(dtype) for low in self.lows])
-
-    def _parts(self, h: Tensor) -> Sequence[Tensor]:
-        return h.split([low.a.shape[0] for low in self.lows], 1)
-
-    def _dropped(self, x: Tensor, keep: Sequence[Tensor]) -> Tensor:
-        return torch.where(keep[0], x / (1 - self.rate), 0.0) if keep else x
+    def _a(self) -> Tensor:
+        """All a, one below the other."""
+        each = [low.a.detach() for low in self.lows]
+        joined = join_rows(each)
+        return torch.cat(each) if joined is None else joined

@@ -18,7 +18,7 @@ from ..layers.attention import RopeTable
 from ..layers.block import run_block, run_blocks
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
-from ..layers.stacked import Kernels, describe, hooked, plain
+from ..layers.stacked import Kernels, bare, describe, hooked
 from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
 from .parts import HFAttention, HFNorm
 from .placing import Delegating, Swap, made_up, mode
@@ -193,7 +193,7 @@ class HFCausalLM(Delegating):
             return "return_dict=False"
         if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
             return "the model has a loss function of its own"
-        return None if plain(self.lm_head) else f"lm_head: {describe(self.lm_head)}"
+        return None if bare(self.lm_head) else f"lm_head: {describe(self.lm_head)}"
 
     def fused_kernels(self) -> Kernels:
         return LOSS

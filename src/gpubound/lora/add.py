@@ -1,0 +1,151 @@
+"""Low-rank adapters on the linear layers of a model, in place: added, listed, switched off, removed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..layers.stacked import multiply_by_records
+from .pairs import CHILD, Adapters, Pair, pairs
+from .targets import ALL_LINEAR, chosen, linear_layers
+
+
+def add(
+    model: nn.Module,
+    rank: int,
+    alpha: float | None = None,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    init: bool | str = True,
+    name: str = "default",
+) -> list[str]:
+    """Give linear layers of `model` a low-rank adapter each, and freeze all other parameters. Returns the layers' names.
+
+    alpha    the scale's numerator: y += alpha / rank · dropout(x) aᵀ bᵀ. None: as large as the rank
+    targets  "all-linear": every nn.Linear but the head; the ends of names ("q_proj"); or a regular expression of whole names
+    rslora   alpha / √rank instead
+    init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too
+    name     several adapters may lie on one layer under different names; all that are on are added
+
+    Adapters are in fp32 over 16-bit weights, so that any optimizer keeps their small updates.
+    """
+    if init not in (True, False, "gaussian"):
+        raise ValueError(f"lora.add: init must be True, False or 'gaussian', got {init!r}.")
+    alpha = rank if alpha is None else alpha
+    layers = chosen(model, targets)
+    attach(model, {key: Options(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
+    for key in layers:
+        pair(model, key, name).begin(init)
+    return list(layers)
+
+
+class Options:
+    """How one layer is to be adapted."""
+
+    def __init__(self, layer: nn.Linear, rank: int, alpha: float, dropout: float = 0.0, rslora: bool = False):
+        self.layer, self.rank = layer, rank
+        self.rest = (alpha, dropout, rslora)
+
+    def check(self, key: str, name: str, who: str) -> None:
+        weight, dropout = self.layer.weight, self.rest[1]
+        if not isinstance(self.rank, int) or not 1 <= self.rank <= min(weight.shape):
+            raise ValueError(
+                f"{who}: rank must be an integer from 1 to {min(weight.shape)} for {key}, whose weight is "
+                f"{weight.shape[0]} x {weight.shape[1]}, got {self.rank}."
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {dropout}.")
+        if name in _adapters(self.layer):
+            raise ValueError(
+                f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
+            )
+
+
+def attach(model: nn.Module, options: dict[str, Options], name: str, who: str) -> None:
+    """Adapters without values yet. Everything is checked before anything is changed."""
+    if not name or "." in name:
+        raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
+    _check_apart(model, [found.layer for found in options.values()], who)
+    for key, found in options.items():
+        found.check(key, name, who)
+    ours = {id(p) for p in parameters(model)}
+    for parameter in model.parameters():
+        if id(parameter) not in ours:
+            parameter.requires_grad_(False)
+    for found in options.values():
+        adapters = _adapters(found.layer)
+        if not isinstance(adapters, Adapters):
+            adapters = Adapters(found.layer)
+            found.layer.add_module(CHILD, adapters)
+        made = Pair(found.layer.weight, found.rank, *found.rest)
+        made.train(found.layer.training)
+        adapters[name] = made
+        adapters.hang()
+    multiply_by_records(model, everywhere=True)
+
+
+def _adapters(layer: nn.Module) -> Any:
+    return layer._modules.get(CHILD) or {}
+
+
+def pair(model: nn.Module, key: str, name: str) -> Pair:
+    return model.get_submodule(f"{key}.{CHILD}.{name}")  # type: ignore[return-value]
+
+
+def _check_apart(model: nn.Module, chosen: Sequence[nn.Linear], who: str) -> None:
+    """One adapter hangs on one weight, and would be added wherever that weight is multiplied by."""
+    weights, first = {id(layer.weight) for layer in chosen}, dict[int, str]()
+    for key, layer in linear_layers(model).items():
+        other = first.setdefault(id(layer.weight), key)
+        if other != key and id(layer.weight) in weights:
+            raise ValueError(
+                f"{who}: {other} and {key} share one weight, so an adapter of one would be added to both; untie them."
+            )
+
+
+def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
+    """The parameters of the adapters, or of those called `name`: what an optimizer is given."""
+    return [p for _, _, own in pairs(model, name, "lora.parameters") for p in (own.a, own.b)]
+
+
+def remove(model: nn.Module, name: str | None = None) -> None:
+    """Take adapters out, or those called `name`. What `add` froze stays frozen."""
+    found = pairs(model, name, "lora.remove")
+    if merged := next((key for key, _, own in found if own.merged), None):
+        raise ValueError(f"lora.remove: the adapter of {merged} is merged into its weight; call gb.lora.unmerge first.")
+    undo = multiply_by_records(model, everywhere=True)
+    for _, adapters, own in found:
+        del adapters[next(word for word, there in adapters.items() if there is own)]
+        adapters.hang()
+        if not adapters:
+            del adapters.layer._modules[CHILD]
+    undo()
+
+
+class disable:
+    """Switch adapters off, or those called `name`: until `enable`, or to the end of a `with` block.
+
+    A graph that was captured before goes on as it was captured.
+    """
+
+    def __init__(self, model: nn.Module, name: str | None = None):
+        self._were_on = [(adapters, own) for _, adapters, own in pairs(model, name, "lora.disable") if own.on]
+        _switch(self._were_on, False)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        _switch(self._were_on, True)
+
+
+def enable(model: nn.Module, name: str | None = None) -> None:
+    """Switch adapters on again, or those called `name`."""
+    _switch([(adapters, own) for _, adapters, own in pairs(model, name, "lora.enable")], True)
+
+
+def _switch(found: Sequence[tuple[Adapters, Pair]], on: bool) -> None:
+    for adapters, own in found:
+        own.on = on
+        adapters.hang()

@@ -1,0 +1,120 @@
+"""The adapters of a layer as modules, and all of them in a model.
+
+A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_proj.lora.default.a`. So parameters(), state_dict,
+`.to()` and optimizers see them. What multiplies by the layer's weight sees those that are on, through the weight's record
+(kernels/record.py). One that is off or merged is not in the record, so it costs nothing.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.record import drop_record, made_record
+from .adapter import LowRank
+
+CHILD = "lora"  # what an adapted layer calls its adapters
+
+
+class Pair(nn.Module):
+    """One adapter of one layer: y += scale · dropout(x) aᵀ bᵀ."""
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float, dropout: float, rslora: bool):
+        super().__init__()
+        outputs, inputs = weight.shape
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # small updates of a 16-bit one would be lost
+        self.a = nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=weight.device))
+        self.b = nn.Parameter(torch.empty(outputs, rank, dtype=dtype, device=weight.device))
+        self.dropout = nn.Dropout(dropout)
+        self.alpha, self.rslora = alpha, rslora
+        self.on, self.merged = True, False
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def begin(self, init: bool | str) -> None:
+        """PEFT's ways to begin: True and "gaussian" add nothing at first, False adds noise."""
+        if init == "gaussian":
+            nn.init.normal_(self.a, std=1 / self.rank)
+        else:
+            nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+        if init is False:
+            nn.init.kaiming_uniform_(self.b, a=math.sqrt(5))
+        else:
+            nn.init.zeros_(self.b)
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of one layer. `hang` puts those that are on into the record of its weight."""
+
+    _layer: tuple[nn.Linear]
+    _weight: nn.Parameter
+    _hung: tuple[LowRank, ...]
+    original: Tensor | None  # the weight before an adapter was merged into it
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        # not as nn.Module sets attributes, which would register them: the layer is this module's parent
+        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None)
+        self.register_load_state_dict_post_hook(_reload)
+
+    @property
+    def layer(self) -> nn.Linear:
+        return self._layer[0]
+
+    def pairs(self) -> Iterator[tuple[str, Pair]]:
+        yield from self.items()  # type: ignore[misc]
+
+    def hang(self) -> None:
+        record = made_record(self._weight)
+        others = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
+        on = [pair for _, pair in self.pairs() if pair.on and not pair.merged]
+        self.__dict__["_hung"] = tuple(LowRank(pair.a, pair.b, pair.scale, pair.dropout) for pair in on)
+        record.adapters = (*others, *self._hung)
+        drop_record(self._weight)
+
+    def unhang(self) -> None:
+        record = made_record(self._weight)
+        record.adapters = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
+        drop_record(self._weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hung": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's weight has no record yet."""
+        super().__setstate__(state)
+        self.hang()
+
+
+def _reload(adapters: Any, keys: Any) -> None:
+    """`load_state_dict(assign=True)` puts other parameters in the place of those that the record knows."""
+    adapters.unhang()
+    adapters.__dict__.update(_weight=adapters.layer.weight, _hung=())
+    adapters.hang()
+
+
+def adapted_layers(model: nn.Module) -> list[tuple[str, Adapters]]:
+    """(a layer's name, its adapters) for every layer of `model` that has some."""
+    return [(key.rpartition(".")[0], module) for key, module in model.named_modules() if isinstance(module, Adapters)]
+
+
+def pairs(model: nn.Module, name: str | None, who: str) -> list[tuple[str, Adapters, Pair]]:
+    """(a layer's name, its adapters, the one called `name`), of all names where that is None."""
+    layers = adapted_layers(model)
+    found = [(key, adapters, own) for key, adapters in layers for word, own in adapters.pairs() if name in (None, word)]
+    if name is not None and not found:
+        there = sorted({word for _, adapters in layers for word in adapters})
+        raise ValueError(f"{who}: the model has no adapter named {name!r}, {_has(there)}.")
+    return found
+
+
+def _has(words: Sequence[str]) -> str:
+    return f"only {', '.join(map(repr, words))}" if words else "nor any other; call gb.lora.add first"

@@ -1,0 +1,319 @@
+"""Adapters on whole models: the same numbers placed or not, added before or after placing; what is refused, word for word."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpubound as gb
+from gpubound.kernels.record import record_of
+from gpubound.models import Decoder, DecoderConfig
+
+from ..place.models import assert_close, batch, place, tiny, tokens, training_run
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model, seed=3, **options):
+    """With b at random too, so that the adapters say something and all of their gradients are there."""
+    torch.manual_seed(seed)
+    gb.lora.add(model, **{"rank": 4, "alpha": 8, "init": False} | options)
+    return model
+
+
+def folded(model):
+    """A copy without adapters whose weights hold what they add."""
+    values = model.state_dict()
+    plain = copy.deepcopy(model)
+    gb.lora.remove(plain)
+    with torch.no_grad():
+        for key, layer in plain.named_modules():
+            for name in {k[len(key) + 6 :].partition(".")[0] for k in values if k.startswith(f"{key}.lora.")}:
+                own = model.get_submodule(f"{key}.lora.{name}")
+                layer.weight += own.scale * own.b @ own.a
+    return plain
+
+
+@pytest.mark.parametrize("order", ["plain", "added first", "placed first"])
+def test_it_adds_what_it_says(order):
+    model = tiny()
+    if order == "placed first":
+        place(model, strict=True)
+    adapted(model)
+    if order == "added first":
+        place(model, strict=True)
+    want = folded(model)
+    torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_the_same_placed_or_not():
+    truth = training_run(adapted(tiny()), batch())
+    for order in (lambda m: [place(m, strict=True), adapted(m)], lambda m: [adapted(m), place(m, strict=True)]):
+        order(model := tiny())
+        assert_close(training_run(model, batch()), truth)
+    assert {name.rpartition(".")[2] for name in truth if name != "loss"} == {"a", "b"}, "the base is frozen"
+
+
+def test_what_calls_the_children_one_by_one_sees_them_too():
+    """A call that a placed attention cannot take goes to transformers' forward, which calls q_proj and the others."""
+    model = tiny()
+    placement = place(model, strict=True)
+    adapted(model)
+    want = folded(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert any("'eager'" in reason for row in placement.rows for reason in row.reasons)
+
+
+def test_a_plain_model_and_our_own():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    adapted(plain, rank=2)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(plain(x), folded(plain)(x))
+    ours = Decoder(DecoderConfig(vocabulary=50, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48))
+    added = gb.lora.add(ours, 4, init=False)
+    assert len(added) == 14 and not any("lm_head" in key for key in added)
+    ids = torch.randint(50, (2, 9))
+    torch.testing.assert_close(ours(ids), folded(ours)(ids), rtol=1e-4, atol=1e-5)
+
+
+def test_targets():
+    def ends(added):
+        return {key.rpartition(".")[2] for key in added}
+
+    assert ends(gb.lora.add(tiny(), 2)) == set(ALL)
+    assert ends(gb.lora.add(tiny(), 2, targets=["q_proj", "mlp.up_proj"])) == {"q_proj", "up_proj"}
+    assert ends(gb.lora.add(tiny(), 2, targets="v_proj")) == {"v_proj"}
+    assert gb.lora.add(tiny(), 2, targets=r".*layers\.1\..*(q|v)_proj") == [
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.v_proj",
+    ]
+
+
+def test_the_head_as_a_target():
+    model = tiny()
+    place(model, strict=True)
+    adapted(model, targets=["lm_head", "q_proj"])
+    want = folded(model)
+    torch.testing.assert_close(model(**batch()).loss, want(**batch()).loss, rtol=1e-5, atol=1e-5)
+
+
+def test_begins_as_the_model_was():
+    model = tiny()
+    want = model(tokens()).logits
+    for init in (True, "gaussian"):
+        gb.lora.add(model, 4, init=init, name=f"{init}")
+        assert torch.equal(model(tokens()).logits, want)
+
+
+@pytest.mark.parametrize(
+    "options, scale", [({"alpha": 8}, 2), ({"alpha": 8, "rslora": True}, 4), ({"alpha": None}, 1)], ids=str
+)
+def test_the_scale(options, scale):
+    model = adapted(tiny(), **options)
+    (key, *_) = (key for key, _ in model.named_modules() if key.endswith(".lora.default"))
+    assert model.get_submodule(key).scale == scale
+
+
+def test_adapters_of_a_16_bit_model_are_in_fp32():
+    model = adapted(tiny(dtype=torch.bfloat16))
+    assert {p.dtype for p in gb.lora.parameters(model)} == {torch.float32}
+    training_run(model, batch())
+
+
+def test_parameters_are_what_trains():
+    model = adapted(tiny())
+    adapted(model, rank=2, name="second", targets=["q_proj"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for p in gb.lora.parameters(model)} == {id(p) for p in trained}
+    assert [p.shape[0] for p in gb.lora.parameters(model, "second")[::2]] == [2, 2, 2][: len(model.model.layers)]
+
+
+def records(model):
+    return [record_of(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def test_switched_off_it_costs_nothing():
+    model = tiny()
+    before = model(tokens()).logits
+    adapted(model)
+    after = model(tokens()).logits
+    with gb.lora.disable(model):
+        assert torch.equal(model(tokens()).logits, before) and not any(records(model))
+    assert torch.equal(model(tokens()).logits, after)
+    gb.lora.disable(model)
+    assert torch.equal(model(tokens()).logits, before)
+    gb.lora.enable(model)
+    assert torch.equal(model(tokens()).logits, after)
+
+
+def test_one_of_two_is_switched_off():
+    model = adapted(tiny())
+    one = model(tokens()).logits
+    adapted(model, seed=4, name="second")
+    both = model(tokens()).logits
+    assert not torch.allclose(one, both)
+    with gb.lora.disable(model, "second"):
+        assert torch.equal(model(tokens()).logits, one)
+        with gb.lora.disable(model):
+            pass
+        assert torch.equal(model(tokens()).logits, one), "what was off stays off"
+    assert torch.equal(model(tokens()).logits, both)
+
+
+def test_removed_without_a_trace():
+    model = tiny()
+    names, want = list(model.state_dict()), model(tokens()).logits
+    adapted(model)
+    adapted(model, name="second", targets=["q_proj"])
+    gb.lora.remove(model, "default")
+    assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers)
+    gb.lora.remove(model)
+    assert list(model.state_dict()) == names and torch.equal(model(tokens()).logits, want) and not any(records(model))
+    assert not any("forward" in vars(m) for m in model.modules())
+    adapted(model)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_copies_and_pickles_keep_them(placed):
+    model = adapted(tiny())
+    if placed:
+        place(model, strict=True)
+    want = model(tokens()).logits
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        torch.testing.assert_close(other(tokens()).logits, want, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            for p in gb.lora.parameters(other):
+                p.zero_()
+        assert not torch.allclose(other(tokens()).logits, want)
+        torch.testing.assert_close(model(tokens()).logits, want, msg="the copy's adapters are its own")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_is_what_is_added(assign):
+    model, other = adapted(tiny()), adapted(tiny(), seed=8)
+    want = other(tokens()).logits
+    model.load_state_dict(other.state_dict(), assign=assign)
+    torch.testing.assert_close(model(tokens()).logits, want)
+    assert len(model.model.layers[0].self_attn.q_proj.weight.gpubound.adapters) == 1
+
+
+def test_a_step_trains_them_alone():
+    ours = adapted(tiny())
+    place(ours, strict=True)
+    before, theirs = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours)
+    optimizer = torch.optim.AdamW(gb.lora.parameters(theirs), lr=1e-2, weight_decay=0.0)
+    config = gb.AdamW(lr=1e-2, weight_decay=0.0)
+    step = gb.TrainStep(ours, "causal_lm", config, clip=None, precision="fp32", graph="off")
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = theirs(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        assert step(batch()).read().loss == pytest.approx(loss.item(), rel=1e-5)
+    step.close()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, before[name]) != (".lora." in name), name
+
+
+# --- what is refused ---
+
+REFUSED = {
+    "an unknown target": (
+        {"targets": ["q_prj"]},
+        "lora.add: no layer of LlamaForCausalLM is named 'q_prj'; its linear layers end in down_proj, gate_proj, k_proj, "
+        "lm_head, o_proj, q_proj, up_proj, v_proj.",
+    ),
+    "no linear layer": (
+        {"targets": ["embed_tokens"]},
+        "lora.add: model.embed_tokens is a torch.Embedding, not an nn.Linear; name nn.Linear layers.",
+    ),
+    "a rank above the matrix": (
+        {"rank": 21, "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 21.",
+    ),
+    "a rank of nothing": (
+        {"rank": 0, "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 0.",
+    ),
+    "too much dropout": ({"dropout": 1.0}, "lora.add: dropout must be from 0 up to, not including, 1, got 1.0."),
+    "an unknown beginning": ({"init": "pissa"}, "lora.add: init must be True, False or 'gaussian', got 'pissa'."),
+    "a name with a dot": ({"name": "a.b"}, "lora.add: name must be a word without dots, got 'a.b'."),
+}
+
+
+def refusal(call):
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("options, sentence", REFUSED.values(), ids=REFUSED)
+def test_refused_in_words(options, sentence):
+    model = tiny()
+    assert refusal(lambda: gb.lora.add(model, **{"rank": 4} | options)) == sentence
+    assert all(p.requires_grad for p in model.parameters()) and not any(records(model)), "nothing is changed"
+
+
+def test_a_double_add_is_refused():
+    model = adapted(tiny(), targets=["v_proj"])
+    assert refusal(lambda: gb.lora.add(model, 4)) == (
+        "lora.add: model.layers.0.self_attn.v_proj already has an adapter named 'default'; give another name, or call "
+        "gb.lora.remove first."
+    )
+    assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers)
+
+
+def test_an_unknown_name_is_refused():
+    model = tiny()
+    assert refusal(lambda: gb.lora.disable(model, "x")) == (
+        "lora.disable: the model has no adapter named 'x', nor any other; call gb.lora.add first."
+    )
+    adapted(model)
+    assert refusal(lambda: gb.lora.remove(model, "x")) == "lora.remove: the model has no adapter named 'x', only 'default'."
+
+
+def test_layers_of_one_weight_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == (
+        "lora.add: 0 and 1 share one weight, so an adapter of one would be added to both; untie them."
+    )
+
+
+def test_a_peft_model_is_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), tiny())
+    assert refusal(lambda: gb.lora.add(model, 4)) == (
+        "lora.add: model.layers.0.self_attn.q_proj carries an adapter of PEFT's; train that one, or call merge_and_unload() "
+        "first."
+    )
+
+
+def test_all_linear_says_what_it_leaves_out():
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), Other(8, 8))
+    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear, so it gets no adapter"):
+        gb.lora.add(model, 2)
+    assert gb.lora.add(model, 2) == ["0"]
+
+
+def test_the_fused_decoder_refuses_what_it_does_not_see():
+    from gpubound.decode import bind
+
+    model = adapted(tiny(), targets=["q_proj"])
+    assert bind._unreadable(model) == "model.layers.0.self_attn.q_proj: a projection carries a low-rank adapter"
+    x = torch.randn(2, 32)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert not torch.equal(layer(x), F.linear(x, layer.weight))
