@@ -36,6 +36,20 @@ MORE = {
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
     ),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
+    "lora_product transposed, h and b by descriptors, and in two parts": (
+        "lora_product",
+        lambda: (
+            torch.randn(4096, 64),
+            torch.randn(64, 4096).t(),
+            None,
+            torch.randn(4096, 16),
+            torch.randn(16, 4096).t(),
+        ),
+    ),
+    "lora_product by pointers": (
+        "lora_product",
+        lambda: (torch.randn(40, 63), torch.randn(30, 63), torch.randn(30), torch.randn(40, 130), torch.randn(30, 130)),
+    ),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 
@@ -50,6 +64,8 @@ def describe(parameter, value: Any) -> tuple[str, Any, list]:
         return "constexpr", value, []
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype], None, [["tt.divisibility", 16]]
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>", None, []
     if isinstance(value, float):
         return "fp32", None, []
     if value == 1 and not parameter.do_not_specialize:

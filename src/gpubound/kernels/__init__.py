@@ -20,6 +20,13 @@ from .decode_product import (
 from .experts import add_routed as add_routed, route as route, routed_gate_up as routed_gate_up
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
+from .lora import (
+    lora_down as lora_down,
+    lora_gradients as lora_gradients,
+    lora_linear as lora_linear,
+    lora_product as lora_product,
+    lora_up as lora_up,
+)
 from .norms import add_rms_norm as add_rms_norm, dynamic_tanh as dynamic_tanh, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
 from .quantize import (

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from .accumulate import main_gradient, opens
 from .aside import aside
-from .checks import require_device
+from .checks import require, require_device, require_last
+from .choose import implementation
+from .ops import definition, draw, ints
+from .plans.rules import LARGE
 
 WORD = 0xFFFFFFFF
 
@@ -74,10 +77,13 @@ def dropped(x: Tensor, drop: Drop | None) -> Tensor:
 
 def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
     """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given."""
-    _check("lora_down", x, a=(a, ("R", x.shape[-1])), out=(out, (x.shape[0], a.shape[0])))
-    return lora_down_reference(x, a, scale, drop, out)
+    _check_drop("lora_down", drop, x)
+    _check("lora_down", x, a=(a, ("R", x.shape[-1])))
+    _check_outputs("lora_down", x, out=(out, (x.shape[0], a.shape[0])))
+    return implementation("lora_down", x, None, (x.shape[0], a.shape[0], drop is not None))(x, a, scale, drop, out)
 
 
+@definition(lambda g, rows=50, rank=5, dropping=True: (draw(g, rows, 48), draw(g, rank, 48), 1.7, _drop(dropping)))
 @torch.no_grad()
 def lora_down_reference(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None
@@ -89,10 +95,13 @@ def lora_down_reference(
 
 def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
     """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
+    _check_drop("lora_up", drop, y)
     _check("lora_up", y, h=(h, (y.shape[0], "R")), b=(b, (y.shape[-1], h.shape[-1])))
-    return lora_up_reference(y, h, b, drop)
+    _check_outputs("lora_up", y, y=(y, tuple(y.shape)))
+    return implementation("lora_up", y, None, (h.shape[1], drop is not None))(y, h, b, drop)
 
 
+@definition(lambda g, rank=5, dropping=True: (draw(g, 50, 48).detach(), draw(g, 50, rank), draw(g, 48, rank), _drop(dropping)))
 @torch.no_grad()
 def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
     wide = _wide(y)
@@ -105,13 +114,22 @@ def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: T
     With g, weight.t(), None, gh and a.t() it is the gradient dx.
     """
     rows, outputs = x.shape[0], weight.shape[0]
+    _check_drop("lora_product", drop, x)
     _check(
         "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), h=(h, (rows, "R")),
         b=(b, (outputs, h.shape[-1])),
     )  # fmt: skip
-    return lora_product_reference(x, weight, bias, h, b, drop)
+    shape = (rows * outputs >= LARGE, h.shape[1], drop is not None, weight.stride(-1) == 1)
+    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop)
 
 
+def _draw_product(g: torch.Generator, large: bool = False, rank: int = 5, dropping: bool = False, along: bool = True) -> tuple:
+    rows, outputs = (4096, LARGE // 4096) if large else (50, 40)
+    weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
+    return draw(g, rows, 48), weight, draw(g, outputs) if along else None, draw(g, rows, rank), b, _drop(dropping)
+
+
+@definition(_draw_product)
 @torch.no_grad()
 def lora_product_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None
@@ -132,13 +150,24 @@ def lora_gradients(
     begins   for da and for db: True writes over what is there, False adds to it, which then is fp32
     """
     rank = h.shape[-1]
+    _check_drop("lora_gradients", drop, x)
     _check(
-        "lora_gradients", x, gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")), h=(h, (x.shape[0], rank)),
-        da=(da, (rank, x.shape[-1])), db=(db, (g.shape[-1], rank)),
+        "lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O"))
     )  # fmt: skip
-    return lora_gradients_reference(x, gh, g, h, da, db, drop, begins)
+    _check_outputs("lora_gradients", x, da=(da, (rank, x.shape[-1])), db=(db, (g.shape[-1], rank)))
+    shape = (x.shape[1], g.shape[1], rank, drop is not None)
+    return implementation("lora_gradients", x, None, shape)(x, gh, g, h, da, db, drop, begins)
 
 
+def _draw_gradients(
+    g: torch.Generator, inputs: int = 48, outputs: int = 40, rank: int = 5, dropping: bool = True
+) -> tuple[Tensor | Drop | tuple | None, ...]:
+    inward, outward = ((draw(g, 50, columns), draw(g, 50, rank)) for columns in (inputs, outputs))
+    da, db = draw(g, rank, inputs).detach(), draw(g, outputs, rank).detach()
+    return *inward, *outward, da, db, _drop(dropping), (True, False)
+
+
+@definition(_draw_gradients)
 @torch.no_grad()
 def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
@@ -175,12 +204,32 @@ def adapter_gradients(
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | float | None = None
 ) -> Tensor:
-    """x weightᵀ + bias + scale · (drop(x) aᵀ) bᵀ of x (..., K), with the gradients of all of them."""
+    """x weightᵀ + bias + scale · (drop(x) aᵀ) bᵀ of x (..., K), with the gradients of all of them.
+
+    Those of a and b go into their main_grad, if they have one (docs/kernels-lora.md). A number as `drop` is the probability of
+    a dropout by a seed drawn for this call.
+    """
+    require_last("lora_linear", "x", x, "(..., K)")
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     if isinstance(drop, (int, float)):
         drop = drawn(drop, x.device)
-    return lora_linear_reference(x, weight, bias, a, b, scale, drop)
+    outputs = weight.shape[0]
+    _check_drop("lora_linear", drop, x)
+    _check(
+        "lora_linear", x.reshape(-1, x.shape[-1]), weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)),
+        a=(a, ("R", x.shape[-1])), b=(b, (outputs, a.shape[0])),
+    )  # fmt: skip
+    if torch.compiler.is_compiling():  # inductor sees through the definition's products
+        return lora_linear_reference(x, weight, bias, a, b, scale, drop)
+    return implementation("lora_linear", x, None, (a.shape[0], drop is not None))(x, weight, bias, a, b, scale, drop)
 
 
+def _draw_linear(g: torch.Generator, rank: int = 5, dropping: bool = False) -> tuple[Tensor | Drop | float | None, ...]:
+    return draw(g, 2, 9, 48), draw(g, 40, 48), draw(g, 40), draw(g, rank, 48), draw(g, 40, rank), 1.7, _drop(dropping)
+
+
+@definition(_draw_linear)
 def lora_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | None = None
 ) -> Tensor:
@@ -195,8 +244,13 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _drop(dropping: bool) -> Drop | None:
+    """For examples."""
+    return Drop(0.25, ints(7).long(), 3) if dropping else None
+
+
 def _check(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, ...]]) -> None:
-    """That x is a matrix of floats, and each of the others a floating tensor of its shape beside it; a name is any size."""
+    """That x is a matrix of floats, and each of the others a tensor of floats beside it; a name in its shape is any size."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(
             f"{op}: its first argument must be a floating-point matrix, got {x.dtype} {tuple(x.shape)}; reshape it."
@@ -204,10 +258,27 @@ def _check(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, .
     for name, (t, shape) in others.items():
         if t is None:
             continue
-        fits = t.dim() == len(shape) and all(isinstance(want, str) or want == got for want, got in zip(shape, t.shape))
+        fits = t.dim() == len(shape) and all(
+            got > 0 if isinstance(want, str) else got == want for want, got in zip(shape, t.shape)
+        )
         if not fits or not t.is_floating_point():
             raise ValueError(
                 f"{op}: {name} must be a floating-point tensor ({', '.join(map(str, shape))}), got {t.dtype} {tuple(t.shape)}; "
-                f"the sizes follow from the first argument and the rank."
+                f"its sizes follow from the first argument and the rank."
             )
         require_device(op, name, t, x)
+
+
+def _check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
+    if drop is not None:
+        require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
+
+
+def _check_outputs(op: str, x: Tensor, **outputs: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    _check(op, x, **outputs)
+    for name, (t, _) in outputs.items():
+        if t is not None and (t.stride(1) != 1 or (t.shape[0] > 1 and t.stride(0) < t.shape[1])):
+            raise ValueError(
+                f"{op}: {name} is written, so its rows must be dense and apart, got strides {t.stride()}; "
+                f"pass a contiguous one."
+            )

@@ -206,3 +206,42 @@ class AttentionPlan(NamedTuple):
     @staticmethod
     def candidates(job: Job) -> "Iterator[AttentionPlan]":
         return (AttentionPlan(*plan) for plan in product((32, 64, 128), (2, 3, 4), (2, 4, 8)))
+
+
+class ProductPlan(NamedTuple):
+    """Of a kernel that multiplies tiles on tensor cores, and walks along what it sums over."""
+
+    rows: int  # of a tile of the result
+    columns: int
+    depth: int  # of the sum, a tile at a time
+    warps: int
+    stages: int  # tiles in flight
+    parts: int = 1  # in which a tile of the result is stored: staged in shared memory, a whole one would take stages away
+
+    def shared(self, job: Job) -> int:
+        """Tiles in flight, an fp32 adapter's under 16-bit rows, and the part of the result that waits to be stored."""
+        second = 4 if job.way in ("down", "up") else job.bytes
+        stored = self.rows * self.columns * job.bytes // self.parts if job.way == "product" else 0
+        return self.stages * self.depth * (self.rows * job.bytes + self.columns * second) + stored
+
+    def smaller(self) -> "ProductPlan | None":
+        if self.stages > 2:
+            return self._replace(stages=self.stages - 1)
+        if self.stages > 1 and self.depth > 32:
+            return self._replace(depth=self.depth // 2)
+        if self.columns > 64 and self.parts > 1:
+            return self._replace(columns=self.columns // 2, parts=1)
+        return self._replace(rows=self.rows // 2) if self.rows > 16 else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[ProductPlan]":
+        rank = job.shape[2]
+        if job.way == "product":
+            for plan in product((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4), (1, 2)):
+                yield ProductPlan(*plan)
+        elif job.way == "up":
+            for rows, columns, warps in product((32, 64, 128), (64, 128, 256), (4, 8)):
+                yield ProductPlan(rows, columns, rank, warps, 1)
+        else:  # the rank is the width of the result
+            for rows, depth, warps, stages in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4)):
+                yield ProductPlan(rows, rank, depth, warps, stages)

@@ -1,0 +1,372 @@
+"""A low-rank adapter's products (kernels/lora.py): three that memory bounds, and the frozen product with the adapter in it.
+
+Each of the three reads its tall matrix once: down (x, gives h), up (y, changed in place), and both gradients in one launch,
+whose programs own columns of x or of g and walk along all rows. No sum is split over programs, so the bits are the same in
+every run without a second pass.
+
+The product is one kernel. It adds h bᵀ to a tile before it is stored, so y is not read again; its tiles come in by the copy
+engine of Hopper and later (TMA, tensor descriptors) or through pointers. Where neither form is the faster one, cuBLAS makes the
+product and `up` adds to it.
+
+Ranks are padded to a power of two, and taken 128 at a time. Legend as in kernels/lora.py.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...device import Chip, chip, interpreted
+from ..accumulate import bias_gradients, weight_gradient
+from ..lora import Drop, adapter_gradients, threshold
+from ..plans import job_of, power_of_two
+from ..plans.kinds import ProductPlan
+from ._launch import first_order_only, launch
+
+RANKS = 128  # of a tile
+GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
+# Multiplications from which cuBLAS and another pass over y are faster than the product's pointer form. H200, bf16: 2048 x 768 x
+# 768 8.3 us against 6.5 + 3.5, 8192 x 4096 x 4096 557 against 349 + 38.
+POINTERS = 2 * 10**10
+
+
+@triton.jit
+def _hash(i, first, second):
+    """kernels/lora.py: _hash"""
+    i = i + first
+    i = (i ^ (i >> 16)) * 0x21F0AAAD + second
+    i = (i ^ (i >> 15)) * 0x735A2D97
+    return i ^ (i >> 15)
+
+
+@triton.jit
+def _keys(seed_ptr, site):
+    seed = tl.load(seed_ptr)
+    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    first = _hash(low, site.to(tl.uint32), 0)
+    return first, _hash(high, first, 0)
+
+
+@triton.jit
+def _kept(row, column, columns, first, second, limit):
+    """Which elements of a tile the dropout keeps."""
+    i = row.to(tl.uint32)[:, None] * columns + column.to(tl.uint32)[None]
+    return (_hash(i, first, second) >> 1).to(tl.int32) >= limit
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr, WIDE: tl.constexpr):
+    """total + a b, the second factor rounded to the dtype of the first."""
+    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+        return tl.dot(a.to(tl.float32), b.to(a.dtype).to(tl.float32), total, input_precision=PRECISION)
+    return tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _tile(ptr, row, column, rows, columns, along_row, along_column):
+    """Elements of a matrix at `row` and `column`, 0 beyond its `rows` and `columns`; the strides lead from one to the next."""
+    at = ptr + row.to(tl.int64)[:, None] * along_row + column[None] * along_column
+    return tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["site", "limit", "scale"])
+def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, N, K, R, sx, sar, sak, sh, BLOCK: tl.constexpr,
+                      DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    if seed_ptr is not None:
+        first, second = _keys(seed_ptr, site)
+    total = tl.zeros([BLOCK, RANKS], tl.float32)
+    for start in range(0, K, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        x = _tile(x_ptr, row, k, N, K, sx, 1)
+        if seed_ptr is not None:
+            x = tl.where(_kept(row, k, K, first, second, limit), x, 0.0)
+        total = _dot(x, _tile(a_ptr, k, rank, K, R, sak, sar), total, PRECISION, WIDE)
+    at = h_ptr + row.to(tl.int64)[:, None] * sh + rank[None]
+    tl.store(at, (total * scale).to(h_ptr.dtype.element_ty), mask=(row < N)[:, None] & (rank < R)[None])
+
+
+@triton.jit(do_not_specialize=["site", "limit", "scale"])
+def _lora_up_kernel(y_ptr, h_ptr, b_ptr, seed_ptr, site, limit, scale, N, O, R, sy, sh, sbo, sbr, BLOCK: tl.constexpr,
+                    COLUMNS: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < N)[:, None] & (column < O)[None]
+    at = y_ptr + row.to(tl.int64)[:, None] * sy + column[None]
+    y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for start in range(0, R, RANKS):
+        rank = start + tl.arange(0, RANKS)
+        total = _dot(_tile(h_ptr, row, rank, N, R, sh, 1), _tile(b_ptr, rank, column, R, O, sbr, sbo), total, PRECISION, WIDE)
+    if seed_ptr is not None:
+        first, second = _keys(seed_ptr, site)
+        total = tl.where(_kept(row, column, O, first, second, limit), total * scale, 0.0)
+    tl.store(at, (y + total).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["site", "limit", "scale", "tiles"])
+def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, seed_ptr, site, limit, scale, tiles, N, K, O, R, sx,
+                           sgh, sg, sh, sar, sak, sbo, sbr, A_BEGINS: tl.constexpr, B_BEGINS: tl.constexpr,
+                           BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr,
+                           WIDE: tl.constexpr):  # fmt: skip
+    """The first `tiles` programs own columns of g and rows of db, those behind them columns of x and of da."""
+    tile = tl.program_id(0)
+    of_b = tile < tiles
+    tall, small = g_ptr if of_b else x_ptr, h_ptr if of_b else gh_ptr
+    columns = O if of_b else K
+    along_tall, along_small = sg if of_b else sx, sh if of_b else sgh
+    column = (tile if of_b else tile - tiles) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    if seed_ptr is not None:
+        first, second = _keys(seed_ptr, site)
+    total = tl.zeros([BLOCK, RANKS], tl.float32)
+    for start in range(0, N, DEPTH):
+        row = start + tl.arange(0, DEPTH)
+        t = _tile(tall, row, column, N, columns, along_tall, 1)
+        if seed_ptr is not None:
+            t = tl.where(of_b | _kept(row, column, K, first, second, limit), t, 0.0)
+        total = _dot(tl.trans(t), _tile(small, row, rank, N, R, along_small, 1), total, PRECISION, WIDE)
+    mask = (column < columns)[:, None] & (rank < R)[None]
+    if of_b:
+        if db_ptr is not None:
+            at = db_ptr + column[:, None] * sbo + rank[None] * sbr
+            if not B_BEGINS:
+                total += tl.load(at, mask=mask, other=0.0)
+            tl.store(at, total.to(db_ptr.dtype.element_ty), mask=mask)
+    else:
+        if da_ptr is not None:
+            at = da_ptr + column[:, None] * sak + rank[None] * sar
+            total *= scale
+            if not A_BEGINS:
+                total += tl.load(at, mask=mask, other=0.0)
+            tl.store(at, total.to(da_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, sx, swo, swk, sh, sbo, sbr, sy, DESCRIBED: tl.constexpr,
+                         RANKS_DESCRIBED: tl.constexpr, WEIGHT_ALONG: tl.constexpr, B_ALONG: tl.constexpr, COUNT: tl.constexpr,
+                         BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
+                         PARTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
+    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks."""
+    tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=DESCRIBED):
+        band = tile // (GROUP * wide)
+        height = min(tall - band * GROUP, GROUP)
+        top = (band * GROUP + tile % (GROUP * wide) % height) * BLOCK
+        left = tile % (GROUP * wide) // height * COLUMNS
+        row, column = top + tl.arange(0, BLOCK), left + tl.arange(0, COLUMNS)
+        total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for start in range(0, K, DEPTH):
+            if DESCRIBED:
+                xt = x.load([top, start])
+                wt = weight.load([left, start]).T if WEIGHT_ALONG else weight.load([start, left])
+            else:
+                k = start + tl.arange(0, DEPTH)
+                xt, wt = _tile(x, row, k, N, K, sx, 1), _tile(weight, k, column, K, O, swk, swo)
+            total = _dot(xt, wt, total, PRECISION, WIDE)
+        for i in tl.static_range(COUNT):
+            if RANKS_DESCRIBED:
+                ht = h.load([top, i * RANKS])
+                bt = b.load([left, i * RANKS]).T if B_ALONG else b.load([i * RANKS, left])
+            else:
+                rank = i * RANKS + tl.arange(0, RANKS)
+                ht, bt = _tile(h, row, rank, N, R, sh, 1), _tile(b, rank, column, R, O, sbr, sbo)
+            total = _dot(ht, bt, total, PRECISION, WIDE)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[None]
+        if not DESCRIBED:
+            at = y + row.to(tl.int64)[:, None] * sy + column[None]
+            tl.store(at, total.to(y.dtype.element_ty), mask=(row < N)[:, None] & (column < O)[None])
+        elif PARTS == 2:
+            near, far = tl.split(tl.permute(tl.reshape(total, (BLOCK, 2, COLUMNS // 2)), (0, 2, 1)))
+            y.store([top, left], near.to(y.dtype))
+            y.store([top, left + COLUMNS // 2], far.to(y.dtype))
+        else:
+            y.store([top, left], total.to(y.dtype))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """A matrix whose rows a kernel can read: neighbours in memory."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def _masked(drop: Drop | None) -> tuple[Tensor | None, int, int]:
+    return (None, 0, 0) if drop is None else (drop.seed, drop.site, threshold(drop.p))
+
+
+def _upscale(drop: Drop | None) -> float:
+    return 1.0 if drop is None else 1 / (1 - drop.p)
+
+
+def _arithmetic() -> dict[str, Any]:
+    return {"PRECISION": _fp32_precision(), "WIDE": interpreted()}
+
+
+def _fp32_precision() -> str:
+    """What torch's own fp32 products are."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
+
+
+def _ranks(rank: int) -> int:
+    return min(RANKS, max(16, power_of_two(rank)))
+
+
+def _rows(count: int) -> int:
+    """For plans: a step's number of tokens, which differs a little from step to step."""
+    return -(-count // 256) * 256
+
+
+@torch.no_grad()
+def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
+    x, (rows, columns), rank = _dense(x), x.shape, a.shape[0]
+    h = torch.empty(rows, rank, device=x.device, dtype=x.dtype) if out is None else out
+
+    def run(plan: ProductPlan) -> None:
+        _lora_down_kernel[(triton.cdiv(rows, plan.rows), triton.cdiv(rank, plan.columns))](
+            x, a, h, *_masked(drop), scale * _upscale(drop), rows, columns, rank, x.stride(0), *a.stride(), h.stride(0),
+            BLOCK=plan.rows, DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns, **_arithmetic(),
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+    launch(job_of("lora", "down", (_rows(rows), columns, _ranks(rank)), x), run)
+    return h
+
+
+@torch.no_grad()
+def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+    h, (rows, columns), rank = _dense(h).to(y.dtype), y.shape, h.shape[1]
+
+    def run(plan: ProductPlan) -> None:
+        _lora_up_kernel[(triton.cdiv(columns, plan.columns), triton.cdiv(rows, plan.rows))](
+            y, h, b, *_masked(drop), _upscale(drop), rows, columns, rank, y.stride(0), h.stride(0), *b.stride(),
+            BLOCK=plan.rows, COLUMNS=plan.columns, RANKS=plan.depth, **_arithmetic(),
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+    launch(job_of("lora", "up", (_rows(rows), columns, _ranks(rank)), y), run)
+    return y
+
+
+@torch.no_grad()
+def lora_gradients(
+    x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
+    begins: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    x, gh, g, h = (_dense(t).to(x.dtype) for t in (x, gh, g, h))
+    (rows, inputs), outputs, rank = x.shape, g.shape[1], h.shape[1]
+    given = (0 if da is None else inputs, 0 if db is None else outputs)
+
+    def run(plan: ProductPlan) -> None:
+        of_a, of_b = (triton.cdiv(columns, plan.rows) for columns in given)
+        _lora_gradients_kernel[(of_a + of_b, triton.cdiv(rank, plan.columns))](
+            x, gh, g, h, da, db, *_masked(drop), _upscale(drop), of_b, rows, inputs, outputs, rank,
+            *(t.stride(0) for t in (x, gh, g, h)), *((0, 0) if da is None else da.stride()),
+            *((0, 0) if db is None else db.stride()), *begins, BLOCK=plan.rows, DEPTH=plan.depth, RANKS=plan.columns,
+            **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+    if any(given):
+        launch(job_of("lora", "gradients", (_rows(rows), sum(given), _ranks(rank)), x), run)
+    return da, db
+
+
+def _described(t: Tensor) -> bool:
+    """Whether a tensor descriptor takes this matrix: dense rows, everything at multiples of 16 bytes."""
+    apart = t.stride(0) >= t.shape[1] and t.stride(0) * t.element_size() % 16 == 0
+    return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
+
+
+def _along(t: Tensor) -> bool:
+    return t.stride(1) == 1
+
+
+def _in_memory(t: Tensor) -> Tensor:
+    """The matrix, or its transpose where that has dense rows."""
+    return t if _along(t) else t.t()
+
+
+@torch.no_grad()
+def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+    x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
+    way = _way(x, weight, drop, chip(x.device))
+    if way is None:
+        bias = None if bias is None else bias.to(x.dtype)
+        return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop)
+    return _product(x, weight, bias, h, b, way == "descriptors")
+
+
+def _way(x: Tensor, weight: Tensor, drop: Drop | None, on: Chip) -> str | None:
+    """The kernel's form for these: "descriptors", "pointers", or None, and cuBLAS makes the product.
+
+    With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32.
+    """
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    if drop is not None or (x.dtype == torch.float32 and not interpreted()):
+        return None
+    if 90 <= on.capability < 120 and _described(x) and _described(_in_memory(weight)) and outputs % 8 == 0:
+        return "descriptors"
+    return "pointers" if rows * inputs * outputs < POINTERS else None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool) -> Tensor:
+    (rows, inputs), outputs, rank = x.shape, weight.shape[0], h.shape[1]
+    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
+    along, b_along, ranks = _along(weight), _along(b), _ranks(rank)
+    ranks_described = described and _described(h) and _described(_in_memory(b))
+
+    def run(plan: ProductPlan) -> None:
+        tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(outputs, plan.columns)
+        given: tuple = (x, weight, bias, h, b, y)
+        if described:
+            tall, wide, deep = plan.rows, plan.columns, plan.depth
+            of = TensorDescriptor.from_tensor
+            given = (
+                of(x, [tall, deep]), of(_in_memory(weight), [wide, deep] if along else [deep, wide]), bias, h, b,
+                of(y, [tall, wide // plan.parts]),
+            )  # fmt: skip
+            if ranks_described:
+                theirs = of(h, [tall, ranks]), of(_in_memory(b), [wide, ranks] if b_along else [ranks, wide])
+                given = (*given[:3], *theirs, given[5])
+        _lora_product_kernel[(min(tiles, chip(x.device).sms) if described else tiles,)](
+            *given, rows, outputs, inputs, rank, x.stride(0), *weight.stride(), h.stride(0), *b.stride(), y.stride(0),
+            DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along, B_ALONG=b_along,
+            COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, RANKS=ranks,
+            PARTS=plan.parts, GROUP=GROUP, **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+
+    launch(job_of("lora", "product", (_rows(rows), outputs, ranks), x), run)
+    return y
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale, drop):
+        rows = x.reshape(-1, x.shape[-1])
+        h = lora_down(rows, a, scale, drop)
+        ctx.save_for_backward(rows, h, weight, a, b)  # for backward to see that nobody has changed the last three
+        ctx.owners, ctx.scale, ctx.drop, ctx.shape = (weight, bias, a, b), scale, drop, x.shape
+        return lora_product(rows, weight, bias, h, b).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        first_order_only("lora_linear")
+        x, h, weight, a, b = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *wanted, _, _ = ctx.needs_input_grad
+        g = g.reshape(-1, g.shape[-1])
+        gh = lora_down(g, b.t(), ctx.scale) if wants_x or wanted[0] else h
+        dx = lora_product(g, weight.t(), None, gh, a.t(), ctx.drop).view(ctx.shape) if wants_x else None
+        weight, bias, a, b = ctx.owners  # with their accumulators
+        dw = weight_gradient(weight, g, x) if wants_weight else None
+        (db,) = bias_gradients([bias], [wants_bias], g) if bias is not None else (None,)
+        return dx, dw, db, *adapter_gradients(a, b, x, gh, g, h, ctx.drop, wanted), None, None
+
+
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | None = None
+) -> Tensor:
+    return _LoraLinear.apply(x, weight, bias, a, b, scale, drop)
