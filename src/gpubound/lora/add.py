@@ -1,7 +1,7 @@
 """Low-rank adapters on the linear layers of a model, in place: added, listed, switched off, removed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -40,22 +40,24 @@ def add(
     return list(layers)
 
 
-class Options:
+class Options(NamedTuple):
     """How one layer is to be adapted."""
 
-    def __init__(self, layer: nn.Linear, rank: int, alpha: float, dropout: float = 0.0, rslora: bool = False):
-        self.layer, self.rank = layer, rank
-        self.rest = (alpha, dropout, rslora)
+    layer: nn.Linear
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    rslora: bool = False
 
     def check(self, key: str, name: str, who: str) -> None:
-        weight, dropout = self.layer.weight, self.rest[1]
+        weight = self.layer.weight
         if not isinstance(self.rank, int) or not 1 <= self.rank <= min(weight.shape):
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {min(weight.shape)} for {key}, whose weight is "
                 f"{weight.shape[0]} x {weight.shape[1]}, got {self.rank}."
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {dropout}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
         if name in _adapters(self.layer):
             raise ValueError(
                 f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
@@ -78,7 +80,7 @@ def attach(model: nn.Module, options: dict[str, Options], name: str, who: str) -
         if not isinstance(adapters, Adapters):
             adapters = Adapters(found.layer)
             found.layer.add_module(CHILD, adapters)
-        made = Pair(found.layer.weight, found.rank, *found.rest)
+        made = Pair(found.layer.weight, *found[1:])
         made.train(found.layer.training)
         adapters[name] = made
         adapters.hang()

@@ -57,12 +57,13 @@ class Adapters(nn.ModuleDict):
     _layer: tuple[nn.Linear]
     _weight: nn.Parameter
     _hung: tuple[LowRank, ...]
-    original: Tensor | None  # the weight before an adapter was merged into it
+    original: Tensor | None  # the weight before an adapter was merged into it, and its version since: merge.py
+    written: int
 
     def __init__(self, layer: nn.Linear):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None)
+        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None, written=0)
         self.register_load_state_dict_post_hook(_reload)
 
     @property
@@ -85,12 +86,16 @@ class Adapters(nn.ModuleDict):
         record.adapters = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
         drop_record(self._weight)
 
+    def keep(self, original: Tensor | None) -> None:
+        self.__dict__["original"] = original
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_hung": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight has no record yet."""
         super().__setstate__(state)
+        self.written = self._weight._version
         self.hang()
 
 

@@ -33,7 +33,7 @@ def chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linea
             )
         found.update((key, model.get_submodule(key)) for key in matches)
     for key, module in found.items():
-        if why := _unfit(module):
+        if why := unfit(module):
             raise ValueError(f"lora.add: {key} {why}; name nn.Linear layers.")
     return found
 
@@ -44,16 +44,17 @@ def _matches(key: str, target: str, regex: bool) -> bool:
 
 def _all_linear(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
     head = head_of(model)
-    fit = {key: layer for key, layer in layers.items() if layer is not head and not _unfit(layer)}
+    fit = {key: layer for key, layer in layers.items() if layer is not head and not unfit(layer)}
     if not fit:
         raise ValueError(f"lora.add: {type(model).__name__} has no nn.Linear below its head; name its layers as targets.")
     for key, layer in layers.items():
         if layer is not head and key not in fit:
-            fallback("lora.add: all-linear", f"{key} {_unfit(layer)}, so it gets no adapter")
+            fallback("lora.add: all-linear", f"{key} {unfit(layer)}, so it gets no adapter")
     return fit
 
 
-def _unfit(module: nn.Module) -> str | None:
+def unfit(module: nn.Module) -> str | None:
+    """Why no adapter can be a part of what `module` computes."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an nn.Linear"
     if type(module._parameters.get("weight")) is not nn.Parameter or not module.weight.is_floating_point():

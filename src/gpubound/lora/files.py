@@ -1,0 +1,151 @@
+"""Adapters in PEFT's files, both ways: adapter_config.json, and adapter_model.safetensors with a and b by their layers' names.
+
+What is written loads with `PeftModel.from_pretrained` on the same model, to the same logits; what PEFT wrote loads here, if it
+is plain LoRA of nn.Linear layers. Everything is checked before the model is changed.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of, save as bytes_of
+from torch import Tensor, nn
+
+from ..errors import DataError
+from ..files import read_json, reading, regular, replacing, write_whole
+from .add import Options, attach
+from .pairs import Pair, adapted_layers, pairs
+from .targets import linear_layers, unfit
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+NAMED = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
+UNUSUAL = (  # options of PEFT's that are off in plain LoRA, by which alone the files are read here
+    "use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
+    "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config", "target_parameters",
+)  # fmt: skip
+
+
+def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
+    """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
+    found = {key: own for key, _, own in pairs(model, name, "lora.save")}
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for key, own in found.items():
+        for letter, parameter in (("A", own.a), ("B", own.b)):
+            tensors[f"{PREFIX}{key}.lora_{letter}.weight"] = parameter.detach().cpu().contiguous()
+    with replacing(folder / WEIGHTS) as file:
+        file.write(bytes_of(tensors, {"format": "pt"}))
+    write_whole(folder / CONFIG, json.dumps(_config(model, found), indent=2) + "\n")
+
+
+def _config(model: nn.Module, found: dict[str, Pair]) -> dict[str, Any]:
+    first = next(iter(found.values()))
+    for key, own in found.items():
+        if (own.rslora, own.dropout.p) != (first.rslora, first.dropout.p):
+            raise ValueError(
+                f"lora.save: {key} differs from {next(iter(found))} in rslora or dropout, for which PEFT's files have one "
+                f"value; give them different names, and save each."
+            )
+    config = getattr(model, "config", None)
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": getattr(config, "_name_or_path", None) or None,
+        "task_type": "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout.p,
+        "use_rslora": first.rslora,
+        "target_modules": _ends(model, found),
+        "rank_pattern": {f"^{re.escape(key)}": own.rank for key, own in found.items() if own.rank != first.rank},
+        "alpha_pattern": {f"^{re.escape(key)}": own.alpha for key, own in found.items() if own.alpha != first.alpha},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _ends(model: nn.Module, found: dict[str, Pair]) -> list[str]:
+    """The ends of the names, where they choose these layers and no others; else the whole names."""
+    ends = {key.rpartition(".")[2] for key in found}
+    chosen = {key for key, _ in model.named_modules() if key.rpartition(".")[2] in ends}
+    return sorted(ends) if chosen == set(found) else sorted(found)
+
+
+@torch.no_grad()
+def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]:
+    """The adapters in the folder `path` onto `model`, under `name`; returns their layers' names.
+
+    They are added, and the model is frozen, as by `add`. Where an adapter `name` lies on these layers already, it gets the
+    values.
+    """
+    folder = Path(path)
+    config, tensors = _read(folder)
+    layers = {key: layer for key, layer in linear_layers(model).items() if not unfit(layer)}
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = NAMED.fullmatch(key)
+        if match is None or match[1] not in layers:
+            raise DataError(
+                f"{folder / WEIGHTS}: {key} is no half of a low-rank adapter of an nn.Linear of {type(model).__name__}; "
+                f"load it on the model that it was trained on."
+            )
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    options = {key: _options(folder, config, key, layers[key], own) for key, own in halves.items()}
+    there = {key: adapters[name].rank for key, adapters in adapted_layers(model) if name in adapters}
+    if not there:
+        attach(model, options, name, "lora.load")
+    elif there != {key: own.rank for key, own in options.items()}:
+        raise DataError(
+            f"{folder / WEIGHTS}: holds adapters of other layers or ranks than the model's {name!r}; load it under another "
+            f"name."
+        )
+    for key, adapters, own in pairs(model, name, "lora.load"):
+        own.a.copy_(halves[key]["A"])
+        own.b.copy_(halves[key]["B"])
+        own.alpha, own.dropout.p, own.rslora = options[key][2:]
+        adapters.hang()
+    return list(halves)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = read_json(folder / CONFIG, "save the adapter again")
+    wanted = {"peft_type": "LORA", "bias": "none", **dict.fromkeys(UNUSUAL)}
+    for option, usual in wanted.items():
+        if (config.get(option, usual) or None) != usual:
+            raise DataError(
+                f"{folder / CONFIG}: {option} is {config[option]!r}, and only plain LoRA is read here; load it with PEFT."
+            )
+    file = folder / WEIGHTS
+    try:
+        with reading(file):
+            return config, tensors_of(regular(file).read_bytes())
+    except SafetensorError as error:
+        raise DataError(f"{file}: is not in safetensors' format: {error}; save the adapter again.") from error
+
+
+def _options(folder: Path, config: dict[str, Any], key: str, layer: nn.Linear, own: dict[str, Tensor]) -> Options:
+    outputs, inputs = layer.weight.shape
+    rank = _of(config, "rank_pattern", key, config.get("r"))
+    shapes = {letter: tuple(own[letter].shape) if letter in own else None for letter in "AB"}
+    if shapes != {"A": (rank, inputs), "B": (outputs, rank)}:
+        raise DataError(
+            f"{folder / WEIGHTS}: the adapter of {key} has A {shapes['A']} and B {shapes['B']}, wanted ({rank}, {inputs}) and "
+            f"({outputs}, {rank}) for a weight of {outputs} x {inputs}; load it on the model that it was trained on."
+        )
+    alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
+    return Options(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))
+
+
+def _of(config: dict[str, Any], pattern: str, key: str, otherwise: Any) -> Any:
+    """As PEFT reads its patterns: the end of a name, or a regular expression of it."""
+    for expression, value in (config.get(pattern) or {}).items():
+        if re.match(rf"(.*\.)?({expression})$", key):
+            return value
+    return otherwise

@@ -1,0 +1,65 @@
+"""Adapters folded into the weights of their layers, and taken out again.
+
+Subtracting what was added would leave rounding behind. So the weight as it was is kept, in the host's memory, and put back.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .pairs import Adapters, Pair, adapted_layers, pairs
+
+
+@torch.no_grad()
+def merge(model: nn.Module, name: str | None = None) -> float:
+    """weight += scale · b a for the adapters that are on, or those of them called `name`. They cost nothing from then on.
+
+    Returns what rounding to the weights' dtype took: the largest error of a layer beside what was added, 0.0 to 1.0 and above.
+    In bf16 it is large where an adapter is small: one hundredth of a weight keeps one or two bits.
+    """
+    found: dict[str, tuple[Adapters, list[Pair]]] = {}
+    for key, adapters, own in pairs(model, name, "lora.merge"):
+        if own.on and not own.merged:
+            found.setdefault(key, (adapters, []))[1].append(own)
+    for key, (adapters, _) in found.items():
+        _check_unchanged("merge", key, adapters)
+    errors = [_fold(adapters, own) for adapters, own in found.values()]
+    return max((error.item() for error in errors), default=0.0)
+
+
+def _fold(adapters: Adapters, own: list[Pair]) -> Tensor:
+    weight = adapters.layer.weight
+    if adapters.original is None:
+        adapters.keep(weight.detach().to("cpu", copy=True))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    added = sum((pair.scale * (pair.b.to(wide) @ pair.a.to(wide)) for pair in own), torch.zeros((), device=weight.device))
+    before = weight.detach().to(wide, copy=True)
+    weight.copy_(before + added)
+    for pair in own:
+        pair.merged = True
+    adapters.hang()
+    adapters.written = weight._version
+    exact = before.double() + added.double()
+    return (weight.double() - exact).norm() / added.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """Every weight that adapters were merged into, bit for bit as it was. The adapters add to its products again."""
+    layers = [(key, adapters) for key, adapters in adapted_layers(model) if adapters.original is not None]
+    for key, adapters in layers:
+        _check_unchanged("unmerge", key, adapters)
+    for _, adapters in layers:
+        assert adapters.original is not None
+        adapters.layer.weight.copy_(adapters.original)
+        adapters.keep(None)
+        for _, pair in adapters.pairs():
+            pair.merged = False
+        adapters.hang()
+
+
+def _check_unchanged(what: str, key: str, adapters: Adapters) -> None:
+    if adapters.original is not None and adapters.layer.weight._version != adapters.written:
+        raise ValueError(
+            f"lora.{what}: the weight of {key} was changed after an adapter was merged into it, and unmerging would undo that; "
+            f"call gb.lora.unmerge before weights are trained or loaded."
+        )

@@ -1,0 +1,146 @@
+"""PEFT's files, both ways: the same logits; what does not fit is refused in a sentence, and the model stays as it was."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gpubound as gb
+
+from ..place.models import place, tiny, tokens
+from .test_add import adapted, records
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+FORMS = {
+    "all-linear": {},
+    "some, with rslora": {"targets": ["q_proj", "up_proj"], "rslora": True, "dropout": 0.1},
+    "one layer": {"targets": r".*layers\.1.*v_proj"},
+}
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_peft_loads_what_is_saved_here(tmp_path, options):
+    model = adapted(tiny(), **options)
+    gb.lora.save(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(tiny(), tmp_path)
+    model.eval()
+    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+    adapters = sum("lora_" in name for name, _ in theirs.named_parameters())
+    assert adapters == len(gb.lora.parameters(model)), "no layer more"
+
+
+def test_several_ranks_in_one_file(tmp_path):
+    model = adapted(tiny(), targets=["q_proj"])
+    adapted(model, rank=2, alpha=3, targets=["v_proj"])
+    gb.lora.save(model, tmp_path)
+    theirs, again = peft.PeftModel.from_pretrained(tiny(), tmp_path), tiny()
+    gb.lora.load(again, tmp_path)
+    for other in (theirs, again):
+        torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_dropout": 0.1, "rank_pattern": {"q_proj": 2}}], ids=str)
+def test_what_peft_saves_is_loaded(tmp_path, options, placed):
+    torch.manual_seed(3)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False} | options
+    theirs = peft.get_peft_model(tiny(), peft.LoraConfig(**config)).eval()
+    theirs.save_pretrained(tmp_path)
+    model = tiny().eval()
+    if placed:
+        place(model, strict=True)
+    gb.lora.load(model, tmp_path)
+    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert {p.requires_grad for p in gb.lora.parameters(model)} == {True}
+
+
+def test_into_an_adapter_that_is_there(tmp_path):
+    model = adapted(tiny())
+    gb.lora.save(model, tmp_path)
+    want, before = model(tokens()).logits, gb.lora.parameters(model)
+    with torch.no_grad():
+        for p in before:
+            p.zero_()
+    gb.lora.load(model, tmp_path)
+    assert torch.equal(model(tokens()).logits, want)
+    assert all(p is q for p, q in zip(before, gb.lora.parameters(model))), "an optimizer's parameters"
+    gb.lora.load(model, tmp_path, name="twice")
+    assert not torch.allclose(model(tokens()).logits, want)
+
+
+def narrower(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    tensors[key] = tensors[key][:-1].contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def stranger(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.other.lora_A.weight"] = torch.ones(2)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def option(**changes):
+    def change(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+REFUSED = {
+    "another shape": (
+        narrower,
+        "{w}: the adapter of model.layers.1.self_attn.v_proj has A (4, 32) and B (15, 4), wanted (4, 32) and (16, 4) for a "
+        "weight of 16 x 32; load it on the model that it was trained on.",
+    ),
+    "another rank than the config's": (
+        option(r=8),
+        "{w}: the adapter of model.layers.0.self_attn.v_proj has A (4, 32) and B (16, 4), wanted (8, 32) and (16, 8) for a "
+        "weight of 16 x 32; load it on the model that it was trained on.",
+    ),
+    "a layer that is not there": (
+        stranger,
+        "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of an nn.Linear of LlamaForCausalLM; load "
+        "it on the model that it was trained on.",
+    ),
+    "another kind": (option(use_dora=True), "{c}: use_dora is True, and only plain LoRA is read here; load it with PEFT."),
+    "another method": (
+        option(peft_type="IA3"),
+        "{c}: peft_type is 'IA3', and only plain LoRA is read here; load it with PEFT.",
+    ),
+    "no safetensors": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 40),
+        "{w}: is not in safetensors' format",
+    ),
+    "nothing": (lambda folder: (folder / "adapter_config.json").unlink(), "{c}: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("change, sentence", REFUSED.values(), ids=REFUSED)
+def test_refused_and_nothing_changed(tmp_path, change, sentence):
+    gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
+    change(tmp_path)
+    model = tiny()
+    with pytest.raises(gb.DataError) as error:
+        gb.lora.load(model, tmp_path)
+    where = {"w": tmp_path / "adapter_model.safetensors", "c": tmp_path / "adapter_config.json"}
+    assert str(error.value).startswith(sentence.format(**where))
+    assert all(p.requires_grad for p in model.parameters()) and not any(records(model))
+
+
+def test_over_other_layers_is_refused(tmp_path):
+    gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
+    model = adapted(tiny(), targets=["q_proj"])
+    with pytest.raises(gb.DataError, match="holds adapters of other layers or ranks than the model's 'default'; load it under"):
+        gb.lora.load(model, tmp_path)
+
+
+def test_two_sorts_in_one_file_are_refused(tmp_path):
+    model = adapted(tiny(), targets=["q_proj"])
+    adapted(model, targets=["v_proj"], dropout=0.5)
+    with pytest.raises(ValueError, match=r"differs from model\.layers\.0\.self_attn\.q_proj in rslora or dropout"):
+        gb.lora.save(model, tmp_path)

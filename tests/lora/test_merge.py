@@ -1,0 +1,92 @@
+"""A merged model computes what it did, without its adapters' products; unmerged, its weights are bit for bit what they were."""
+
+import copy
+
+import pytest
+import torch
+
+import gpubound as gb
+
+from ..place.models import place, tiny, tokens
+from .test_add import adapted, records, refusal
+
+
+def weights(model):
+    return {key: value.clone() for key, value in model.state_dict().items() if ".lora." not in key}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_there_and_back(dtype, placed):
+    model = tiny(dtype=dtype)
+    if placed:
+        place(model, strict=True)
+    adapted(model)
+    adapted(model, seed=5, name="second", targets=["q_proj"])
+    before, want = weights(model), model(tokens()).logits
+    error = gb.lora.merge(model)
+    assert not any(records(model)), "nothing is left to multiply"
+    got = model(tokens()).logits
+    limit = 1e-5 if dtype == torch.float32 else 5e-2
+    assert (got - want).norm() <= limit * want.norm()
+    gb.lora.unmerge(model)
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+    assert torch.equal(model(tokens()).logits, want)
+    assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-1
+
+
+def test_the_error_is_measured():
+    """Half of bf16's last bit, added to ones, is lost whole."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16))
+    gb.lora.add(model, 1)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].lora.default.a.fill_(2.0**-9)
+        model[0].lora.default.b.fill_(1.0)
+    assert gb.lora.merge(model) == 1.0
+    assert gb.lora.merge(model) == 0.0, "nothing is left to merge"
+
+
+def test_one_after_the_other():
+    model = adapted(tiny())
+    adapted(model, seed=5, name="second")
+    before, want = weights(model), model(tokens()).logits
+    gb.lora.merge(model, "second")
+    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    gb.lora.merge(model)
+    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    gb.lora.unmerge(model)
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+
+
+def test_one_that_is_off_is_not_merged():
+    model = adapted(tiny())
+    before = weights(model)
+    with gb.lora.disable(model):
+        gb.lora.merge(model)
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+
+
+def test_a_copy_is_unmerged_on_its_own():
+    model = adapted(tiny())
+    before = weights(model)
+    gb.lora.merge(model)
+    other = copy.deepcopy(model)
+    gb.lora.unmerge(other)
+    assert all(torch.equal(value, before[key]) for key, value in weights(other).items())
+    assert not torch.equal(weights(model)["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_what_would_be_lost_is_refused():
+    model = adapted(tiny(), targets=["v_proj"])
+    gb.lora.merge(model)
+    name = "model.layers.0.self_attn.v_proj"
+    assert refusal(lambda: gb.lora.remove(model)) == (
+        f"lora.remove: the adapter of {name} is merged into its weight; call gb.lora.unmerge first."
+    )
+    with torch.no_grad():
+        model.get_submodule(name).weight.mul_(2)
+    assert refusal(lambda: gb.lora.unmerge(model)) == (
+        f"lora.unmerge: the weight of {name} was changed after an adapter was merged into it, and unmerging would undo that; "
+        f"call gb.lora.unmerge before weights are trained or loaded."
+    )
