@@ -36,6 +36,10 @@ SHAPES: dict[str, list[tuple]] = {
     "geglu": [(72, False)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False)],
+    "lora_down": [(2048, 16, False), (4096, 32, True), (8192, 64, False), (8192, 130, False)],
+    "lora_gradients": [(768, 768, 16, False), (2048, 2048, 32, True), (4096, 4096, 64, False), (4096, 4096, 130, False)],
+    "lora_product": [(False, 16, False, True), (False, 16, False, False), (True, 64, False, True), (True, 130, False, False)],
+    "lora_up": [(16, False), (64, True), (130, False)],
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
     "norm_product": [(), (1.0, 30.0), (None, 0.0)],
     "norm_rows": [(), (1.0,)],
@@ -56,8 +60,9 @@ def compile_all(capability: int) -> None:
     import triton
 
     from gpubound.device import Chip
-    from gpubound.kernels import plans, selftest
+    from gpubound.kernels import selftest
     from gpubound.kernels.ops import OPS, load
+    from gpubound.kernels.plans import kinds
     from tests.kernels import aot
 
     known, seen = _kept(), set()
@@ -74,7 +79,7 @@ def compile_all(capability: int) -> None:
 
     aot.capability, aot.compiler = capability, compiler
     triton.runtime.jit.JITFunction.run = aot.compile_instead
-    plans.chip = plans.kinds.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
+    plans.chip = kinds.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
     for op in OPS:
         if op in FP8 and capability < 89:
             continue

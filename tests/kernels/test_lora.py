@@ -145,26 +145,26 @@ def test_a_product_of_many_tiles(described, device, monkeypatch):
     for rows, outputs, plan in ((150, 40, ProductPlan(16, 16, 16, 4, 3)), (20, 72, ProductPlan(16, 32, 32, 4, 3, 2))):
         x, weight, bias, _, b = arguments((rows, 48, outputs, 8), FP32, device)
         h = draw(device, FP32, rows, 8, seed=7)
-        with plans.trying(plans.job_of("lora", "product", (256, outputs, 16), x), plan):
+        with plans.trying(plans.job_of("lora", "described" if described else "pointers", (256, outputs, 16), x), plan):
             got = fast._product(x, weight, bias, h, b, described)
         same("y", got, reference.lora_product(x, weight, bias, h, b), TOLERANCE[FP32])
 
 
-def test_the_form_follows_the_tensors(device):
+def test_the_form_follows_the_tensors(device, monkeypatch):
     x, weight = draw(device, BF16, 8, 64), draw(device, BF16, 24, 64)
-    job = plans.job_of("lora", "product", (256, 24, 16), x)
-
-    def way(x, weight, drop=None, capability=90):
-        return fast._way(x, weight, drop, job.chip._replace(capability=capability))
-
+    monkeypatch.setattr(fast, "job_of", lambda *_: Job("lora", "", (), 2, CHIPS[90]))
     transposed = weight.t().contiguous().t()
-    assert [way(x, weight), way(x, transposed), way(x, transposed[:8])] == ["descriptors"] * 3
-    assert way(x[:, 1:], weight[:, 1:]) == way(x, weight[:9]) == way(x, weight, capability=80) == "pointers"
-    assert way(x, weight, dropout(device)) is None  # cuBLAS, then `up`, which drops
+    assert [fast._way(x, w, None) for w in (weight, transposed, transposed[:8])] == ["described"] * 3
+    assert fast._way(x[:, 1:], weight[:, 1:], None) == fast._way(x, weight[:9], None) == "pointers"
+    assert fast._way(x, weight, dropout(device)) is None  # cuBLAS, then `up`, which drops
+    monkeypatch.setattr(fast, "job_of", lambda *_: Job("lora", "", (), 2, CHIPS[80]))
+    assert fast._way(x, weight, None) == "pointers"
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("way, columns", [("down", 4096), ("up", 4096), ("gradients", 8192), ("product", 4096)])
+@pytest.mark.parametrize(
+    "way, columns", [("down", 4096), ("up", 4096), ("gradients", 8192), ("described", 4096), ("pointers", 4096)]
+)
 def test_every_plan_fits_every_gpu(way, columns, capability):
     for rank in (16, 32, 64, 128):
         for bytes_ in (2, 4):

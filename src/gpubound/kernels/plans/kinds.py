@@ -221,7 +221,7 @@ class ProductPlan(NamedTuple):
     def shared(self, job: Job) -> int:
         """Tiles in flight, an fp32 adapter's under 16-bit rows, and the part of the result that waits to be stored."""
         second = 4 if job.way in ("down", "up") else job.bytes
-        stored = self.rows * self.columns * job.bytes // self.parts if job.way == "product" else 0
+        stored = self.rows * self.columns * job.bytes // self.parts if job.way == "described" else 0
         return self.stages * self.depth * (self.rows * job.bytes + self.columns * second) + stored
 
     def smaller(self) -> "ProductPlan | None":
@@ -236,7 +236,7 @@ class ProductPlan(NamedTuple):
     @staticmethod
     def candidates(job: Job) -> "Iterator[ProductPlan]":
         rank = job.shape[2]
-        if job.way == "product":
+        if job.way in ("described", "pointers"):
             for plan in product((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4), (1, 2)):
                 yield ProductPlan(*plan)
         elif job.way == "up":

@@ -124,17 +124,19 @@ LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many w
 
 
 def lora(job: Job) -> ProductPlan:
-    """shape: rows; columns of x (down), of y (up, product), of x and g together (gradients); and the ranks of a tile.
+    """shape: rows; columns of x (down), of y (up, the product's forms), of x and g together (gradients); the ranks of a tile.
 
     down and gradients read their tensors once and are bound by memory: their tiles are as tall as leaves a program for each
     multiprocessor, without a second kernel that adds up parts of a sum. An H200 has 132 of them.
 
-    product, H200, bf16: 8192 x 2048 x 8192 376 us (cuBLAS without the adapter 362), 2048 x 768 x 768 8.3 (6.3).
+    described, H200, bf16: 8192 x 2048 x 8192 376 us (cuBLAS without the adapter 362), 2048 x 768 x 768 8.3 (6.3).
     """
     rows, columns, rank = job.shape
     if job.way == "up":
         return ProductPlan(64, 128, rank, 4, 1)
-    if job.way == "product":
+    if job.way == "pointers":
+        return ProductPlan(64, 128, 64, 4, 4)
+    if job.way == "described":
         return ProductPlan(128, 256, 64, 8, 3, 2) if rows * columns >= LARGE else ProductPlan(128, 128, 64, 8, 3)
     height = 64
     while height > 16 and (rows if job.way == "down" else columns) < height * job.chip.sms * 7 // 8:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...device import Chip, chip, interpreted
+from ...device import interpreted
 from ..accumulate import bias_gradients, weight_gradient
 from ..lora import Drop, adapter_gradients, threshold
 from ..plans import job_of, power_of_two
@@ -293,23 +293,28 @@ def _in_memory(t: Tensor) -> Tensor:
 @torch.no_grad()
 def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
-    way = _way(x, weight, drop, chip(x.device))
+    way = _way(x, weight, drop)
     if way is None:
         bias = None if bias is None else bias.to(x.dtype)
         return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop)
-    return _product(x, weight, bias, h, b, way == "descriptors")
+    return _product(x, weight, bias, h, b, way == "described")
 
 
-def _way(x: Tensor, weight: Tensor, drop: Drop | None, on: Chip) -> str | None:
-    """The kernel's form for these: "descriptors", "pointers", or None, and cuBLAS makes the product.
+def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
+    """The kernel's form for these: "described", "pointers", or None, and cuBLAS makes the product.
 
     With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if drop is not None or (x.dtype == torch.float32 and not interpreted()):
         return None
-    if 90 <= on.capability < 120 and _described(x) and _described(_in_memory(weight)) and outputs % 8 == 0:
-        return "descriptors"
+    if (
+        90 <= job_of("lora", "", (), x).chip.capability < 120
+        and _described(x)
+        and _described(_in_memory(weight))
+        and outputs % 8 == 0
+    ):
+        return "described"
     return "pointers" if rows * inputs * outputs < POINTERS else None
 
 
@@ -318,6 +323,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tenso
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     along, b_along, ranks = _along(weight), _along(b), _ranks(rank)
     ranks_described = described and _described(h) and _described(_in_memory(b))
+    job = job_of("lora", "described" if described else "pointers", (_rows(rows), outputs, ranks), x)
 
     def run(plan: ProductPlan) -> None:
         tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(outputs, plan.columns)
@@ -332,14 +338,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tenso
             if ranks_described:
                 theirs = of(h, [tall, ranks]), of(_in_memory(b), [wide, ranks] if b_along else [ranks, wide])
                 given = (*given[:3], *theirs, given[5])
-        _lora_product_kernel[(min(tiles, chip(x.device).sms) if described else tiles,)](
+        _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
             *given, rows, outputs, inputs, rank, x.stride(0), *weight.stride(), h.stride(0), *b.stride(), y.stride(0),
             DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along, B_ALONG=b_along,
             COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, RANKS=ranks,
             PARTS=plan.parts, GROUP=GROUP, **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
-    launch(job_of("lora", "product", (_rows(rows), outputs, ranks), x), run)
+    launch(job, run)
     return y
 
 
