@@ -13,6 +13,7 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ class Joined(NamedTuple):
     bias: Tensor | None
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
+    extra: Sequence[Sequence["Adapter"]] = ()  # beside what the records say, of this call alone: some for each weight
+
+    @property
+    def adapted(self) -> bool:
+        return any(self.extra) or any(map(adapted, self.weights))
 
 
 class Format:
@@ -115,14 +121,17 @@ class Spanning(NamedTuple):
         return y[..., self.start : self.stop]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part."""
-    if getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, extra: Sequence[Adapter] = ()) -> Tensor:
+    """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part.
+
+    extra: adapters of this call alone
+    """
+    if not extra and getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty):
         return F.linear(x, weight, bias)
     if _seen_through():
-        return _plain(x, weight, bias)
-    joined = Joined(weight.detach(), None if bias is None else bias.detach(), [weight], [] if bias is None else [bias])
-    return multiply(x, joined)
+        return _plain(x, weight, bias, extra)
+    biases = [] if bias is None else [bias]
+    return multiply(x, Joined(weight.detach(), None if bias is None else bias.detach(), [weight], biases, [extra]))
 
 
 def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
@@ -143,7 +152,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weights, format = joined.weights, format_of(joined.weights[0])
-    adapters: Sequence[Spanning] = _spanning(weights) if any(map(adapted, weights)) else ()
+    adapters = _spanning(joined) if joined.adapted else ()
     if torch.is_grad_enabled():
         theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
         return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
@@ -168,12 +177,12 @@ def adapted(weight: Tensor) -> bool:
     return len(adapters_of(weight)) > 0
 
 
-def _spanning(weights: Sequence[Tensor]) -> Sequence[Spanning]:
+def _spanning(joined: Joined) -> Sequence[Spanning]:
     kinds: dict[type[Adapter], list[Spanning]] = {}
     start = 0
-    for weight in weights:
+    for weight, extra in zip(joined.weights, joined.extra or repeat(())):
         stop = start + weight.shape[0]
-        for adapter in adapters_of(weight):
+        for adapter in (*adapters_of(weight), *extra):
             kinds.setdefault(type(adapter), []).append(Spanning(adapter, start, stop))
         start = stop
     return [spanning for kind, members in kinds.items() for spanning in kind.join(members)]
@@ -247,9 +256,9 @@ def _seen_through() -> bool:
     return torch.compiler.is_compiling() or transformed()
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, extra: Sequence[Adapter] = ()) -> Tensor:
     y = format_of(weight).plain(x, weight, bias)
-    for adapter in adapters_of(weight):
+    for adapter in (*adapters_of(weight), *extra):
         y = y + adapter.plain(x)
     return y
 

@@ -10,8 +10,8 @@ from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import weight_gradient
 from ..kernels.choose import Call, transformed
 from . import recompute
-from .linear_site import AS_IT_IS, Joined, adapted, check_unchanged, format_of, multiply
-from .stacked import Kernels, Projecting, Stacked, plain, run_linear
+from .linear_site import AS_IT_IS, Joined, check_unchanged, format_of, multiply
+from .stacked import Kernels, Projecting, Stacked, bare, run_linear
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -47,7 +47,7 @@ class MLP(Projecting):
             y = gated(self.activation, *self.one_by_one(x))
         else:
             trained = self._trained(down) if self.activation == "silu" and torch.is_grad_enabled() else None
-            if trained is not None and not any(map(adapted, gates.weights)):
+            if trained is not None and not gates.adapted:
                 whole = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
                 if whole is not None:
                     return whole
@@ -59,8 +59,8 @@ class MLP(Projecting):
 
     def _trained(self, down: Any) -> Tensor | None:
         """down's weight, where it trains and its product is all that calling `down` does."""
-        weight = down._parameters["weight"] if plain(down) and down._parameters["bias"] is None else None
-        return weight if weight is not None and weight.requires_grad and not adapted(weight) else None
+        weight = down._parameters["weight"] if bare(down) and down._parameters["bias"] is None else None
+        return weight if weight is not None and weight.requires_grad else None
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)

@@ -12,7 +12,7 @@ state_dict, optimizers and adapters work as before. What moves a parameter's mem
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_site import AS_IT_IS, Joined, adapted, format_of, linear, multiply
+from .linear_site import AS_IT_IS, Adapter, Joined, adapted, format_of, linear, multiply
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""
@@ -40,6 +40,30 @@ def bare(layer: Any) -> bool:
 def hooked(module: Any) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks)
+
+
+class Site(NamedTuple):
+    """What calling a layer multiplies by, and adapters that its weight's record does not have; or why it must be called."""
+
+    weight: Any = None
+    bias: Any = None
+    extra: Sequence[Adapter] = ()
+    why: str | None = None
+
+
+READERS: dict[tuple[str, str], Callable[[Any], Site]] = {}
+"""What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
+
+
+def site_of(layer: Any) -> Site:
+    if plain(layer):
+        return Site(layer._parameters["weight"], layer._parameters["bias"])
+    read = _reader(layer)
+    return Site(why=describe(layer)) if read is None else read(layer)
+
+
+def _reader(layer: Any) -> Callable[[Any], Site] | None:
+    return READERS.get((type(layer).__module__, type(layer).__name__))
 
 
 class Stacked:
@@ -63,18 +87,19 @@ class Stacked:
         """What `multiply` takes, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
-        for layer in layers:
-            if not plain(layer):
-                return self._refuse(f"{describe(layer)}, so it is called as it is")
-        weights = [layer._parameters["weight"] for layer in layers]
-        biases = [b for layer in layers if (b := layer._parameters["bias"]) is not None]
+        sites = [site_of(layer) for layer in layers]
+        for site in sites:
+            if site.why is not None:
+                return self._refuse(f"{site.why}, so it is called as it is")
+        weights = [site.weight for site in sites]
+        biases = [site.bias for site in sites if site.bias is not None]
         if tuple(p.data_ptr() for p in weights + biases) != self._addresses:
             if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
                 return self._refuse("FSDP shards the weights and manages their memory")
             if why := self.repack(weights, biases):
                 return self._refuse(why)
         assert self._weight is not None
-        return Joined(self._weight, self._bias, weights, biases)
+        return Joined(self._weight, self._bias, weights, biases, [site.extra for site in sites])
 
     def repack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> str | None:
         """Make the weights (and biases) neighbours again. None when that is done, else why it may not be."""
@@ -96,8 +121,17 @@ class Stacked:
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:
-    """layer(x), by what its weight's record says where it is plain."""
-    return linear(x, layer._parameters["weight"], layer._parameters["bias"]) if plain(layer) else layer(x)
+    """layer(x), by what its weight's record says where calling it does nothing else."""
+    if plain(layer):
+        return linear(x, layer._parameters["weight"], layer._parameters["bias"])
+    read = _reader(layer)
+    if read is None or torch.compiler.is_compiling():  # the compiler sees through what the other library wrote
+        return layer(x)
+    site = read(layer)
+    if site.why is not None:
+        fallback("layers: a product", f"{site.why}, so it is called as it is")
+        return layer(x)
+    return linear(x, site.weight, site.bias, site.extra)
 
 
 class Projecting(nn.Module):
@@ -126,7 +160,7 @@ class Projecting(nn.Module):
     def as_one(self) -> bool:
         """Whether they are one product: before the first call by what they look like."""
         stacked: Stacked | None = self.__dict__.get("stacked")
-        return all(plain(layer) for layer in self.projections()) and not (stacked and stacked.fallbacks)
+        return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
 
     def product_words(self, together: str) -> str:
         """How they are multiplied. What is not plain (a hook, a subclass) is called, and gives its output itself."""

@@ -67,7 +67,7 @@ class Together(Adapter):
         h, *seed = kept
         drop = Drop(self.rate, seed[0]) if seed else None
         outputs = [span.of(g) for span in self.spans]
-        gh = torch.empty_like(h)
+        gh = h.new_empty(h.shape)
         for low, part, out in zip(self.lows, outputs, gh.split(self.ranks, 1)):
             lora_down(part, low.b.t(), self.scale, out=out)
         if dx is not None:

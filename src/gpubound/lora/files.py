@@ -89,7 +89,7 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     config, tensors = _read(folder)
     layers = {key: layer for key, layer in linear_layers(model).items() if not unfit(layer)}
     halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in sorted(tensors.items()):
         match = NAMED.fullmatch(key)
         if match is None or match[1] not in layers:
             raise DataError(

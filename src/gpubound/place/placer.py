@@ -17,6 +17,7 @@ from .. import device as facts
 from ..errors import PlaceError
 from ..kernels.choose import hasten, runs
 from ..layers import MLP, Attention
+from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
 from ..trace import fallback
 from . import candidates
 from .candidates import Candidate

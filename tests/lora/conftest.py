@@ -1,0 +1,1 @@
+from ..place.conftest import reference_kernels as reference_kernels

@@ -1,0 +1,184 @@
+"""PEFT's own adapters run through our products, in whatever state they are; what is not plain LoRA runs as PEFT wrote it."""
+
+import copy
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound import trace
+from gpubound.layers.linear_site import _Product
+
+from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+
+def adapted(model, **options):
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(**ALL | options))
+
+
+def second(model, **options):
+    torch.manual_seed(4)
+    model.add_adapter("second", peft.LoraConfig(**ALL | {"r": 2, "target_modules": ["q_proj", "down_proj"]} | options))
+    return model
+
+
+def both(order, **options):
+    """(ours, through our products; theirs, as PEFT wrote it)"""
+    if order == "adapters first":
+        ours = adapted(tiny(), **options)
+        place(ours, strict=True)
+    else:
+        placed = tiny()
+        place(placed, strict=True)
+        ours = adapted(placed, **options)
+    return ours, adapted(tiny(), **options)
+
+
+@pytest.fixture(params=["adapters first", "placed first"])
+def pair(request):
+    ours, theirs = both(request.param)
+    return second(ours), second(theirs)
+
+
+def activate(*names):
+    return lambda model: model.base_model.set_adapter(list(names))
+
+
+def scale(model):
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.set_scale("default", 3.0)
+
+
+STATES = {
+    "as they came": lambda model: None,
+    "the second": activate("second"),
+    "both": activate("default", "second"),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "enabled again": lambda model: [model.base_model.disable_adapter_layers(), model.base_model.enable_adapter_layers()],
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: [model.merge_adapter(), model.unmerge_adapter()],
+    "another scale": scale,
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_in_every_state_of_theirs(pair, change, monkeypatch):
+    """The state changes after the model has run, and is read at the next call."""
+    ours, theirs = pair
+    assert_close(training_run(ours, batch()), training_run(theirs, batch()))
+    for model in pair:
+        change(model)
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda *_, **__: pytest.fail("called as it is"))
+    got = ours(tokens()).logits
+    gradients = training_run(ours, batch()) if got.requires_grad else {}
+    monkeypatch.undo()
+    torch.testing.assert_close(got, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    if gradients:
+        assert_close(gradients, training_run(theirs, batch()))
+
+
+def test_q_k_and_v_read_x_once(monkeypatch):
+    ours, _ = both("adapters first")
+    products, apply = [], _Product.apply
+    monkeypatch.setattr(_Product, "apply", lambda *arguments: products.append(len(arguments[2])) or apply(*arguments))
+    ours(tokens())
+    assert products == [1] * 4 * 2, "a layer: qkv, o, gate and up, down, each with one adapter over all of it"
+
+
+def test_disabled_while_merged():
+    """PEFT's forward unmerges then."""
+    ours, theirs = both("adapters first")
+    for model in (ours, theirs):
+        model.merge_adapter()
+        model.base_model.disable_adapter_layers()
+    for _ in range(2):
+        torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_in_training_alone():
+    ours, theirs = both("placed first", lora_dropout=0.5)
+    torch.testing.assert_close(ours.eval()(tokens()).logits, theirs.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+    ours.train()
+    assert not torch.allclose(ours(tokens()).logits, ours(tokens()).logits)
+
+
+UNUSUAL = {
+    "DoRA": ({"use_dora": True}, "PEFT's adapter 'default' is a DoraLinearVariant, not plain LoRA"),
+    "a bias": ({"lora_bias": True}, "PEFT's adapter 'default' adds a bias"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias.*")
+@pytest.mark.parametrize("order", ["adapters first", "placed first"])
+@pytest.mark.parametrize("options, why", UNUSUAL.values(), ids=UNUSUAL)
+def test_what_is_not_plain_lora_runs_as_peft_wrote_it(options, why, order):
+    trace.fallbacks.clear()
+    ours, theirs = both(order, **options)
+    assert_close(training_run(ours, batch()), training_run(theirs, batch()))
+    assert {reason for _, reason in trace.fallbacks} == {f"{why}, so it is called as it is"}
+
+
+def test_rows_of_their_own_adapters():
+    """PEFT gives the rows' adapters to hooks on its layers."""
+    ours, theirs = both("placed first")
+    for model in (second(ours).eval(), second(theirs).eval()):
+        model.active_names = ["default", "second"]
+    names = {"adapter_names": ["default", "__base__"]}
+    torch.testing.assert_close(ours(tokens(), **names).logits, theirs(tokens(), **names).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_are_read_as_well():
+    ours, theirs = both("placed first")
+    assert_close(training_run(copy.deepcopy(ours), batch()), training_run(theirs, batch()))
+
+
+def losses_of_ours(model, steps, **options):
+    config = gb.AdamW(lr=1e-2, weight_decay=0.0)
+    step = gb.TrainStep(model, "causal_lm", config, clip=1.0, precision="fp32", **options)
+    return [step(batch()).read().loss for _ in range(steps)]
+
+
+@pytest.mark.parametrize("order", ["adapters first", "placed first"])
+def test_twenty_steps_are_pefts(order):
+    ours, theirs = both(order)
+    frozen = {name: p.clone() for name, p in ours.named_parameters() if not p.requires_grad}
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer, want = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = theirs.train()(**batch()).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        want.append(loss.item())
+    got = losses_of_ours(ours.train(), 20, graph="off")
+    assert got == pytest.approx(want, abs=1e-5) and got[-1] < got[0]
+    assert all(torch.equal(p, frozen[name]) for name, p in ours.named_parameters() if name in frozen)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_captured_is_eager_bit_for_bit(dropout):
+    found = []
+    for graph in ("off", "require"):
+        ours, _ = both("placed first", lora_dropout=dropout)
+        torch.manual_seed(5)
+        losses = losses_of_ours(ours.train(), 3, graph=graph)
+        found.append((losses, [p.detach().clone() for p in ours.parameters() if p.requires_grad]))
+    (eager, ours), (captured, theirs) = found
+    assert eager == captured and all(map(torch.equal, ours, theirs))
+    assert len(set(eager)) == 3
+
+
+def test_the_table_says_how_it_runs():
+    model = adapted(tiny())
+    found = rows(place(model, strict=True))
+    name = "base_model.model.model.layers.0"
+    assert found[f"{name}.self_attn"].kernel.startswith("q, k, v as one product")
+    assert found[f"{name}.mlp"].kernel.startswith("gate and up as one product")
+    assert not any(row.reasons for row in found.values())
