@@ -132,8 +132,12 @@ def test_make_targets_exist():
 
 def public() -> list[str]:
     """What a user may call: the front's names, and those that the packages behind it show."""
-    names = [f"gpubound.{name}" for name in gb.__all__ if name not in ("__version__", "kernels") and not name.endswith("Error")]
-    for package in ("train", "feed", "corpus", "models", "measure", "kernels"):
+    names = [
+        f"gpubound.{name}"
+        for name in gb.__all__
+        if name not in ("__version__", "kernels", "lora") and not name.endswith("Error")
+    ]
+    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels"):
         module = import_module(f"gpubound.{package}")
         shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         things = [(name, getattr(module, name)) for name in shown]
