@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound.kernels.record import made_record
-from gpubound.layers import Stacked
+from gpubound.layers import Stacked, linear_site
 from gpubound.layers.linear_site import linear
 from gpubound.lora.adapter import LowRank, Together
 from gpubound.train import Accumulators
@@ -67,6 +67,28 @@ def test_it_is_the_formula(shape, outputs, rank):
     assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(run(layer, x), want)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (0, K)], ids=str)
+def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
+    """In the interpreter: y's and dx's products take the narrow ones in, the numbers stay, and dropout's mask."""
+    layers, x = nn.ModuleList(frozen(outputs) for outputs in (8, 16)), draw(*shape).requires_grad_()
+    lows, stacked = [low_rank(layer, i, dropout=dropout) for i, layer in enumerate(layers)], Stacked()
+    leaves = [x, *(p for low in lows for p in low.parameters)]
+    products, product = [], linear_site.lora_product
+    monkeypatch.setattr(linear_site, "lora_product", lambda *given: products.append(len(given)) or product(*given))
+    found = []
+    for interpret in ("0", "1"):
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        torch.manual_seed(3)
+        y = torch.cat([run(layers[0], x), stacked.product(x, layers)], -1)
+        with torch.no_grad():
+            torch.manual_seed(3)
+            without = run(layers[0], x)
+        found.append([y, without, *gradients(y, leaves)])
+        assert len(products) == (4 if interpret == "1" else 0), "y of one weight, with and without gradients, and dx of both"
+    assert_same(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_x_may_have_gaps():

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import device as facts
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
-from ..kernels.choose import transformed
+from ..kernels.choose import KERNEL_DTYPES, transformed
+from ..kernels.lora import Drop, lora_product
 from ..kernels.record import record_of
 from . import recompute
 
@@ -80,6 +82,14 @@ class Format:
 AS_IT_IS = Format()
 
 
+class Factors(NamedTuple):
+    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R)."""
+
+    h: Tensor
+    b: Tensor
+    drop: Drop | None = None
+
+
 class Adapter:
     """Adds to a product, with parameters of its own. `forward` and `backward` run where autograd is off.
 
@@ -108,6 +118,14 @@ class Adapter:
         None where one is not wanted or was delivered (kernels/accumulate.py).
         """
         raise NotImplementedError
+
+    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
+        """Instead of `forward`: what a product adds as it writes y, and `kept`. None: `forward` adds."""
+        return None
+
+    def share(self, g: Tensor, kept: Sequence[Tensor]) -> Factors | None:
+        """What it adds to dx, likewise. `backward` is given it then, and leaves dx alone."""
+        return None
 
 
 class Spanning(NamedTuple):
@@ -156,10 +174,28 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     if torch.is_grad_enabled():
         theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
         return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
+    if (said := _said(format, x, joined, adapters)) is not None:
+        return _added(x, joined.weight, joined.bias, said[0])
     y = format.evaluate(x, joined)
     for spanning in adapters:
         spanning.adapter.forward(x, spanning.of(y))
     return y
+
+
+def _said(format: Format, x: Tensor, joined: Joined, adapters: Sequence[Spanning]) -> tuple[Factors, Sequence[Tensor]] | None:
+    """The only adapter's `factors`, where one kernel multiplies and adds: it reads and writes y once."""
+    if len(adapters) != 1 or not _adds(format, x) or (adapters[0].start, adapters[0].stop) != (0, joined.weight.shape[0]):
+        return None
+    return adapters[0].adapter.factors(x)
+
+
+def _adds(format: Format, x: Tensor) -> bool:
+    """Whether there is such a kernel. Without one, torch's product in x's dtype is faster than the definition."""
+    return format is AS_IT_IS and (x.is_cuda or facts.interpreted()) and x.dtype in KERNEL_DTYPES
+
+
+def _added(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
+    return lora_product(rows_of(x), weight, bias, *factors).view(*x.shape[:-1], weight.shape[0])
 
 
 def format_of(weight: Tensor) -> Format:
@@ -195,11 +231,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, format, adapters, joined, *parameters):
-        y, kept = format.forward(x, joined)
-        kept, ctx.starts = list(kept), []
-        for spanning in adapters:
-            ctx.starts.append(len(kept))
-            kept += spanning.adapter.forward(x, spanning.of(y))
+        if (said := _said(format, x, joined, adapters)) is not None:
+            y, kept, ctx.starts = _added(x, joined.weight, joined.bias, said[0]), said[1], [0]
+        else:
+            y, kept = format.forward(x, joined)
+            kept, ctx.starts = list(kept), []
+            for spanning in adapters:
+                ctx.starts.append(len(kept))
+                kept += spanning.adapter.forward(x, spanning.of(y))
         reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
         stream, norm, *ctx.gain = (recompute.origin(x) or (x, None)) if reads_x else (None, None)
         ctx.save_for_backward(stream, norm, *kept)
@@ -218,11 +257,18 @@ class _Product(torch.autograd.Function):
         if norm is not None:
             x = recompute.Normed(x, norm, *ctx.gain).again()
         x, rows = None if x is None else rows_of(x), rows_of(g)
-        dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx, wanted[:last])
+        given: dict[str, Factors] = {}
+        if wants_dx and len(ctx.adapters) == 1 and _adds(ctx.format, rows):
+            (spanning,) = ctx.adapters
+            if (share := spanning.adapter.share(spanning.of(rows), kept)) is not None:
+                given = {"share": share}
+        dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx and not given, wanted[:last])
+        if given:
+            dx = _added(rows, joined.weight.t(), None, share)
         db = bias_gradients(joined.biases, wanted[last:bias], rows) if joined.biases else ()
         more: list[Tensor | None] = []
         for spanning, start, stop in zip(ctx.adapters, ctx.starts, [*ctx.starts[1:], len(kept)]):
-            more += spanning.adapter.backward(spanning.of(rows), x, kept[start:stop], dx)
+            more += spanning.adapter.backward(spanning.of(rows), x, kept[start:stop], dx, **given)
         if dx is not None and g.dim() != 2:
             dx = dx.view(*g.shape[:-1], dx.shape[-1])
         return dx, None, None, None, *dw, *db, *more

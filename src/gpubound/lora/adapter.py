@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import join_rows
 from ..kernels.lora import Drop, adapter_gradients, drawn, lora_down, lora_up
-from ..layers.linear_site import Adapter, Spanning, rows_of
+from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
 
 
 class LowRank(Adapter):
@@ -56,27 +56,42 @@ class Together(Adapter):
         self.scale, self.rate = self.lows[0].scale, self.lows[0].rate
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        x, y = rows_of(x), y.view(-1, y.shape[-1])
-        drop = drawn(self.rate, x.device)
-        h = lora_down(x, self._a(), self.scale, drop)
+        h, kept = self._down(rows_of(x))
+        y = y.view(-1, y.shape[-1])
         for low, span, part in zip(self.lows, self.spans, h.split(self.ranks, 1)):
             lora_up(span.of(y), part, low.b)
-        return (h,) if drop is None else (h, drop.seed)
+        return kept
 
-    def backward(self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None) -> Sequence[Tensor | None]:
+    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
+        if len(self.lows) > 1:
+            return None
+        h, kept = self._down(rows_of(x))
+        return Factors(h, self.lows[0].b.detach()), kept
+
+    def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        drop = drawn(self.rate, x.device)
+        h = lora_down(x, self._a(), self.scale, drop)
+        return h, (h,) if drop is None else (h, drop.seed)
+
+    def share(self, g: Tensor, kept: Sequence[Tensor]) -> Factors:
         h, *seed = kept
-        drop = Drop(self.rate, seed[0]) if seed else None
-        outputs = [span.of(g) for span in self.spans]
         gh = h.new_empty(h.shape)
-        for low, part, out in zip(self.lows, outputs, gh.split(self.ranks, 1)):
-            lora_down(part, low.b.t(), self.scale, out=out)
-        if dx is not None:
-            lora_up(dx, gh, self._a().t(), drop)
-        parts = zip(self.lows, gh.split(self.ranks, 1), outputs, h.split(self.ranks, 1))
+        for low, span, out in zip(self.lows, self.spans, gh.split(self.ranks, 1)):
+            lora_down(span.of(g), low.b.detach().t(), self.scale, out=out)
+        return Factors(gh, self._a().t(), Drop(self.rate, seed[0]) if seed else None)
+
+    def backward(
+        self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None, share: Factors | None = None
+    ) -> Sequence[Tensor | None]:
+        if share is None:
+            share = self.share(g, kept)
+            if dx is not None:
+                lora_up(dx, *share)
+        narrow, wide = share.h.split(self.ranks, 1), kept[0].split(self.ranks, 1)
         made: list[Tensor | None] = []
-        for low, narrow, wide, part in parts:
+        for low, span, gh, h in zip(self.lows, self.spans, narrow, wide):
             wanted = low.a.requires_grad, low.b.requires_grad
-            made += adapter_gradients(low.a, low.b, x, narrow, wide, part, drop, wanted)
+            made += adapter_gradients(low.a, low.b, x, gh, span.of(g), h, share.drop, wanted)
         return made
 
     def _a(self) -> Tensor:
