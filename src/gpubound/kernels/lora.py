@@ -21,6 +21,7 @@ from .checks import require, require_device, require_last
 from .choose import implementation
 from .ops import definition, draw, ints
 from .plans.rules import LARGE
+from .record import record_of
 
 WORD = 0xFFFFFFFF
 
@@ -97,7 +98,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor
     """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
     _check_drop("lora_up", drop, y)
     _check("lora_up", y, h=(h, (y.shape[0], "R")), b=(b, (y.shape[-1], h.shape[-1])))
-    _check_outputs("lora_up", y, y=(y, tuple(y.shape)))
+    _check_outputs("lora_up", y, y=(y, (y.shape[0], y.shape[1])))
     return implementation("lora_up", y, None, (h.shape[1], drop is not None))(y, h, b, drop)
 
 
@@ -108,10 +109,15 @@ def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None)
     return y.copy_(y.to(wide) + dropped(h.to(wide) @ b.to(wide).t(), drop))
 
 
-def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+def lora_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None, dependent: bool = False
+) -> Tensor:
     """x weightᵀ + bias + h bᵀ, with `drop` + drop(h bᵀ), as one kernel.
 
     With g, weight.t(), None, gh and a.t() it is the gradient dx.
+
+    dependent   the kernel before this one in the stream made h, and all else was there before that one began: this may start
+                while it still runs (programmatic dependent launch)
     """
     rows, outputs = x.shape[0], weight.shape[0]
     _check_drop("lora_product", drop, x)
@@ -120,7 +126,7 @@ def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: T
         b=(b, (outputs, h.shape[-1])),
     )  # fmt: skip
     shape = (rows * outputs >= LARGE, h.shape[1], drop is not None, weight.stride(-1) == 1)
-    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop)
+    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, dependent)
 
 
 def _draw_product(g: torch.Generator, large: bool = False, rank: int = 5, dropping: bool = False, along: bool = True) -> tuple:
@@ -132,7 +138,7 @@ def _draw_product(g: torch.Generator, large: bool = False, rank: int = 5, droppi
 @definition(_draw_product)
 @torch.no_grad()
 def lora_product_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None, dependent: bool = False
 ) -> Tensor:
     wide = _wide(x)
     y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ b.to(wide).t(), drop)
@@ -141,13 +147,14 @@ def lora_product_reference(
 
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True),
+    begins: tuple[bool, bool] = (True, True), dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into what is given: None is not computed.
 
     Summed in fp32, in the same order every time.
 
-    begins   for da and for db: True writes over what is there, False adds to it, which then is fp32
+    begins      for da and for db: True writes over what is there, False adds to it, which then is fp32
+    dependent   as of `lora_product`, gh being what the kernel before this one made
     """
     rank = h.shape[-1]
     _check_drop("lora_gradients", drop, x)
@@ -156,7 +163,7 @@ def lora_gradients(
     )  # fmt: skip
     _check_outputs("lora_gradients", x, da=(da, (rank, x.shape[-1])), db=(db, (g.shape[-1], rank)))
     shape = (x.shape[1], g.shape[1], rank, drop is not None)
-    return implementation("lora_gradients", x, None, shape)(x, gh, g, h, da, db, drop, begins)
+    return implementation("lora_gradients", x, None, shape)(x, gh, g, h, da, db, drop, begins, dependent)
 
 
 def _draw_gradients(
@@ -171,7 +178,7 @@ def _draw_gradients(
 @torch.no_grad()
 def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True),
+    begins: tuple[bool, bool] = (True, True), dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     wide = _wide(x)
     for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
@@ -183,20 +190,26 @@ def lora_gradients_reference(
 
 def adapter_gradients(
     a: Tensor, b: Tensor, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
-    wanted: Sequence[bool] = (True, True),
+    wanted: Sequence[bool] = (True, True), dependent: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of the parameters a and b, where they go: into their main_grad and None, or tensors of their dtypes."""
+    """The gradients of the parameters a and b, where they go: into their main_grad and None, or tensors of their dtypes.
+
+    `dependent` as of `lora_gradients`; it holds for deliveries on the current stream.
+    """
     mains = [main_gradient(p) if want else None for p, want in zip((a, b), wanted)]
     begins = [main is None or opens([p]) for p, main in zip((a, b), mains)]
     made = [torch.empty_like(p) if want and main is None else None for p, want, main in zip((a, b), wanted, mains)]
     da, db = (made[i] if mains[i] is None else mains[i] for i in (0, 1))
 
-    def put() -> None:
-        lora_gradients(x, gh, g, h, da, db, drop, (begins[0], begins[1]))
+    def put(follows: bool = False) -> None:
+        lora_gradients(x, gh, g, h, da, db, drop, (begins[0], begins[1]), follows)
 
-    if any(t is not None for t in made):
-        put()
-    elif any(wanted):
+    record = record_of(a)
+    if not any(wanted):
+        return made
+    if any(t is not None for t in made) or record is None or record.side is None:
+        put(dependent)
+    else:
         aside(a, put, x, gh, g, h)
     return made
 
@@ -279,10 +292,12 @@ def _check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
         require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
 
 
-def _check_outputs(op: str, x: Tensor, **outputs: tuple[Tensor | None, tuple[int, ...]]) -> None:
+def _check_outputs(op: str, x: Tensor, **outputs: tuple[Tensor | None, tuple[int, int]]) -> None:
     _check(op, x, **outputs)
-    for name, (t, _) in outputs.items():
-        if t is not None and (t.stride(1) != 1 or (t.shape[0] > 1 and t.stride(0) < t.shape[1])):
+    for name, (t, (rows, columns)) in outputs.items():
+        if t is None or t.numel() == 0:
+            continue
+        if (columns > 1 and t.stride(1) != 1) or (rows > 1 and t.stride(0) < columns):
             raise ValueError(
                 f"{op}: {name} is written, so its rows must be dense and apart, got strides {t.stride()}; "
                 f"pass a contiguous one."

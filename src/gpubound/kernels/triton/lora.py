@@ -4,6 +4,9 @@ Each of the three reads its tall matrix once: down (x, gives h), up (y, changed 
 whose programs own columns of x or of g and walk along all rows. No sum is split over programs, so the bits are the same in
 every run without a second pass.
 
+The four may overlap by programmatic dependent launch: `down` lets its successor in at once. The product multiplies x by weight
+meanwhile, and waits for h when it comes to add h bᵀ; `dependent` says that the kernel before it made h.
+
 The product is one kernel. It adds h bᵀ to a tile before it is stored, so y is not read again; its tiles come in by the copy
 engine of Hopper and later (TMA, tensor descriptors) or through pointers. Where neither form is the faster one, cuBLAS makes the
 product and `up` adds to it.
@@ -22,9 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...device import interpreted
 from ..accumulate import bias_gradients, weight_gradient
 from ..lora import Drop, adapter_gradients, threshold
-from ..plans import job_of, power_of_two
+from ..plans import Job, job_of, power_of_two
 from ..plans.kinds import ProductPlan
-from ._launch import first_order_only, launch
+from ._launch import first_order_only, launch, options
+from .decode_product import _begin, _wait
 
 RANKS = 128  # of a tile
 GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
@@ -73,8 +77,10 @@ def _tile(ptr, row, column, rows, columns, along_row, along_column):
 
 
 @triton.jit(do_not_specialize=["site", "limit", "scale"])
-def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, N, K, R, sx, sar, sak, sh, BLOCK: tl.constexpr,
-                      DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, N, K, R, sx, sar, sak, sh, EARLY: tl.constexpr,
+                      BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr,
+                      WIDE: tl.constexpr):  # fmt: skip
+    _begin(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     if seed_ptr is not None:
@@ -112,8 +118,10 @@ def _lora_up_kernel(y_ptr, h_ptr, b_ptr, seed_ptr, site, limit, scale, N, O, R, 
 def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, seed_ptr, site, limit, scale, tiles, N, K, O, R, sx,
                            sgh, sg, sh, sar, sak, sbo, sbr, A_BEGINS: tl.constexpr, B_BEGINS: tl.constexpr,
                            BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr,
-                           WIDE: tl.constexpr):  # fmt: skip
+                           WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """The first `tiles` programs own columns of g and rows of db, those behind them columns of x and of da."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     tile = tl.program_id(0)
     of_b = tile < tiles
     tall, small = g_ptr if of_b else x_ptr, h_ptr if of_b else gh_ptr
@@ -150,7 +158,8 @@ def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, seed_ptr
 def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, sx, swo, swk, sh, sbo, sbr, sy, DESCRIBED: tl.constexpr,
                          RANKS_DESCRIBED: tl.constexpr, WEIGHT_ALONG: tl.constexpr, B_ALONG: tl.constexpr, COUNT: tl.constexpr,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
-                         PARTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                         PARTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
     """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
     as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks."""
     tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
@@ -169,6 +178,7 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, sx, swo, swk,
                 k = start + tl.arange(0, DEPTH)
                 xt, wt = _tile(x, row, k, N, K, sx, 1), _tile(weight, k, column, K, O, swk, swo)
             total = _dot(xt, wt, total, PRECISION, WIDE)
+        _wait(DEPENDENT)  # from the second tile on for nothing
         for i in tl.static_range(COUNT):
             if RANKS_DESCRIBED:
                 ht = h.load([top, i * RANKS])
@@ -212,6 +222,11 @@ def _fp32_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
 
 
+def _early(job: Job) -> int:
+    """1 where a kernel may let its successor in before it ends."""
+    return int(job.chip.capability >= 90 and not interpreted())
+
+
 def _ranks(rank: int) -> int:
     return min(RANKS, max(16, power_of_two(rank)))
 
@@ -225,15 +240,16 @@ def _rows(count: int) -> int:
 def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
     x, (rows, columns), rank = _dense(x), x.shape, a.shape[0]
     h = torch.empty(rows, rank, device=x.device, dtype=x.dtype) if out is None else out
+    job = job_of("lora", "down", (_rows(rows), columns, _ranks(rank)), x)
 
     def run(plan: ProductPlan) -> None:
         _lora_down_kernel[(triton.cdiv(rows, plan.rows), triton.cdiv(rank, plan.columns))](
             x, a, h, *_masked(drop), scale * _upscale(drop), rows, columns, rank, x.stride(0), *a.stride(), h.stride(0),
-            BLOCK=plan.rows, DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns, **_arithmetic(),
-            num_warps=plan.warps, num_stages=plan.stages,
+            EARLY=_early(job), BLOCK=plan.rows, DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns,
+            **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
-    launch(job_of("lora", "down", (_rows(rows), columns, _ranks(rank)), x), run)
+    launch(job, run)
     return h
 
 
@@ -255,11 +271,12 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor
 @torch.no_grad()
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True),
+    begins: tuple[bool, bool] = (True, True), dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     x, gh, g, h = (_dense(t).to(x.dtype) for t in (x, gh, g, h))
     (rows, inputs), outputs, rank = x.shape, g.shape[1], h.shape[1]
     given = (0 if da is None else inputs, 0 if db is None else outputs)
+    job = job_of("lora", "gradients", (_rows(rows), sum(given), _ranks(rank)), x)
 
     def run(plan: ProductPlan) -> None:
         of_a, of_b = (triton.cdiv(columns, plan.rows) for columns in given)
@@ -267,11 +284,11 @@ def lora_gradients(
             x, gh, g, h, da, db, *_masked(drop), _upscale(drop), of_b, rows, inputs, outputs, rank,
             *(t.stride(0) for t in (x, gh, g, h)), *((0, 0) if da is None else da.stride()),
             *((0, 0) if db is None else db.stride()), *begins, BLOCK=plan.rows, DEPTH=plan.depth, RANKS=plan.columns,
-            **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
+            **_arithmetic(), num_stages=plan.stages, **options(plan.warps, dependent * _early(job)),
         )  # fmt: skip
 
     if any(given):
-        launch(job_of("lora", "gradients", (_rows(rows), sum(given), _ranks(rank)), x), run)
+        launch(job, run)
     return da, db
 
 
@@ -291,13 +308,17 @@ def _in_memory(t: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+def lora_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None, dependent: bool = False
+) -> Tensor:
+    given = x, h, weight
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
     way = _way(x, weight, drop)
     if way is None:
         bias = None if bias is None else bias.to(x.dtype)
         return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop)
-    return _product(x, weight, bias, h, b, way == "described")
+    copied = any(one is not other for one, other in zip((x, h, weight), given))  # by the kernel before this one
+    return _product(x, weight, bias, h, b, way == "described", dependent and not copied)
 
 
 def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
@@ -318,7 +339,9 @@ def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
     return "pointers" if rows * inputs * outputs < POINTERS else None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool, dependent: bool = False
+) -> Tensor:
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], h.shape[1]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     along, b_along, ranks = _along(weight), _along(b), _ranks(rank)
@@ -342,7 +365,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tenso
             *given, rows, outputs, inputs, rank, x.stride(0), *weight.stride(), h.stride(0), *b.stride(), y.stride(0),
             DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along, B_ALONG=b_along,
             COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, RANKS=ranks,
-            PARTS=plan.parts, GROUP=GROUP, **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
+            PARTS=plan.parts, GROUP=GROUP, **_arithmetic(), num_stages=plan.stages,
+            **options(plan.warps, dependent * _early(job)),
         )  # fmt: skip
 
     launch(job, run)
@@ -352,24 +376,27 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tenso
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale, drop):
-        rows = x.reshape(-1, x.shape[-1])
+        rows = _dense(x.reshape(-1, x.shape[-1]))
         h = lora_down(rows, a, scale, drop)
         ctx.save_for_backward(rows, h, weight, a, b)  # for backward to see that nobody has changed the last three
         ctx.owners, ctx.scale, ctx.drop, ctx.shape = (weight, bias, a, b), scale, drop, x.shape
-        return lora_product(rows, weight, bias, h, b).view(*x.shape[:-1], weight.shape[0])
+        return lora_product(rows, weight, bias, h, b, None, True).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, g):
         first_order_only("lora_linear")
         x, h, weight, a, b = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *wanted, _, _ = ctx.needs_input_grad
-        g = g.reshape(-1, g.shape[-1])
+        g = _dense(g.reshape(-1, g.shape[-1]))
         gh = lora_down(g, b.t(), ctx.scale) if wants_x or wanted[0] else h
-        dx = lora_product(g, weight.t(), None, gh, a.t(), ctx.drop).view(ctx.shape) if wants_x else None
+        w, down = weight, a
         weight, bias, a, b = ctx.owners  # with their accumulators
+        # Before dx, whose product runs beside this: it needs no h until its end.
+        ours = adapter_gradients(a, b, x, gh, g, h, ctx.drop, wanted, True)
+        dx = lora_product(g, w.t(), None, gh, down.t(), ctx.drop, True).view(ctx.shape) if wants_x else None
         dw = weight_gradient(weight, g, x) if wants_weight else None
         (db,) = bias_gradients([bias], [wants_bias], g) if bias is not None else (None,)
-        return dx, dw, db, *adapter_gradients(a, b, x, gh, g, h, ctx.drop, wanted), None, None
+        return dx, dw, db, *ours, None, None
 
 
 def lora_linear(
