@@ -8,7 +8,7 @@ The four may overlap by programmatic dependent launch: `down` lets its successor
 meanwhile, and waits for h when it comes to add h bᵀ; `dependent` says that the kernel before it made h.
 
 The product is one kernel. It adds h bᵀ to a tile before it is stored, so y is not read again; its tiles come in by the copy
-engine of Hopper and later (TMA, tensor descriptors) or through pointers. Where neither form is the faster one, cuBLAS makes the
+engine of Hopper (TMA, tensor descriptors) or through pointers. Where neither form is the faster one, cuBLAS makes the
 product and `up` adds to it.
 
 Ranks are padded to a power of two, and taken 128 at a time. Legend as in kernels/lora.py.
@@ -324,13 +324,14 @@ def lora_product(
 def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
     """The kernel's form for these: "described", "pointers", or None, and cuBLAS makes the product.
 
-    With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32.
+    With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32. Descriptors are
+    for Hopper: compiled for 10.0, Triton 3.9 ends in "PassManager::run failed".
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if drop is not None or (x.dtype == torch.float32 and not interpreted()):
         return None
     if (
-        90 <= job_of("lora", "", (), x).chip.capability < 120
+        job_of("lora", "", (), x).chip.capability == 90
         and _described(x)
         and _described(_in_memory(weight))
         and outputs % 8 == 0
