@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound.kernels.record import made_record
 from gpubound.layers import Stacked, linear_site
 from gpubound.layers.linear_site import linear
+from gpubound.lora import adapter, add, parameters
 from gpubound.lora.adapter import LowRank, Together
 from gpubound.train import Accumulators
 
@@ -177,6 +178,28 @@ def test_micro_batches_sum_in_fp32_to_one_batch(dtype):
         found.append([p.main_grad.clone() for p in parameters])
     assert all(p.grad is None and p.main_grad.any() for p in parameters)
     assert_same(found[1], found[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_gradients_of_neighbours_by_one_read_of_x(dropout, monkeypatch):
+    """q, k and v: a one behind the other, and so in the accumulators: the same sums as one by one."""
+    model = nn.ModuleDict({name: frozen(outputs) for name, outputs in (("q", 16), ("k", 8), ("v", 8))})
+    add(model, 4, dropout=dropout, init=False)
+    sums = Accumulators(model.named_parameters())
+    stacked, x, found, read = Stacked(), draw(2, 3, K), [], []
+    count = adapter.lora_gradients
+    monkeypatch.setattr(adapter, "lora_gradients", lambda *given: read.append(given[4].shape) or count(*given))
+    for least in (1 << 30, 0):
+        monkeypatch.setattr(adapter, "WORTH_A_LAUNCH", least)
+        torch.manual_seed(3)
+        sums.gradient.fill_(float("nan"))
+        sums.begin()
+        for _ in range(2):
+            stacked.product(x, list(model.values())).square().sum().backward()
+        sums.finish()
+        found.append([p.main_grad.clone() for p in parameters(model)])
+    assert read == [(12, K)] * 2
+    assert_same(*found)
 
 
 def test_it_keeps_x_and_the_narrow_product():

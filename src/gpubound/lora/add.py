@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..layers.stacked import multiply_by_records
@@ -84,7 +85,23 @@ def attach(model: nn.Module, options: dict[str, Options], name: str, who: str) -
         made.train(found.layer.training)
         adapters[name] = made
         adapters.hang()
+    _make_neighbours(model, options, name)
     multiply_by_records(model, everywhere=True)
+
+
+def _make_neighbours(model: nn.Module, options: dict[str, Options], name: str) -> None:
+    """Let the a of layers that may read the same x, siblings of one width, lie one behind the other.
+
+    They are one matrix then, wherever their layers are multiplied as one, and so are their gradients (train/flat_buffers.py).
+    """
+    siblings: dict[tuple, list[nn.Parameter]] = {}
+    for key in options:
+        a = pair(model, key, name).a
+        siblings.setdefault((key.rpartition(".")[0], a.shape[1], a.dtype, a.device), []).append(a)
+    for group in siblings.values():
+        whole = torch.cat([a.detach() for a in group])
+        for a, rows in zip(group, whole.split([a.shape[0] for a in group])):
+            a.data = rows
 
 
 def _adapters(layer: nn.Module) -> Any:
