@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpubound as gb
+from gpubound.decode import bind
 from gpubound.kernels.record import record_of
 from gpubound.models import Decoder, DecoderConfig
 
@@ -309,9 +310,14 @@ def test_all_linear_says_what_it_leaves_out():
     assert gb.lora.add(model, 2) == ["0"]
 
 
-def test_the_fused_decoder_refuses_what_it_does_not_see():
-    from gpubound.decode import bind
+def test_the_fused_decoder_reads_a_merged_model():
+    """bf16 weights beside adapters in fp32, which nothing multiplies by."""
+    model = adapted(tiny(dtype=torch.bfloat16))
+    gb.lora.merge(model)
+    assert bind._unreadable(model) is None
 
+
+def test_the_fused_decoder_refuses_what_it_does_not_see():
     model = adapted(tiny(), targets=["q_proj"])
     assert bind._unreadable(model) == "model.layers.0.self_attn.q_proj: a projection carries a low-rank adapter"
     x = torch.randn(2, 32)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, RopeTable
 from ..layers.stacked import Stacked, bare, describe
@@ -125,7 +126,8 @@ def _unreadable(model: nn.Module) -> str | None:
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
     if getattr(model.lm_head, "bias", None) is not None:
         return "its head has a bias"
-    weights = {one.name: one.tensor for one in model_tensors(model, "_parameters")}
+    apart = {id(p) for p in lora.parameters(model)}  # of adapters that are merged or off: no kernel reads them
+    weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
     kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
     if len(kinds) > 1:
         return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
