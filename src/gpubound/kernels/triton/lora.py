@@ -31,6 +31,7 @@ from ._launch import first_order_only, launch, options
 from .decode_product import _begin, _wait
 
 RANKS = 128  # of a tile
+PRODUCT_RANKS = 64  # of the product's: with three tiles in flight and 128 x 256 sums, 229,416 of Hopper's 232,448 bytes
 GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
 # Multiplications from which cuBLAS and another pass over y are faster than the product's pointer form. H200, bf16: 2048 x 768 x
 # 768 8.3 us against 6.5 + 3.5, 8192 x 4096 x 4096 557 against 349 + 38.
@@ -159,11 +160,17 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, sx, swo, swk,
                          RANKS_DESCRIBED: tl.constexpr, WEIGHT_ALONG: tl.constexpr, B_ALONG: tl.constexpr, COUNT: tl.constexpr,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
                          PARTS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+                         FLAT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
-    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks."""
+    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks.
+
+    FLAT: a program takes several tiles, and loads ahead across them. The wait stands before all of them then: within such a
+    loop it leaves the compiler one tile in flight, of three.
+    """
     tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=DESCRIBED):
+    if FLAT:
+        _wait(DEPENDENT)
+    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=FLAT):
         band = tile // (GROUP * wide)
         height = min(tall - band * GROUP, GROUP)
         top = (band * GROUP + tile % (GROUP * wide) % height) * BLOCK
@@ -178,7 +185,8 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, sx, swo, swk,
                 k = start + tl.arange(0, DEPTH)
                 xt, wt = _tile(x, row, k, N, K, sx, 1), _tile(weight, k, column, K, O, swk, swo)
             total = _dot(xt, wt, total, PRECISION, WIDE)
-        _wait(DEPENDENT)  # from the second tile on for nothing
+        if not FLAT:
+            _wait(DEPENDENT)
         for i in tl.static_range(COUNT):
             if RANKS_DESCRIBED:
                 ht = h.load([top, i * RANKS])
@@ -345,7 +353,7 @@ def _product(
 ) -> Tensor:
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], h.shape[1]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-    along, b_along, ranks = _along(weight), _along(b), _ranks(rank)
+    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(rank))
     ranks_described = described and _described(h) and _described(_in_memory(b))
     job = job_of("lora", "described" if described else "pointers", (_rows(rows), outputs, ranks), x)
 
@@ -366,7 +374,7 @@ def _product(
             *given, rows, outputs, inputs, rank, x.stride(0), *weight.stride(), h.stride(0), *b.stride(), y.stride(0),
             DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along, B_ALONG=b_along,
             COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, RANKS=ranks,
-            PARTS=plan.parts, GROUP=GROUP, **_arithmetic(), num_stages=plan.stages,
+            PARTS=plan.parts, GROUP=GROUP, FLAT=described and tiles > job.chip.sms, **_arithmetic(), num_stages=plan.stages,
             **options(plan.warps, dependent * _early(job)),
         )  # fmt: skip
 
