@@ -317,6 +317,23 @@ def test_the_fused_decoder_reads_a_merged_model():
     assert bind._unreadable(model) is None
 
 
+def test_a_decoder_follows_what_is_switched():
+    """Graphs that were captured without the adapters are of no use once they are on again."""
+    model = adapted(tiny()).eval()
+    gb.lora.merge(model)
+    want = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    decoder = gb.decoder(model, max_length=16)
+    assert decoder.generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
+    gb.lora.unmerge(model)
+    with pytest.raises(gb.GenerateError, match=r"the model has changed since its decoder was built: .* a low-rank adapter"):
+        decoder.generate(tokens(1, 5), max_new_tokens=4)
+    slow = gb.decoder(model, max_length=16)
+    assert slow.generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
+    with gb.lora.disable(model):
+        off = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+        assert slow.generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == off != want
+
+
 def test_the_fused_decoder_refuses_what_it_does_not_see():
     model = adapted(tiny(), targets=["q_proj"])
     assert bind._unreadable(model) == "model.layers.0.self_attn.q_proj: a projection carries a low-rank adapter"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..device import label, usable_bytes
 from ..graph.held import address_check
+from ..layers.linear_site import adapters_of
 from ..words import readable
 from .cache import PLAIN, CacheLayout
 from .weights import weight_format
@@ -155,18 +156,22 @@ def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
 
 
 class Watched:
-    """Graphs hold addresses: these tensors may change in value, but neither be replaced nor move."""
+    """Graphs hold addresses: these tensors may change in value, but neither be replaced nor move.
+
+    Nor may a weight get or lose an adapter: graphs hold their products, too.
+    """
 
     def __init__(self, found: Iterable[ModelTensor]) -> None:
         self._found = list(found)
         tensors = [one.tensor for one in self._found]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._adapters = [adapters_of(tensor) for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
 
     def moved(self) -> str | None:
-        """The name of the first that is another tensor, or lies elsewhere; None if all stayed."""
-        for one in self._found:
-            if one.holder.get(one.key) is not one.tensor:
+        """The name of the first that is another tensor, has other adapters, or lies elsewhere; None if all stayed."""
+        for one, adapters in zip(self._found, self._adapters):
+            if one.holder.get(one.key) is not one.tensor or adapters_of(one.tensor) != adapters:
                 return one.name
         if self._same_addresses():
             return None
