@@ -226,6 +226,31 @@ def test_a_step_trains_them_alone():
         assert torch.equal(value, before[name]) != (".lora." in name), name
 
 
+def losses(**options):
+    model = tiny().train()
+    place(model, strict=True)
+    adapted(model, dropout=0.25)
+    torch.manual_seed(5)
+    step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2), **{"precision": "fp32", "graph": "off"} | options)
+    found = [step([batch()] * options.get("accumulate", 1)).read().loss for _ in range(3)]
+    step.close()
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_captured_and_recomputed_bit_for_bit(accumulate):
+    """Dropout's masks, too: a new one at each replay, the same where a block is computed again."""
+    want = losses(accumulate=accumulate)
+    assert len(set(want)) == 3
+    for options in ({"graph": "require"}, {"recompute": "blocks"}, {"graph": "require", "recompute": "blocks"}):
+        assert losses(accumulate=accumulate, **options) == want
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_sixteen_bits(precision):
+    assert losses(precision=precision) == pytest.approx(losses(), rel=2e-2)
+
+
 # --- what is refused ---
 
 REFUSED = {
