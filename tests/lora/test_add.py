@@ -261,7 +261,7 @@ REFUSED = {
     ),
     "no linear layer": (
         {"targets": ["embed_tokens"]},
-        "lora.add: model.embed_tokens is a torch.Embedding, not an nn.Linear; name nn.Linear layers.",
+        "lora.add: model.embed_tokens is a torch.Embedding, not an nn.Linear; name other layers.",
     ),
     "a rank above the matrix": (
         {"rank": 21, "targets": ["k_proj"]},
@@ -322,6 +322,16 @@ def test_a_peft_model_is_refused():
     assert refusal(lambda: gb.lora.add(model, 4)) == (
         "lora.add: model.layers.0.self_attn.q_proj carries an adapter of PEFT's; train that one, or call merge_and_unload() "
         "first."
+    )
+
+
+def test_what_torch_reads_without_calling_it_is_refused():
+    """In eval mode torch's encoder layer gives its weights to one fused op: an adapter would be missed."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 4))
+    assert gb.lora.add(model, 2) == ["1"]
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["linear1"])) == (
+        "lora.add: 0.linear1 lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it; "
+        "name other layers."
     )
 
 

@@ -87,7 +87,7 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     """
     folder = Path(path)
     config, tensors = _read(folder)
-    layers = {key: layer for key, layer in linear_layers(model).items() if not unfit(layer)}
+    layers = {key: layer for key, layer in linear_layers(model).items() if not unfit(model, layer)}
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in sorted(tensors.items()):
         match = NAMED.fullmatch(key)

@@ -33,8 +33,8 @@ def chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linea
             )
         found.update((key, model.get_submodule(key)) for key in matches)
     for key, module in found.items():
-        if why := unfit(module):
-            raise ValueError(f"lora.add: {key} {why}; name nn.Linear layers.")
+        if why := unfit(model, module):
+            raise ValueError(f"lora.add: {key} {why}; name other layers.")
     return found
 
 
@@ -44,16 +44,16 @@ def _matches(key: str, target: str, regex: bool) -> bool:
 
 def _all_linear(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
     head = head_of(model)
-    fit = {key: layer for key, layer in layers.items() if layer is not head and not unfit(layer)}
+    fit = {key: layer for key, layer in layers.items() if layer is not head and not unfit(model, layer)}
     if not fit:
         raise ValueError(f"lora.add: {type(model).__name__} has no nn.Linear below its head; name its layers as targets.")
     for key, layer in layers.items():
         if layer is not head and key not in fit:
-            fallback("lora.add: all-linear", f"{key} {unfit(layer)}, so it gets no adapter")
+            fallback("lora.add: all-linear", f"{key} {unfit(model, layer)}, so it gets no adapter")
     return fit
 
 
-def unfit(module: nn.Module) -> str | None:
+def unfit(model: nn.Module, module: nn.Module) -> str | None:
     """Why no adapter can be a part of what `module` computes."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an nn.Linear"
@@ -61,6 +61,9 @@ def unfit(module: nn.Module) -> str | None:
         return "has a weight that is not a plain parameter of floating-point numbers"
     if not as_torch_has_it(module):
         return "has a forward of its own"
+    encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
+        return "lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
     return None
 
 
