@@ -60,9 +60,8 @@ def compile_all(capability: int) -> None:
     import triton
 
     from gpubound.device import Chip
-    from gpubound.kernels import selftest
+    from gpubound.kernels import plans, selftest
     from gpubound.kernels.ops import OPS, load
-    from gpubound.kernels.plans import kinds
     from tests.kernels import aot
 
     known, seen = _kept(), set()
@@ -79,7 +78,7 @@ def compile_all(capability: int) -> None:
 
     aot.capability, aot.compiler = capability, compiler
     triton.runtime.jit.JITFunction.run = aot.compile_instead
-    plans.chip = kinds.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
+    plans.chip = plans.kinds.chip = lambda device: Chip(capability, SHARED[capability], 132, "")
     for op in OPS:
         if op in FP8 and capability < 89:
             continue
