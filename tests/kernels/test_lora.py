@@ -433,3 +433,24 @@ def test_each_replay_has_another_mask(device):
     first = y.clone()
     graph.replay()
     assert not first.equal(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 768, 768, 16), (4096, 4096, 4096, 16)], ids=str)
+def test_a_captured_step_has_the_bits_of_an_eager_one(shape, device):
+    """Kernels overlap there by programmatic edges; each replay finds the h of its own x."""
+    x, weight, _, a, b = (t.requires_grad_(i != 1) for i, t in enumerate(arguments(shape, BF16, device)))
+
+    def run() -> list[Tensor]:
+        y = kernels.lora_linear(x, weight, None, a, b, 1.7)
+        return [y.detach(), *torch.autograd.grad(y, (x, a, b), y.detach())]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for factor in (1.0, -0.5, 3.0):
+        with torch.no_grad():
+            x.mul_(factor)
+        graph.replay()
+        assert all(one.equal(other) for one, other in zip(captured, run()))
