@@ -154,11 +154,16 @@ def test_the_form_follows_the_tensors(device, monkeypatch):
     x, weight = draw(device, BF16, 8, 64), draw(device, BF16, 24, 64)
     monkeypatch.setattr(fast, "job_of", lambda *_: Job("lora", "", (), 2, CHIPS[90]))
     transposed = weight.t().contiguous().t()
-    assert [fast._way(x, w, None) for w in (weight, transposed, transposed[:8])] == ["described"] * 3
-    assert fast._way(x[:, 1:], weight[:, 1:], None) == fast._way(x, weight[:9], None) == "pointers"
-    assert fast._way(x, weight, dropout(device)) is None  # cuBLAS, then `up`, which drops
+    assert [fast._way(x, w, 64, None) for w in (weight, transposed, transposed[:8])] == ["described"] * 3
+    assert (
+        fast._way(x[:, 1:], weight[:, 1:], 8, None)
+        == fast._way(x, weight[:9], 8, None)
+        == fast._way(x, weight, 65, None)
+        == "pointers"
+    )
+    assert fast._way(x, weight, 8, dropout(device)) is None  # cuBLAS, then `up`, which drops
     monkeypatch.setattr(fast, "job_of", lambda *_: Job("lora", "", (), 2, CHIPS[80]))
-    assert fast._way(x, weight, None) == "pointers"
+    assert fast._way(x, weight, 8, None) == "pointers"
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -31,7 +31,9 @@ from ._launch import first_order_only, launch, options
 from .decode_product import _begin, _wait
 
 RANKS = 128  # of a tile
-PRODUCT_RANKS = 64  # of the product's: with three tiles in flight and 128 x 256 sums, 229,416 of Hopper's 232,448 bytes
+# Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,
+# and 344,064 for 130.
+PRODUCT_RANKS = 64
 GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
 # Multiplications from which cuBLAS and another pass over y are faster than the product's pointer form. H200, bf16: 2048 x 768 x
 # 768 8.3 us against 6.5 + 3.5, 8192 x 4096 x 4096 557 against 349 + 38.
@@ -321,7 +323,7 @@ def lora_product(
 ) -> Tensor:
     given = x, h, weight
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
-    way = _way(x, weight, drop)
+    way = _way(x, weight, h.shape[1], drop)
     if way is None:
         bias = None if bias is None else bias.to(x.dtype)
         return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop)
@@ -329,7 +331,7 @@ def lora_product(
     return _product(x, weight, bias, h, b, way == "described", dependent and not copied)
 
 
-def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
+def _way(x: Tensor, weight: Tensor, rank: int, drop: Drop | None) -> str | None:
     """The kernel's form for these: "described", "pointers", or None, and cuBLAS makes the product.
 
     With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32. Descriptors are
@@ -340,6 +342,7 @@ def _way(x: Tensor, weight: Tensor, drop: Drop | None) -> str | None:
         return None
     if (
         job_of("lora", "", (), x).chip.capability == 90
+        and rank <= PRODUCT_RANKS
         and _described(x)
         and _described(_in_memory(weight))
         and outputs % 8 == 0
