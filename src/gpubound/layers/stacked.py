@@ -42,7 +42,7 @@ def hooked(module: Any) -> bool:
     return bool(hooks)
 
 
-class Site(NamedTuple):
+class LinearSite(NamedTuple):
     """What calling a layer multiplies by, and adapters that its weight's record does not have; or why it must be called."""
 
     weight: Any = None
@@ -51,18 +51,18 @@ class Site(NamedTuple):
     why: str | None = None
 
 
-READERS: dict[tuple[str, str], Callable[[Any], Site]] = {}
+READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
 """What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
 
 
-def site_of(layer: Any) -> Site:
+def site_of(layer: Any) -> LinearSite:
     if plain(layer):
-        return Site(layer._parameters["weight"], layer._parameters["bias"])
+        return LinearSite(layer._parameters["weight"], layer._parameters["bias"])
     read = _reader(layer)
-    return Site(why=describe(layer)) if read is None else read(layer)
+    return LinearSite(why=describe(layer)) if read is None else read(layer)
 
 
-def _reader(layer: Any) -> Callable[[Any], Site] | None:
+def _reader(layer: Any) -> Callable[[Any], LinearSite] | None:
     return READERS.get((type(layer).__module__, type(layer).__name__))
 
 

@@ -35,13 +35,13 @@ def add(
         raise ValueError(f"lora.add: init must be True, False or 'gaussian', got {init!r}.")
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets)
-    attach(model, {key: Options(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
+    attach(model, {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
     for key in layers:
         pair(model, key, name).begin(init)
     return list(layers)
 
 
-class Options(NamedTuple):
+class AdapterOptions(NamedTuple):
     """How one layer is to be adapted."""
 
     layer: nn.Linear
@@ -65,7 +65,7 @@ class Options(NamedTuple):
             )
 
 
-def attach(model: nn.Module, options: dict[str, Options], name: str, who: str) -> None:
+def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> None:
     """Adapters without values yet. Everything is checked before anything is changed."""
     if not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
@@ -89,7 +89,7 @@ def attach(model: nn.Module, options: dict[str, Options], name: str, who: str) -
     multiply_by_records(model, everywhere=True)
 
 
-def _make_neighbours(model: nn.Module, options: dict[str, Options], name: str) -> None:
+def _make_neighbours(model: nn.Module, options: dict[str, AdapterOptions], name: str) -> None:
     """Let the a of layers that may read the same x, siblings of one width, lie one behind the other.
 
     They are one matrix then, wherever their layers are multiplied as one, and so are their gradients (train/flat_buffers.py).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, write_whole
-from .add import Options, attach
+from .add import AdapterOptions, attach
 from .pairs import Pair, adapted_layers, pairs
 from .targets import linear_layers, unfit
 
@@ -130,7 +130,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise DataError(f"{file}: is not in safetensors' format: {error}; save the adapter again.") from error
 
 
-def _options(folder: Path, config: dict[str, Any], key: str, layer: nn.Linear, own: dict[str, Tensor]) -> Options:
+def _options(folder: Path, config: dict[str, Any], key: str, layer: nn.Linear, own: dict[str, Tensor]) -> AdapterOptions:
     outputs, inputs = layer.weight.shape
     rank = _of(config, "rank_pattern", key, config.get("r"))
     shapes = {letter: tuple(own[letter].shape) if letter in own else None for letter in "AB"}
@@ -140,7 +140,7 @@ def _options(folder: Path, config: dict[str, Any], key: str, layer: nn.Linear, o
             f"({outputs}, {rank}) for a weight of {outputs} x {inputs}; load it on the model that it was trained on."
         )
     alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
-    return Options(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))
+    return AdapterOptions(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))
 
 
 def _of(config: dict[str, Any], pattern: str, key: str, otherwise: Any) -> Any:

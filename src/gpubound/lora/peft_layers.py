@@ -8,29 +8,29 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.stacked import READERS, Site, describe, hooked, plain
+from ..layers.stacked import READERS, LinearSite, describe, hooked, plain
 from .adapter import LowRank
 
 
-def read(layer: Any) -> Site:
+def read(layer: Any) -> LinearSite:
     """The site of a `peft.tuners.lora.Linear`."""
     base = layer.base_layer
     if hooked(layer):
-        return Site(why="a projection carries hooks")
+        return LinearSite(why="a projection carries hooks")
     if not plain(base):
-        return Site(why=describe(base))
+        return LinearSite(why=describe(base))
     lows: list[LowRank] = []
     if layer.merged:
         if layer.disable_adapters:  # PEFT's forward takes them out of the weight
-            return Site(why="its adapters of PEFT's are disabled, and still merged")
+            return LinearSite(why="its adapters of PEFT's are disabled, and still merged")
     elif not layer.disable_adapters:
         for name in layer.active_adapters:
             if name in layer.lora_A:
                 if why := _unusual(layer, name):
-                    return Site(why=f"PEFT's adapter {name!r} {why}")
+                    return LinearSite(why=f"PEFT's adapter {name!r} {why}")
                 a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                 lows.append(LowRank(a, b, layer.scaling[name], layer.lora_dropout[name]))
-    return Site(base._parameters["weight"], base._parameters["bias"], lows)
+    return LinearSite(base._parameters["weight"], base._parameters["bias"], lows)
 
 
 def _unusual(layer: Any, name: str) -> str | None:
