@@ -36,7 +36,7 @@ SHAPES: dict[str, list[tuple]] = {
     "geglu": [(72, False)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False)],
-    "lora_down": [(2048, 16, False), (4096, 32, True), (8192, 64, False), (8192, 130, False)],
+    "lora_down": [(2048, 16, False), (4096, 32, True), (8192, 64, False), (8192, 130, False), (8192, 128, False, True)],
     "lora_gradients": [(768, 768, 16, False), (2048, 2048, 32, True), (4096, 4096, 64, False), (4096, 4096, 130, False)],
     "lora_product": [(False, 16, False, True), (False, 16, False, False), (True, 64, False, True), (True, 130, False, False)],
     "lora_up": [(16, False), (64, True), (130, False)],

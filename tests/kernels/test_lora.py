@@ -9,6 +9,7 @@ from gpubound.kernels import plans
 from gpubound.kernels.lora import Drop, adapter_gradients, drawn, kept
 from gpubound.kernels.plans.kinds import Job, ProductPlan
 from gpubound.kernels.record import made_record
+from gpubound.kernels.rows import Owners
 from gpubound.kernels.triton import lora as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
@@ -92,6 +93,47 @@ def test_down_and_up(shape, dtype, dropping, device):
     same("h", fast.lora_down(x, a, 1.7, drop), want, TOLERANCE[dtype])
     y = draw(device, dtype, x.shape[0], b.shape[0], seed=9)
     same("y", fast.lora_up(y.clone(), want, b, drop), reference.lora_up(y.clone(), want, b, drop), TOLERANCE[dtype])
+
+
+def routed(device, ids=(1, -1, 0, 9, 1), ranks=(3, 0, 5), dtype=torch.int32) -> Owners:
+    """Adapters of these ranks, of which nobody has the second; row 3 asks for one that is not there."""
+    owner = [adapter for adapter, rank in enumerate(ranks) for _ in range(rank)]
+    scales = draw(device, FP32, len(owner), seed=8)
+    return Owners(torch.tensor(ids, device=device, dtype=dtype), torch.tensor(owner, device=device, dtype=torch.int32), scales)
+
+
+@pytest.mark.parametrize("dropping", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens, ranks", [(1, (3, 0, 5)), (7, (3, 1)), (4, (100, 30)), (40, (8, 8))], ids=str)
+def test_rows_have_adapters_of_their_own(tokens, ranks, dtype, dropping, device):
+    rows = routed(device, ranks=ranks, dtype=torch.int64 if tokens == 7 else torch.int32)
+    x, _, _, a, _ = arguments((5 * tokens, 33, 8, sum(ranks)), dtype, device)
+    drop = dropout(device) if dropping else None
+    want = reference.lora_down(x, a, 1.7, drop, None, rows)
+    same("h", fast.lora_down(x, a, 1.7, drop, None, rows), want, TOLERANCE[dtype])
+
+
+def test_rows_one_adapter_at_a_time(device):
+    """Beside one call for each adapter and its rows alone, with its scale; ids may have gaps in memory."""
+    ranks, ids = (3, 2, 5), torch.tensor([[2, 0, -1, 1, 9, 2]] * 2, device=device).t()[:, 0]
+    rows = routed(device, ranks=ranks)
+    rows = Owners(ids, rows.owner, torch.tensor([0.5, 2.0, 1.5], device=device)[rows.owner.long()])
+    x, _, _, a, _ = arguments((24, 20, 8, 10), FP32, device)
+    want = torch.zeros(6, 4, 10, device=device)
+    for adapter, (own, scale, start) in enumerate(zip(a.split(ranks), (0.5, 2.0, 1.5), (0, 3, 5))):
+        for row in (ids == adapter).nonzero()[:, 0].tolist():
+            want[row, :, start : start + ranks[adapter]] = 3 * scale * x.view(6, 4, 20)[row] @ own.t()
+    same("h", kernels.lora_down(x, a, 3.0, None, None, rows), want.view(24, 10), 1e-5)
+
+
+def test_a_row_sees_nothing_of_the_others(device):
+    """What is not a number in one row's x or in another adapter's a stays there."""
+    rows = routed(device, ids=(0, 1), ranks=(2, 2))
+    x, _, _, a, _ = arguments((6, 20, 8, 4), FP32, device)
+    want = kernels.lora_down(x, a, 1.0, None, None, rows)
+    x[3:], a[2:] = float("nan"), float("nan")
+    assert torch.equal(kernels.lora_down(x, a, 1.0, None, None, rows)[:3], want[:3])
+    assert kernels.lora_down(x[:0], a, 1.0, None, None, Owners(rows.ids[:0], *rows[1:])).shape == (0, 4)
 
 
 @pytest.mark.parametrize("begins", [(True, True), (False, True), (False, False)], ids=str)
@@ -387,6 +429,8 @@ def test_wrong_arguments():
         "lora_up: y is written, so its rows must be dense and apart, got strides (0, 1); pass a contiguous one.": lambda: (
             kernels.lora_up(torch.ones(5).expand(4, 5), torch.ones(4, 2), b)
         ),
+        "lora_down: rows.ids must be int32 or int64 (B,), one for each row of a batch of 4 tokens, got torch.int32 (3,); all "
+        "rows have the same number of tokens.": lambda: kernels.lora_down(x, a, rows=routed(x.device, (0, 0, 0), (2,))),
         "lora_down: drop.seed must be a contiguous torch.int64 (1,), got torch.int64 (2,); make it once, and write each "
         "step's seed into it.": lambda: kernels.lora_down(x, a, 1.0, Drop(0.5, torch.tensor([1, 2]))),
     }

@@ -22,6 +22,7 @@ from .choose import implementation
 from .ops import definition, draw, ints
 from .plans.rules import LARGE
 from .record import record_of
+from .rows import Owners, check_rows, own_columns
 
 WORD = 0xFFFFFFFF
 
@@ -76,21 +77,36 @@ def dropped(x: Tensor, drop: Drop | None) -> Tensor:
     return x if drop is None else torch.where(kept(drop, *x.shape), x / (1 - drop.p), 0.0)
 
 
-def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
-    """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given."""
+def lora_down(
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None, rows: Owners | None = None
+) -> Tensor:
+    """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given.
+
+    With `rows`, h keeps what the adapter of each row has made, and is zero elsewhere.
+    """
     _check_drop("lora_down", drop, x)
     _check("lora_down", x, a=(a, ("R", x.shape[-1])))
     _check_outputs("lora_down", x, out=(out, (x.shape[0], a.shape[0])))
-    return implementation("lora_down", x, None, (_like(x.shape[0]), a.shape[0], drop is not None))(x, a, scale, drop, out)
+    check_rows("lora_down", rows, x, a.shape[0])
+    shape = (_like(x.shape[0]), a.shape[0], drop is not None, rows is not None)
+    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows)
 
 
-@definition(lambda g, rows=50, rank=5, dropping=True: (draw(g, rows, 48), draw(g, rank, 48), 1.7, _drop(dropping)))
+def _draw_down(
+    g: torch.Generator, rows: int = 50, rank: int = 5, dropping: bool = True, routed: bool = False
+) -> tuple[Tensor | Drop | Owners | float | None, ...]:
+    own = Owners(ints(0, -1, 1, 0, 5) if routed else ints(), ints(*(i % 2 for i in range(rank))), draw(g, rank).detach())
+    count = rows - rows % len(own.ids) if routed else rows
+    return draw(g, count, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None
+
+
+@definition(_draw_down)
 @torch.no_grad()
 def lora_down_reference(
-    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None, rows: Owners | None = None
 ) -> Tensor:
     wide = _wide(x)
-    h = (scale * (dropped(x.to(wide), drop) @ a.to(wide).t())).to(x.dtype)
+    h = own_columns(scale * (dropped(x.to(wide), drop) @ a.to(wide).t()), rows).to(x.dtype)
     return h if out is None else out.copy_(h)
 
 

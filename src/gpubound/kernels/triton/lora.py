@@ -27,6 +27,7 @@ from ..accumulate import bias_gradients, weight_gradient
 from ..lora import Drop, adapter_gradients, threshold
 from ..plans import Job, job_of, power_of_two
 from ..plans.kinds import ProductPlan
+from ..rows import Owners
 from ._launch import first_order_only, launch, options
 from .decode_product import _begin, _wait
 
@@ -79,10 +80,11 @@ def _tile(ptr, row, column, rows, columns, along_row, along_column):
     return tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["site", "limit", "scale"])
-def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, N, K, R, sx, sar, sak, sh, EARLY: tl.constexpr,
-                      BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr,
-                      WIDE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["site", "limit", "scale", "tokens"])
+def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, ids_ptr, owner_ptr, scales_ptr, tokens, along, N, K, R,
+                      sx, sar, sak, sh, EARLY: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
+                      PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """ids_ptr: of the batch's rows, of `tokens` rows of x each, `along` from one to the next; None: all columns are kept."""
     _begin(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
@@ -95,6 +97,11 @@ def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, N, K, R
         if seed_ptr is not None:
             x = tl.where(_kept(row, k, K, first, second, limit), x, 0.0)
         total = _dot(x, _tile(a_ptr, k, rank, K, R, sak, sar), total, PRECISION, WIDE)
+    if ids_ptr is not None:
+        own = tl.load(ids_ptr + row // tokens * along, mask=row < N, other=-1)
+        owner = tl.load(owner_ptr + rank, mask=rank < R, other=-1)
+        factor = tl.load(scales_ptr + rank, mask=rank < R, other=0.0)
+        total = tl.where(own[:, None] == owner[None], total * factor[None], 0.0)
     at = h_ptr + row.to(tl.int64)[:, None] * sh + rank[None]
     tl.store(at, (total * scale).to(h_ptr.dtype.element_ty), mask=(row < N)[:, None] & (rank < R)[None])
 
@@ -247,14 +254,17 @@ def _rows(count: int) -> int:
 
 
 @torch.no_grad()
-def lora_down(x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None) -> Tensor:
-    x, (rows, columns), rank = _dense(x), x.shape, a.shape[0]
-    h = torch.empty(rows, rank, device=x.device, dtype=x.dtype) if out is None else out
-    job = job_of("lora", "down", (_rows(rows), columns, _ranks(rank)), x)
+def lora_down(
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None, rows: Owners | None = None
+) -> Tensor:
+    x, (count, columns), rank = _dense(x), x.shape, a.shape[0]
+    h = torch.empty(count, rank, device=x.device, dtype=x.dtype) if out is None else out
+    job = job_of("lora", "down", (_rows(count), columns, _ranks(rank)), x)
+    own = (None, None, None, 1, 1) if rows is None else (*rows, max(count // max(len(rows.ids), 1), 1), rows.ids.stride(0))
 
     def run(plan: ProductPlan) -> None:
-        _lora_down_kernel[(triton.cdiv(rows, plan.rows), triton.cdiv(rank, plan.columns))](
-            x, a, h, *_masked(drop), scale * _upscale(drop), rows, columns, rank, x.stride(0), *a.stride(), h.stride(0),
+        _lora_down_kernel[(triton.cdiv(count, plan.rows), triton.cdiv(rank, plan.columns))](
+            x, a, h, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, x.stride(0), *a.stride(), h.stride(0),
             EARLY=_early(job), BLOCK=plan.rows, DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns,
             **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Rows of a batch with adapters of their own: which columns of a low-rank product h (kernels/lora.py) a row keeps.
+
+Legend: N tokens, the rows of x, of B rows of a batch; R ranks, the columns of h.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import require, require_device
+
+
+class Owners(NamedTuple):
+    """Several adapters as one of rank R, of which each row of a batch has its own columns of h, and the others are zero there.
+
+    So a of all lie one below the other and b beside each other, and all products of one adapter serve for many: where h and gh
+    are zero, they add nothing to y, dx, da and db.
+    """
+
+    ids: Tensor  # int32 or int64 (B,), on the device: row i of the batch has adapter ids[i], none where no column says so (-1)
+    owner: Tensor  # int32 (R,): the adapter that a column of h belongs to
+    scales: Tensor  # fp32 (R,): a column's own scale, beside that of the call
+
+
+def own_columns(h: Tensor, rows: Owners | None) -> Tensor:
+    """h (N, R) with the columns of each row's own adapter, scaled, and zeros beside them."""
+    if rows is None:
+        return h
+    ids = rows.ids.repeat_interleave(h.shape[0] // max(len(rows.ids), 1))
+    return torch.where(ids[:, None] == rows.owner, h * rows.scales.to(h.dtype), 0.0)
+
+
+def check_rows(op: str, rows: Owners | None, x: Tensor, rank: int) -> None:
+    if rows is None:
+        return
+    ids, owner, scales = rows
+    tokens = x.shape[0]
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or (tokens % len(ids) if len(ids) else tokens):
+        raise ValueError(
+            f"{op}: rows.ids must be int32 or int64 (B,), one for each row of a batch of {tokens} tokens, "
+            f"got {ids.dtype} {tuple(ids.shape)}; all rows have the same number of tokens."
+        )
+    require_device(op, "rows.ids", ids, x)
+    require(op, "rows.owner", owner, torch.int32, (rank,), x.device, "say of each column which adapter it belongs to")
+    require(op, "rows.scales", scales, torch.float32, (rank,), x.device, "give each column the scale of its adapter")
