@@ -58,7 +58,9 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
     """A model with weights large enough that attention decides the tokens; norms and biases are no ones and zeros."""
     torch.manual_seed(0)
     if kind == "own":
-        model: torch.nn.Module = Decoder(DecoderConfig(32, 40, 2, 4, 2, VOCABULARY, qkv_bias=True, qk_norm=True, **options))
+        model: torch.nn.Module = Decoder(
+            DecoderConfig(32, 40, 2, 4, 2, VOCABULARY, **{"qkv_bias": True, "qk_norm": True} | options)
+        )
     else:
         family = kind.partition(" ")[0]
         name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..errors import StallError
+from ..layers.stacked import multiply_by_records
 from ..watch.forbid import no_stall
 from .any_fit import (
     CHUNKED,
@@ -38,7 +39,7 @@ from .any_fit import (
     routing,
     windows,
 )
-from .contract import Body, Build, Watched, check_room, model_tensors
+from .contract import Body, Build, Watched, check_room
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -84,8 +85,8 @@ class StaticBody(Body):
         self.place_L = torch.arange(max_length, device=self.device)
         self.row_B = torch.arange(max_batch, device=self.device)
         self.slices = False
-        self.error = self._try(weight.shape[0])
         self.rebind()
+        self.error = self._try(weight.shape[0])
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of every layer that has its own, each (max_batch, heads, max_length, width)."""
@@ -124,7 +125,8 @@ class StaticBody(Body):
         return self.weights.moved()
 
     def rebind(self) -> None:
-        self.weights = Watched(model_tensors(self.model, "_parameters", "_buffers"))
+        multiply_by_records(self.model, everywhere=True)  # a shell over another model's parameters has forwards of its own
+        self.weights = Watched(self.model, "_parameters", "_buffers")
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""

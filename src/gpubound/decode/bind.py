@@ -51,7 +51,7 @@ class BoundModel:
         reader = self.reader
         _settle(self.model)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
-        self._watched = Watched(model_tensors(self.model, "_parameters"))
+        self._watched = Watched(self.model, "_parameters")
         self.embed: Tensor = weight_of(reader.trunk.embed_tokens)
         self.norm = reader.norm(reader.trunk.norm)
         self.head: Tensor = weight_of(reader.model.lm_head)

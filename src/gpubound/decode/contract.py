@@ -1,7 +1,7 @@
 """What a decoder asks of the body that runs its model, and what every body needs: memory enough, weights that stay in place."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..device import label, usable_bytes
 from ..graph.held import address_check
 from ..layers.linear_site import adapters_of
+from ..layers.stacked import foreign, site_of
 from ..words import readable
 from .cache import PLAIN, CacheLayout
 from .weights import weight_format
@@ -156,23 +157,27 @@ def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
 
 
 class Watched:
-    """Graphs hold addresses: these tensors may change in value, but neither be replaced nor move.
+    """Graphs hold addresses: a model's tensors of these kinds may change in value, but neither be replaced nor move.
 
-    Nor may a weight get or lose an adapter: graphs hold their products, too.
+    Nor may a weight get or lose an adapter, or a projection of another library's change what it adds: graphs hold their
+    products, too.
     """
 
-    def __init__(self, found: Iterable[ModelTensor]) -> None:
-        self._found = list(found)
+    def __init__(self, model: nn.Module, *kinds: str) -> None:
+        self._found = list(model_tensors(model, *kinds))
         tensors = [one.tensor for one in self._found]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._adapters = [adapters_of(tensor) for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
+        self._sites = [(name, layer, site_of(layer).added) for name, layer in model.named_modules() if foreign(layer)]
 
     def moved(self) -> str | None:
         """The name of the first that is another tensor, has other adapters, or lies elsewhere; None if all stayed."""
         for one, adapters in zip(self._found, self._adapters):
             if one.holder.get(one.key) is not one.tensor or adapters_of(one.tensor) != adapters:
                 return one.name
+        if (name := next((name for name, layer, added in self._sites if site_of(layer).added != added), None)) is not None:
+            return name
         if self._same_addresses():
             return None
         addressed = zip(self._found, self._addresses)

@@ -16,10 +16,11 @@ from ..device import label
 from ..errors import GenerateError
 from ..kernels.choose import Call, hasten
 from ..kernels.decode_product import form
+from ..lora.peft_layers import base_of
 from ..models import Decoder
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
-from ..trace import notice
+from ..trace import fallback, notice
 from .bind import BoundModel, bind
 from .cache import CacheLayout
 from .certify import DecoderCertificate, certify
@@ -206,6 +207,7 @@ def decoder(
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
     """
+    model = base_of(model)
     if k != "auto" and (not isinstance(k, int) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -223,7 +225,9 @@ def decoder(
     build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
         body = _body(model, build, fused)
-        drafting = _body(speculate.model, Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
+        drafting = (
+            _body(base_of(speculate.model), Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
+        )
         slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
 
@@ -236,6 +240,8 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if isinstance(live, str):
+        if fused:
+            fallback("decoder: the fused kernels", live)
         own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
         from .any_model import StaticBody
 

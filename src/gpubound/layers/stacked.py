@@ -50,6 +50,11 @@ class LinearSite(NamedTuple):
     extra: Sequence[Adapter] = ()
     why: str | None = None
 
+    @property
+    def added(self) -> tuple:
+        """What tells a later reading whether something else is added: `extra` is read anew each time."""
+        return self.why, *(adapter.identity for adapter in self.extra)
+
 
 READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
 """What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
@@ -60,6 +65,11 @@ def site_of(layer: Any) -> LinearSite:
         return LinearSite(layer._parameters["weight"], layer._parameters["bias"])
     read = _reader(layer)
     return LinearSite(why=describe(layer)) if read is None else read(layer)
+
+
+def foreign(layer: Any) -> bool:
+    """Whether another library's class has to be read."""
+    return _reader(layer) is not None
 
 
 def _reader(layer: Any) -> Callable[[Any], LinearSite] | None:

@@ -29,6 +29,10 @@ class LowRank(Adapter):
         self.scale, self.dropout = scale, dropout
 
     @property
+    def identity(self) -> tuple:
+        return (*super().identity, self.scale)
+
+    @property
     def rate(self) -> float:
         """The share of x that is dropped now."""
         dropout = self.dropout

@@ -33,6 +33,14 @@ def read(layer: Any) -> LinearSite:
     return LinearSite(base._parameters["weight"], base._parameters["bias"], lows)
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that PEFT's wrapper of low-rank adapters hands its calls to: all that PEFT added is in its layers."""
+    tuner = getattr(model, "base_model", None)
+    if (type(tuner).__module__, type(tuner).__name__) == ("peft.tuners.lora.model", "LoraModel"):
+        return tuner.model  # type: ignore[union-attr, return-value]
+    return model
+
+
 def _unusual(layer: Any, name: str) -> str | None:
     """What an adapter does beside adding scale · dropout(x) aᵀ bᵀ."""
     if name in layer.lora_variant:
