@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 
 from ..place.models import place, tiny, tokens
 from .test_add import adapted, records, refusal
@@ -90,3 +91,23 @@ def test_what_would_be_lost_is_refused():
         f"lora.unmerge: the weight of {name} was changed after an adapter was merged into it, and unmerging would undo that; "
         f"call gb.lora.unmerge before weights are trained or loaded."
     )
+
+
+def test_a_models_own_files_have_no_place_for_adapters(tmp_path):
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocabulary=50, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    adapted(model)
+    with pytest.raises(ValueError) as error:
+        save_hf(model, tmp_path)
+    assert str(error.value) == (
+        "lora: model.layers.0.self_attn.q_proj carries the adapter 'default', and a model's own files have no place for it; "
+        "call gb.lora.merge first, or gb.lora.disable to leave it out."
+    )
+    with gb.lora.disable(model):
+        save_hf(model, tmp_path)
+    assert all(torch.equal(t, before[name]) for name, t in load_hf(tmp_path).state_dict().items())
+    gb.lora.merge(model)
+    save_hf(model, tmp_path)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(load_hf(tmp_path)(ids), model(ids))

@@ -35,7 +35,7 @@ def bags(monkeypatch):
         torch.save(model.state_dict(), folder / "bag.pt")
         return folder
 
-    def load(folder, device):
+    def load(folder, device, dtype=None):
         weights = torch.load(f"{folder}/bag.pt")
         model = Bag(len(weights["table.weight"]), 8).to(device)
         model.load_state_dict(weights)

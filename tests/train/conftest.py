@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpubound import device as facts
+from gpubound.corpus import Corpus
+from gpubound.models.llama import training as llama
 
 from .runs import CHATS, build_corpus, texts
 
@@ -94,3 +96,11 @@ def cut(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
 
 def named(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="session")  # nobody writes to it
+def base(corpus, tmp_path_factory):
+    """A Hugging Face folder with the corpus's own tokenizer, whose weights are random."""
+    torch.manual_seed(0)
+    model = llama.make("tiny", 320, 4096, torch.device("cpu"))
+    return llama.save(model, tmp_path_factory.mktemp("base") / "hf", Corpus.open(corpus).tokenizer())

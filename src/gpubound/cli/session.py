@@ -26,6 +26,7 @@ from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
+from ..train.work import work_of
 from ..version import __version__
 from ..words import quantity
 
@@ -87,8 +88,10 @@ def train(
     tape.tell(mfu=scale.formula, verdict=None, finished=False, sample=None)
     say(run.placement.summary)
     size, left = sum(p.numel() for p in run.model.parameters()), max(run.steps - first, 0)
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    parameters = f"{quantity(size)} parameters" + (f", {quantity(trained)} of them trained" if trained < size else "")
     after = f" after step {first:,}" if first else ""
-    say(f"{title}: {quantity(size)} parameters, {left:,} steps of {quantity(run.stage.recipe.tokens_per_step)} tokens{after}")
+    say(f"{title}: {parameters}, {left:,} steps of {quantity(run.stage.recipe.tokens_per_step)} tokens{after}")
     if scale.formula:
         say(scale.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
@@ -119,7 +122,7 @@ class Scale:
     """Turns a step's pace into a share of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
-        self.run, self.sizes = run, family_of(run.recipe.model).sizes(run.model)
+        self.run, self.work = run, work_of(run.model, family_of(run.recipe.model).sizes(run.model))
         dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
         kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
         self.figure = f"{kind}_flops_per_s"
@@ -130,18 +133,18 @@ class Scale:
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
             return
-        sizes, lengths = self.sizes, {stage.recipe.seq for stage in run.stages}
+        lengths = {stage.recipe.seq for stage in run.stages}
         seq = lengths.pop() if len(lengths) == 1 else "seq"
+        weights = [f"{passes} · {quantity(number)} {what}" for passes, number, what in self.work.weights]
+        layers = [f"{passes} · {number} layers · {self.work.width} wide · {seq} tokens" for passes, number in self.work.layers]
         self.formula = (
-            f"share of the matrix rate = tokens/s · (6 · {quantity(sizes.product_parameters)} parameters in products + "
-            f"6 · {sizes.layers} layers · {sizes.width} wide · {seq} tokens) / {quantity(self.flops_per_s, 'FLOP/s')} "
-            f"({kind}, measured on this machine)"
+            f"share of the matrix rate = tokens/s · ({' + '.join(weights + layers)}) / "
+            f"{quantity(self.flops_per_s, 'FLOP/s')} ({kind}, measured on this machine)"
         )
 
     def fill(self, record: Record) -> Record:
         if self.flops_per_s and "tokens_per_s" in record:
-            sizes, seq = self.sizes, self.run.stage.recipe.seq
-            flops = measure.train_flops_per_token(sizes.product_parameters, sizes.layers, sizes.width, seq)
+            flops = self.work.flops_per_token(self.run.stage.recipe.seq)
             share = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
             if share <= 1:
                 record["mfu"] = share

@@ -22,8 +22,10 @@ import yaml
 
 from ..models.registry import trainable
 from ..monitor.live import check_log
+from ..train.adapters import Lora
+from ..train.kinds import check_kind
 from ..train.prepare import prepare
-from ..train.recipe import Recipe, check_kind
+from ..train.recipe import Recipe
 from ..words import hint, shown
 from . import arguments
 from .session import alone, finish, quietly, say, train
@@ -42,6 +44,7 @@ class Train(Recipe):
     Example: gpubound train config.yaml --resume
     """
 
+    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
     objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     resume: bool = False
@@ -49,7 +52,10 @@ class Train(Recipe):
     auto_batch: bool = False
     """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
     export: str | None = None
-    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out."""
+    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
+    with lora these are the adapters, in PEFT's layout."""
+    merge: bool = False
+    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
     log: str | None = None
     """Also write the records to tensorboard, wandb or trackio."""
     quiet: bool = False
@@ -76,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_log(options.log)
     recipe, export = options.recipe(), export_folder(options)
+    if options.merge and not (export and recipe.lora):
+        raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
     if options.auto_batch and recipe.budget is not None:
         raise ValueError(
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
@@ -91,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         if export and outcome.failed:
             say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
         elif export:
-            say(f"export: {run.export(export)}, the weights of step {run.best or run.done:,}")
+            say(f"export: {run.export(export, options.merge)}, the weights of step {run.best or run.done:,}")
     if options.json:
         steps = outcome.tape.steps()
         about = {"out": recipe.out, "finished": run.finished, "failed": outcome.failed, "verdict": outcome.verdict}
@@ -157,6 +165,9 @@ def _phase(phase: Any) -> Any:
 def _as(field: dataclasses.Field, value: Any) -> Any:
     """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
     wanted = (get_args(field.type) or (field.type,))[0]
+    if field.name == "lora" and isinstance(value, dict):
+        known = {f.name: f for f in dataclasses.fields(Lora)}
+        return {key: _as(known[key], own) if key in known else own for key, own in value.items()}
     if field.name == "data":
         return tuple(value) if isinstance(value, list) else (value,)
     if field.name == "phases":

@@ -51,11 +51,10 @@ def _config(model: nn.Module, found: dict[str, Pair]) -> dict[str, Any]:
                 f"lora.save: {key} differs from {next(iter(found))} in rslora or dropout, for which PEFT's files have one "
                 f"value; give them different names, and save each."
             )
-    config = getattr(model, "config", None)
     return {
         "peft_type": "LORA",
-        "base_model_name_or_path": getattr(config, "_name_or_path", None) or None,
-        "task_type": "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+        "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
+        "task_type": "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else getattr(model, "task_type", None),
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": first.alpha,

@@ -6,7 +6,7 @@ Subtracting what was added would leave rounding behind. So the weight as it was 
 import torch
 from torch import Tensor, nn
 
-from .pairs import Adapters, Pair, adapted_layers, pairs
+from .pairs import CHILD, Adapters, Pair, adapted_layers, pairs
 
 
 @torch.no_grad()
@@ -55,6 +55,23 @@ def unmerge(model: nn.Module) -> None:
         for _, pair in adapters.pairs():
             pair.merged = False
         adapters.hang()
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of `model` without adapters, for files that know of none.
+
+    ValueError where one is on and not merged, because it would be lost.
+    """
+    state, layers = model.state_dict(), adapted_layers(model)
+    for key, adapters in layers:
+        for name, pair in adapters.pairs():
+            if pair.on and not pair.merged:
+                raise ValueError(
+                    f"lora: {key} carries the adapter {name!r}, and a model's own files have no place for it; call "
+                    f"gb.lora.merge first, or gb.lora.disable to leave it out."
+                )
+    theirs = tuple(f"{key}.{CHILD}." for key, _ in layers)
+    return {name: tensor for name, tensor in state.items() if not name.startswith(theirs)}
 
 
 def _check_unchanged(what: str, key: str, adapters: Adapters) -> None:

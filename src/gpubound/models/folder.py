@@ -121,7 +121,7 @@ class Stored:
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor in the folder's safetensors files, by name, from the files' headers."""
     found: dict[str, Stored] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
                 about = tensors.get_slice(name)
@@ -143,7 +143,7 @@ def check_layers(file: Path, counts: Iterable[tuple[str, int]], tensors: Iterabl
             )
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """One file, or those that the index names. The one file goes first, as it does in transformers."""
     index = path / INDEX
     if (path / WEIGHTS).exists() or not index.exists():

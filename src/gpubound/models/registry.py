@@ -12,7 +12,8 @@ a file `training.py` there:
 
 PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
-reads, load, save of a folder: whether it is this family's; (folder, device) -> model; (model, folder, tokenizer)
+reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer)
+outline           the model in a folder without its values, on the meta device
 sizes, table      the `Sizes` of a model; PRESETS in lines for a person
 """
 

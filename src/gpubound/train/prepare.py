@@ -20,8 +20,10 @@ from ..errors import DataError, DeviceError, GraphError
 from ..models.registry import family_of, is_named
 from ..place import place
 from ..trace import notice
+from .adapters import base_of, check_base
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
+from .precision import precision as precision_named
 from .recipe import PHASED, Recipe, check_model
 from .run import Run
 
@@ -47,12 +49,16 @@ def prepare(
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None)
     check_model(recipe.model)
     check_data(recipe)
+    if recipe.adapters is not None:
+        recipe.adapters.add(family_of(recipe.model).outline(recipe.model))
     found = _found(checkpoints, resume)
     if found is not None:
         old = _recipe(found)
         if auto_batch:  # it was tried when the run began
             recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
         check_same(found, old, recipe)
+        if recipe.adapters is not None:
+            check_base(recipe.model, found)
     stages = [
         Stage(name, own, *hold_out(corpus, own.validation))
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
@@ -66,7 +72,8 @@ def prepare(
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, tokenizer, device)
     placement = place(model, device)
-    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints)
+    base = base_of(recipe.model) if recipe.adapters else {}
+    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
@@ -95,13 +102,17 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> n
     family = family_of(recipe.model)
     if is_named(recipe.model):
         return family.make(recipe.model, tokenizer.vocab_size, max(own.seq for _, own in recipe.stages()), device)
-    model = family.load(recipe.model, device)
+    # What trains is cast by the step, the frozen base here.
+    dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
+    model = family.load(recipe.model, device, dtype)
     known = family.sizes(model).vocabulary
     if tokenizer.vocab_size > known:
         raise DataError(
             f"{recipe.model} knows {known} tokens, the corpus has {tokenizer.vocab_size}; "
             f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
         )
+    if recipe.adapters is not None:
+        recipe.adapters.add(model)
     return model
 
 

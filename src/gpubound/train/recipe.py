@@ -1,12 +1,9 @@
 """The recipe of a run: every choice in one place, checked before anything is read or built."""
 
 import re
-import sys
-from dataclasses import Field, dataclass, field, fields, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +11,9 @@ from torch import nn
 from ..corpus.tokenizer import SPECIALS
 from ..models.registry import is_named, presets
 from ..words import hint, shown
+from .adapters import Lora
 from .graphs import MODES as GRAPH_MODES
+from .kinds import check_kind
 from .objectives import Objective, objective_named
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import precision as precision_named
@@ -24,16 +23,6 @@ from .step import TrainStep
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
-KINDS: dict[Any, tuple[Any, str]] = {
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    str: (str, "a text"),
-    bool: (bool, "true or false"),
-    dict[str, Any]: (dict, "keys and values"),
-    tuple[str, ...]: (tuple, "a path or a list of them"),
-    tuple[dict[str, Any], ...]: (tuple, "a list, each with keys and values such as 'steps: 2000'"),
-}
-"""A field's type -> what its values are, and in words."""
 
 PHASED = (
     "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
@@ -59,6 +48,9 @@ class Recipe:
     """Folder of the run: tape, checkpoints, corpus, report."""
     model: str = "10m"
     """A preset (see --list), a preset's name with -tiny added to try a recipe, or a Hugging Face folder to train further."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Train low-rank adapters over the frozen model of a Hugging Face folder: their rank, alpha, targets, dropout, rslora and
+    init, as gpubound.lora.add takes them. Only in a config file. Without it every weight is trained."""
     data: tuple[str, ...] = (STDLIB,)
     """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
     source of this Python or of its torch."""
@@ -158,7 +150,14 @@ class Recipe:
             raise ValueError(
                 "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
             )
+        if self.adapters is not None:
+            self.adapters.check_beside(self.model, self.optimizer, self.precision)
         self.budget, self.rates, self.numbers, self.new_objective(), self.stages()  # each refuses what it cannot make
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What is trained instead of the model's own weights."""
+        return Lora.of(self.lora) if self.lora else None
 
     @property
     def rates(self) -> Schedule:
@@ -173,6 +172,10 @@ class Recipe:
         if self.optimizer == "adamw8bit":
             return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
+
+    def precision_on(self, device: torch.device) -> str:
+        """Which of the precisions `precision` means there."""
+        return self.precision if self.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -196,7 +199,7 @@ class Recipe:
             self.numbers,
             accumulate=self.accumulate,
             clip=self.clip,
-            precision=self.precision if self.precision != "auto" else "bf16" if device.type == "cuda" else "fp32",
+            precision=self.precision_on(device),
             graph=self.graph,
             schedule=self.rates,
             recompute="cheap" if self.budget is not None else self.recompute,
@@ -231,24 +234,6 @@ class Recipe:
             return replace(self, phases=(), **own)
         except ValueError as error:
             raise ValueError(f"recipe: phase {name}: {str(error).removeprefix('recipe: ')}") from error
-
-
-def check_kind(field: Field, value: Any) -> None:
-    """Refuse what is not of the field's kind, or not usable whatever the field."""
-    name, optional = field.name, isinstance(field.type, UnionType)
-    if optional and value is None:
-        return
-    kind = get_args(field.type)[0] if optional else field.type
-    wanted, words = KINDS[kind]
-    texts = value if name == "data" and isinstance(value, tuple) else (value,) if kind is str else ()
-    right = isinstance(value, wanted) and all(isinstance(text, str) for text in texts)
-    if not right or (kind is not bool and isinstance(value, bool)):
-        raise ValueError(f"recipe: {name} must be {words}, got {shown(value)}.")
-    if kind is float and not abs(value) <= sys.float_info.max:
-        raise ValueError(f"recipe: {name} must be a finite number, got {value}.")
-    for text in texts:
-        if not text.strip() or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text):
-            raise ValueError(f"recipe: {name} must be UTF-8 text, not empty, without control characters, got {shown(text)}.")
 
 
 def check_model(name: str) -> None:

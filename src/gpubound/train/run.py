@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .. import lora
 from ..corpus import Tokenizer
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..place import Placement
+from .adapters import kept_state, load_kept_state, merged
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
 from .loop import Loop, Record, Stop
@@ -42,6 +44,7 @@ class Run:
     model: nn.Module
     placement: Placement
     checkpoints: Checkpoints
+    base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
     phase: int = 0
     began: int = 0  # the last step before this phase
     over: bool = False  # this phase has ended, early or not
@@ -175,18 +178,26 @@ class Run:
             if best == self.done:
                 yield best
                 return
-            with put_back(self.model.state_dict().values()):
+            with put_back(kept_state(self.model).values()):
                 tensors = self.checkpoints.at(best).tensors()
-                self.model.load_state_dict(_part(tensors, "model."))
+                load_kept_state(self.model, _part(tensors, "model."))
                 with torch.no_grad():
                     for name, parameter in self.model.named_parameters():
                         parameter.copy_(tensors.get(f"average.{name}", parameter))
                 yield best
 
-    def export(self, path: str | Path) -> Path:
-        """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder."""
+    def export(self, path: str | Path, merge: bool = False) -> Path:
+        """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder.
+
+        Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of.
+        """
         with self.best_weights():
-            return family_of(self.recipe.model).save(self.model, path, self.tokenizer)
+            if self.recipe.adapters and not merge:
+                lora.save(self.model, path)
+                self.tokenizer.save(path)
+                return Path(path)
+            with merged(self.model) if self.recipe.adapters else nullcontext():
+                return family_of(self.recipe.model).save(self.model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
@@ -203,9 +214,9 @@ class Run:
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         average = self.average.average if self.average else {}
-        tensors = joined(model=self.model.state_dict(), step=self.step.state_dict(), random=random, average=average)
+        tensors = joined(model=kept_state(self.model), step=self.step.state_dict(), random=random, average=average)
         facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
-        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
+        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base}
         loss = self.evaluations.get(self.done)
         known = loss is not None and math.isfinite(loss)
         score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one
@@ -223,7 +234,7 @@ class Run:
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(_part(tensors, "model."))
+        load_kept_state(self.model, _part(tensors, "model."))
         self.step.load_state_dict(_part(tensors, "step."))
         if self.average:
             self.average.load(_part(tensors, "average."), updates=self.done - self.began)

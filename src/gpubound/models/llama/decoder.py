@@ -120,6 +120,8 @@ class Decoder(nn.Module):
     """A Llama-like language model: `Decoder(PRESETS["10m"])`. A call gives logits. `loss` never holds the whole logits."""
 
     reader = OwnReader
+    task_type = "CAUSAL_LM"  # what PEFT calls what it is for
+    name_or_path = ""  # the folder that it was read from, as transformers' models have it
 
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
         super().__init__()

@@ -8,9 +8,9 @@ import torch
 from ...files import read_json
 from ..registry import Sizes
 from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
-from .weights import COMPUTED, load_hf as load, save_hf as save
+from .weights import COMPUTED, load_hf as load, outline as outline, save_hf as save
 
-__all__ = ["MODELS", "PRESETS", "load", "make", "reads", "save", "sizes", "table"]
+__all__ = ["MODELS", "PRESETS", "load", "make", "outline", "reads", "save", "sizes", "table"]
 
 PRESETS = SIZES | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The last one is what two CPU cores teach some Python in two minutes (the demo's)."""

@@ -17,6 +17,7 @@ from ...corpus import Tokenizer
 from ...corpus.tokenizer import ends_of_turn
 from ...errors import DataError
 from ...files import write_whole, writing
+from ...lora.merge import plain_state
 from ..folder import (
     GENERATION,
     INDEX,
@@ -50,7 +51,7 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     generation = read_generation(path, about)
     _check(path, config, stored)
     model = Decoder(config, device=device, dtype=dtype or dtype_of(about, path))
-    model.generation = generation
+    model.generation, model.name_or_path = generation, str(path)
     wanted = model.state_dict()
     if config.tied:
         del wanted["lm_head.weight"]  # the same tensor as the embedding
@@ -61,6 +62,11 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     return model
 
 
+def outline(path: str | Path) -> Decoder:
+    """The Decoder of a Hugging Face folder on the meta device, without its weights."""
+    return Decoder(config_of(read_config(Path(path)), Path(path)), device="meta")
+
+
 def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> Path:
     """Write a folder that transformers loads, with the same logits. A model that is already there is replaced.
 
@@ -68,7 +74,7 @@ def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().contiguous().cpu() for name, t in model.state_dict().items()}
+    tensors = {name: t.detach().contiguous().cpu() for name, t in plain_state(model).items()}
     if model.config.tied:
         del tensors["lm_head.weight"]
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})

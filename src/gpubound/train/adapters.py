@@ -1,0 +1,116 @@
+"""Low-rank adapters of a run: what a recipe's `lora` says, and what a run keeps of its model when the model itself is frozen.
+
+A checkpoint holds the adapters alone, and says by checksums which base they belong to. The base stays in its folder.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import lora
+from ..errors import DataError
+from ..models.folder import weight_files
+from ..models.registry import is_named
+from ..trace import notice
+from ..words import hint
+from .checkpoint import Checkpoint, checksum
+from .kinds import check_kind
+
+WHERE = "recipe: lora"
+LARGEST_RANK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The options of gpubound.lora.add that a recipe may give."""
+
+    rank: int
+    alpha: float | None = None
+    targets: str | tuple[str, ...] = "all-linear"
+    dropout: float = 0.0
+    rslora: bool = False
+    init: bool | str = True
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Lora":
+        """From a recipe's keys and values: a tuple again where YAML or JSON made a list."""
+        known = {field.name: field for field in fields(cls)}
+        if unknown := [key for key in given if key not in known]:
+            raise ValueError(f"{WHERE}: {unknown[0]!r} is unknown; {hint(str(unknown[0]), known, 'its options are')}")
+        if missing := [name for name, field in known.items() if field.default is MISSING and name not in given]:
+            raise ValueError(f"{WHERE}: {missing[0]} is missing; give one, such as {missing[0]}: 16.")
+        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        """What the model's shapes decide, lora.add refuses."""
+        for field in fields(self):
+            check_kind(field, getattr(self, field.name), WHERE)
+        if not 1 <= self.rank <= LARGEST_RANK:
+            raise ValueError(f"{WHERE}: rank must lie between 1 and {LARGEST_RANK:,}, got {self.rank:,}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{WHERE}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
+        if isinstance(self.init, str) and self.init != "gaussian":
+            raise ValueError(f"{WHERE}: init must be true, false or gaussian, got {self.init!r}.")
+
+    def check_beside(self, model: str, optimizer: str, precision: str) -> None:
+        """Refuse what the rest of a recipe may not be with adapters."""
+        if is_named(model):
+            raise ValueError(
+                f"{WHERE}: adapters learn what a trained model lacks, and the preset {model} begins with random weights; "
+                f"give a Hugging Face folder as model."
+            )
+        if optimizer == "muon":
+            raise ValueError(
+                f"{WHERE}: got optimizer muon, which moves the weights of whole layers, and these are frozen; take adamw."
+            )
+        if precision == "fp8":
+            raise ValueError(f"{WHERE}: got precision fp8, which rounds weights that train, and these are frozen; take bf16.")
+
+    def add(self, model: nn.Module) -> None:
+        lora.add(model, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def kept_state(model: nn.Module) -> dict[str, Tensor]:
+    """What of the model's state a run may change: all but the frozen parameters."""
+    state = model.state_dict(keep_vars=True)
+    return {name: t.detach() for name, t in state.items() if not isinstance(t, nn.Parameter) or t.requires_grad}
+
+
+@torch.no_grad()
+def load_kept_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    wanted = kept_state(model)
+    assert wanted.keys() == state.keys(), f"a state of another model: {sorted(wanted.keys() ^ state.keys())[:3]}"
+    model.load_state_dict(state, strict=False)
+
+
+def base_of(folder: str | Path) -> dict[str, int]:
+    """The checksums of a Hugging Face folder's config and weights, at 2.8 GB/s."""
+    return {file.name: checksum(file) for file in (Path(folder, "config.json"), *weight_files(Path(folder)))}
+
+
+def check_base(folder: str | Path, found: Checkpoint) -> None:
+    """DataError when `folder` does not hold the base that the adapters in `found` were trained on."""
+    was, now = found.facts["base"], base_of(folder)
+    if changed := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+        raise DataError(
+            f"{found.path}: its adapters were trained on another base than {folder} holds now: {', '.join(changed)} changed; "
+            f"put the files of that base back, or begin anew in another --out."
+        )
+
+
+@contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """Inside, the adapters are part of the weights."""
+    error = lora.merge(model)
+    dtype = str(next(p for p in model.parameters() if not p.requires_grad).dtype).removeprefix("torch.")
+    notice(f"lora: merged into weights in {dtype}, whose rounding took {error:.1%} of what the adapters add.")
+    try:
+        yield
+    finally:
+        lora.unmerge(model)

@@ -1,0 +1,212 @@
+"""Runs with a `lora` section: adapters alone train and are kept, resumed bit for bit, and exported."""
+
+import inspect
+import json
+import shutil
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpubound import lora
+from gpubound.errors import DataError
+from gpubound.models import load_hf
+from gpubound.train.adapters import Lora
+from gpubound.train.prepare import prepare
+from gpubound.train.recipe import Recipe
+from gpubound.train.work import work_of
+
+from .runs import CHATS, assert_same, losses, recipe, train
+
+pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+RANK = {"rank": 4, "alpha": 8, "dropout": 0.1}
+
+
+def adapting(corpus, base, out, **changes) -> Recipe:
+    return recipe(corpus, out, **{"model": str(base), "lora": RANK, "lr": 1e-2} | changes)
+
+
+def frozen(model):
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def logits_of(model):
+    with torch.no_grad():
+        out = model.eval()(torch.arange(24).view(2, 12))
+    return out.logits if hasattr(out, "logits") else out
+
+
+def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
+    run, _ = train(adapting(corpus, base, tmp_path / "run"))
+    assert all(p.any() for p in lora.parameters(run.model)), "b was zeros"
+    whole = dict(load_hf(base).named_parameters())
+    assert all(torch.equal(p, whole[name]) for name, p in frozen(run.model).items()) and len(frozen(run.model)) == len(whole)
+    kept = run.checkpoints.latest().tensors()
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert {n.removeprefix("model.") for n in kept if n.startswith("model.")} == trained and len(trained) == 2 * 2 * 7
+    assert {n.removeprefix("step.m.") for n in kept if n.startswith("step.m.")} == trained
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}], ids=str)
+def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
+    """Dropout's masks, too."""
+    whole, records = train(adapting(corpus, base, tmp_path / "whole", evaluate_every=5, **options))
+    train(adapting(corpus, base, tmp_path / "halved", evaluate_every=5, **options), until=7)
+    second, after = train(adapting(corpus, base, tmp_path / "halved", evaluate_every=5, **options), resume=True)
+    assert losses(after) == {step: loss for step, loss in losses(records).items() if step > 7} and len(after) == 5
+    assert second.evaluations == whole.evaluations
+    assert_same(second, whole)
+
+
+def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
+    options = {"model": str(base), "lora": RANK, **two_phases}
+    del options["vocabulary"]
+    whole, records = train(recipe("", tmp_path / "whole", **options))
+    assert whole.phase == 1 and [r["step"] for r in records] == list(range(1, 12))
+    train(recipe("", tmp_path / "halved", **options), until=8)
+    second, _ = train(recipe("", tmp_path / "halved", **options), resume=True)
+    assert_same(second, whole)
+    assert 0 < records[6]["tokens"] < 4 * 32 * 0.7, "prompts do not count"
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema):
+    run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, evaluate_every=3, keep=1, ema=ema), progress=False)
+    coming = iter([3.0, 2.0, 2.5])
+    monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
+    run.go(lambda record: None)
+    live = {name: t.clone() for name, t in run.model.state_dict().items()}
+    written = load_file(run.export(tmp_path / "adapter") / "adapter_model.safetensors")
+    best, name = run.checkpoints.at(6).tensors(), "model.layers.1.mlp.up_proj"
+    part = "average" if ema else "model"
+    assert torch.equal(written[f"base_model.model.{name}.lora_A.weight"], best[f"{part}.{name}.lora.default.a"])
+    assert torch.equal(written[f"base_model.model.{name}.lora_B.weight"], best[f"{part}.{name}.lora.default.b"])
+    assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
+    """The adapters, read by PEFT and here, and the merged model, read by transformers and here."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=20))
+    want = logits_of(run.model)
+    folder = run.export(tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.allclose(logits_of(theirs), want, atol=1e-2)
+    ours = load_hf(base)
+    lora.load(ours, folder)
+    about = json.loads((folder / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(base) and about["task_type"] == "CAUSAL_LM"
+    merged = run.export(tmp_path / "merged", merge=True)
+    for model in (
+        ours,
+        peft.PeftModel.from_pretrained(theirs, folder),
+        peft.AutoPeftModelForCausalLM.from_pretrained(folder),
+        load_hf(merged),
+        transformers.AutoModelForCausalLM.from_pretrained(merged),
+    ):
+        torch.testing.assert_close(logits_of(model), want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits_of(run.model), want), "the run goes on with its adapters"
+
+
+def test_another_base_is_refused(corpus, base, tmp_path):
+    copy = shutil.copytree(base, tmp_path / "base")
+    train(adapting(corpus, copy, tmp_path / "run", steps=4))
+    (found,) = (tmp_path / "run" / "checkpoints").iterdir()
+    model = load_hf(copy)
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1
+    from gpubound.models import save_hf
+
+    save_hf(model, copy)
+    with pytest.raises(DataError) as error:
+        prepare(adapting(corpus, copy, tmp_path / "run", steps=8), resume=True, progress=False)
+    assert str(error.value) == (
+        f"{found}: its adapters were trained on another base than {copy} holds now: model.safetensors changed; "
+        f"put the files of that base back, or begin anew in another --out."
+    )
+
+
+def test_a_target_that_is_not_there_is_refused_before_a_corpus_is_built(base, tmp_path):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    options = {"model": str(base), "data": (str(tmp_path / "chats.jsonl"),), "lora": {"rank": 4, "targets": ["q_prj"]}}
+    with pytest.raises(ValueError) as error:
+        prepare(recipe("", tmp_path / "run", **options), progress=False)
+    assert str(error.value).startswith("lora.add: no layer of Decoder is named 'q_prj'; its linear layers end in down_proj, ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_changed_section_is_refused(corpus, base, tmp_path):
+    train(adapting(corpus, base, tmp_path, steps=2))
+    with pytest.raises(ValueError, match=r"^resume: the recipe has changed: lora was {.*'rank': 4.*}, is {.*'rank': 8.*}\. "):
+        prepare(adapting(corpus, base, tmp_path, steps=4, lora=RANK | {"rank": 8}), resume=True, progress=False)
+
+
+def test_its_options_are_those_of_add():
+    theirs = {n: p.default for n, p in inspect.signature(lora.add).parameters.items() if n not in ("model", "name")}
+    ours = {field.name: field.default for field in fields(Lora)}
+    assert {n: d for n, d in ours.items() if n != "rank"} == {n: d for n, d in theirs.items() if n != "rank"}
+
+
+@pytest.mark.parametrize(
+    "section, sentence",
+    [
+        ({"alpha": 8}, "rank is missing; give one, such as rank: 16."),
+        ({"rank": 8, "target": "q_proj"}, "'target' is unknown; did you mean 'targets'?"),
+        ({"rank": 8.5}, "rank must be a whole number, got 8.5."),
+        ({"rank": 0}, "rank must lie between 1 and 65,536, got 0."),
+        ({"rank": 8, "alpha": "much"}, "alpha must be a number, got 'much'."),
+        ({"rank": 8, "alpha": float("inf")}, "alpha must be a finite number, got inf."),
+        ({"rank": 8, "targets": [1]}, "targets must be a text or a list of them, got (1,)."),
+        ({"rank": 8, "dropout": 1}, "dropout must be from 0 up to, not including, 1, got 1."),
+        ({"rank": 8, "rslora": "yes"}, "rslora must be true or false, got 'yes'."),
+        ({"rank": 8, "init": "pissa"}, "init must be true, false or gaussian, got 'pissa'."),
+    ],
+)
+def test_a_wrong_section(section, sentence):
+    with pytest.raises(ValueError) as error:
+        Recipe(model="some/folder", lora=section)
+    assert str(error.value) == f"recipe: lora: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            {"model": "10m"},
+            "adapters learn what a trained model lacks, and the preset 10m begins with random weights; give a Hugging Face "
+            "folder as model.",
+        ),
+        (
+            {"optimizer": "muon"},
+            "got optimizer muon, which moves the weights of whole layers, and these are frozen; take adamw.",
+        ),
+        ({"precision": "fp8"}, "got precision fp8, which rounds weights that train, and these are frozen; take bf16."),
+    ],
+)
+def test_what_does_not_go_with_adapters(changes, sentence):
+    with pytest.raises(ValueError) as error:
+        Recipe(**{"model": "some/folder", "lora": RANK} | changes)
+    assert str(error.value) == f"recipe: lora: {sentence}"
+
+
+def test_moments_in_8_bits(corpus, base, tmp_path):
+    plain, _ = train(adapting(corpus, base, tmp_path / "plain"))
+    small, _ = train(adapting(corpus, base, tmp_path / "small", optimizer="adamw8bit"))
+    assert 0 < abs(small.evaluations[12] - plain.evaluations[12]) < 0.05
+    assert {t.dtype for n, t in small.step.state_dict().items() if n.startswith("m.")} == {torch.int8}
+
+
+def test_the_work_of_a_token(base):
+    """Counted here product by product: an adapter on the second of two layers cuts the first one's backward."""
+    from gpubound.models.llama.training import sizes
+
+    model = load_hf(base)
+    matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 2}  # the head is tied to the embedding
+    every, first = sum(matrices.values()), sum(n for name, n in matrices.items() if ".layers.0." in name)
+    assert work_of(model, sizes(model)).flops_per_token(10) == 6 * every + 6 * 2 * 64 * 10
+    lora.add(model, 4, targets=[r"model.layers.1.mlp.up_proj"])
+    assert work_of(model, sizes(model)).flops_per_token(10) == (
+        6 * 4 * (64 + 128) + 4 * (every - first) + 2 * first + (6 + 2) * 64 * 10
+    )
