@@ -104,8 +104,8 @@ REFUSED = {
     ),
     "a layer that is not there": (
         stranger,
-        "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of an nn.Linear of LlamaForCausalLM; load "
-        "it on the model that it was trained on.",
+        "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of a layer of LlamaForCausalLM; load it on "
+        "the model that it was trained on.",
     ),
     "another kind": (option(use_dora=True), "{c}: use_dora is True, and only plain LoRA is read here; load it with PEFT."),
     "another method": (

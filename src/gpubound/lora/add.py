@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of a model, in place: added, listed, switched off, removed."""
+"""Low-rank adapters on the layers of a model, in place: added, listed, switched off, removed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,23 +8,24 @@ from torch import nn
 
 from ..layers.stacked import multiply_by_records
 from .pairs import CHILD, Adapters, Pair, pairs
-from .targets import ALL_LINEAR, chosen, linear_layers
+from .targets import KINDS, chosen, layers_of
 
 
 def add(
     model: nn.Module,
     rank: int,
     alpha: float | None = None,
-    targets: str | Sequence[str] = ALL_LINEAR,
+    targets: str | Sequence[str] = "all-linear",
     dropout: float = 0.0,
     rslora: bool = False,
     init: bool | str = True,
     name: str = "default",
 ) -> list[str]:
-    """Give linear layers of `model` a low-rank adapter each, and freeze all other parameters. Returns the layers' names.
+    """Give layers of `model` a low-rank adapter each, and freeze all other parameters. Returns the layers' names.
 
     alpha    the scale's numerator: y += alpha / rank · dropout(x) aᵀ bᵀ. None: as large as the rank
-    targets  "all-linear": every nn.Linear but the head; the ends of names ("q_proj"); or a regular expression of whole names
+    targets  "all-linear": every nn.Linear but the head; "all-linear-and-conv": every nn.Conv2d, too; the ends of names
+             ("q_proj"); or a regular expression of whole names
     rslora   alpha / √rank instead
     init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too
     name     several adapters may lie on one layer under different names; all that are on are added
@@ -44,7 +45,7 @@ def add(
 class AdapterOptions(NamedTuple):
     """How one layer is to be adapted."""
 
-    layer: nn.Linear
+    layer: Any
     rank: int
     alpha: float
     dropout: float = 0.0
@@ -52,10 +53,11 @@ class AdapterOptions(NamedTuple):
 
     def check(self, key: str, name: str, who: str) -> None:
         weight = self.layer.weight
-        if not isinstance(self.rank, int) or not 1 <= self.rank <= min(weight.shape):
+        most = min(weight.flatten(1).shape)
+        if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
             raise ValueError(
-                f"{who}: rank must be an integer from 1 to {min(weight.shape)} for {key}, whose weight is "
-                f"{weight.shape[0]} x {weight.shape[1]}, got {self.rank}."
+                f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
+                f"{' x '.join(map(str, weight.shape))}, got {self.rank}."
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
@@ -79,9 +81,9 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     for found in options.values():
         adapters = _adapters(found.layer)
         if not isinstance(adapters, Adapters):
-            adapters = Adapters(found.layer)
+            adapters = KINDS[type(found.layer)](found.layer)
             found.layer.add_module(CHILD, adapters)
-        made = Pair(found.layer.weight, *found[1:])
+        made = adapters.PAIR(found.layer.weight, *found[1:])
         made.train(found.layer.training)
         adapters[name] = made
         adapters.hang()
@@ -90,12 +92,12 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
 
 
 def _make_neighbours(model: nn.Module, options: dict[str, AdapterOptions], name: str) -> None:
-    """Let the a of layers that may read the same x, siblings of one width, lie one behind the other.
+    """Let the a of linear layers that may read the same x, siblings of one width, lie one behind the other.
 
     They are one matrix then, wherever their layers are multiplied as one, and so are their gradients (train/flat_buffers.py).
     """
     siblings: dict[tuple, list[nn.Parameter]] = {}
-    for key in options:
+    for key in (key for key, found in options.items() if isinstance(found.layer, nn.Linear)):
         a = pair(model, key, name).a
         siblings.setdefault((key.rpartition(".")[0], a.shape[1], a.dtype, a.device), []).append(a)
     for group in siblings.values():
@@ -112,10 +114,10 @@ def pair(model: nn.Module, key: str, name: str) -> Pair:
     return model.get_submodule(f"{key}.{CHILD}.{name}")  # type: ignore[return-value]
 
 
-def _check_apart(model: nn.Module, chosen: Sequence[nn.Linear], who: str) -> None:
+def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:
     """One adapter hangs on one weight, and would be added wherever that weight is multiplied by."""
     weights, first = {id(layer.weight) for layer in chosen}, dict[int, str]()
-    for key, layer in linear_layers(model).items():
+    for key, layer in layers_of(model).items():
         other = first.setdefault(id(layer.weight), key)
         if other != key and id(layer.weight) in weights:
             raise ValueError(

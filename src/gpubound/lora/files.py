@@ -1,7 +1,7 @@
 """Adapters in PEFT's files, both ways: adapter_config.json, and adapter_model.safetensors with a and b by their layers' names.
 
 What is written loads with `PeftModel.from_pretrained` on the same model, to the same logits; what PEFT wrote loads here, if it
-is plain LoRA of nn.Linear layers. Everything is checked before the model is changed.
+is plain LoRA. Everything is checked before the model is changed.
 """
 
 import json
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, write_whole
+from ..trace import fallback
 from .add import AdapterOptions, attach
 from .pairs import Pair, adapted_layers, pairs
-from .targets import linear_layers, unfit
+from .targets import KINDS, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-NAMED = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
 UNUSUAL = (  # options of PEFT's that are off in plain LoRA, by which alone the files are read here
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
     "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config", "target_parameters",
@@ -31,13 +31,17 @@ UNUSUAL = (  # options of PEFT's that are off in plain LoRA, by which alone the 
 
 def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
     """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
-    found = {key: own for key, _, own in pairs(model, name, "lora.save")}
+    there = pairs(model, name, "lora.save")
+    found = {key: own for key, _, own in there}
+    for key, adapters, _ in there:
+        if why := adapters.unlike_peft():
+            fallback("lora.save: the same in PEFT", f"{key} {why}")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for key, own in found.items():
-        for letter, parameter in (("A", own.a), ("B", own.b)):
-            tensors[f"{PREFIX}{key}.lora_{letter}.weight"] = parameter.detach().cpu().contiguous()
+        for half, parameter in own.HALVES.items():
+            tensors[f"{PREFIX}{key}.{half}"] = getattr(own, parameter).detach().cpu().contiguous()
     with replacing(folder / WEIGHTS) as file:
         file.write(bytes_of(tensors, {"format": "pt"}))
     write_whole(folder / CONFIG, json.dumps(_config(model, found), indent=2) + "\n")
@@ -86,16 +90,17 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     """
     folder = Path(path)
     config, tensors = _read(folder)
-    layers = {key: layer for key, layer in linear_layers(model).items() if not unfit(model, layer)}
+    layers = {key: layer for key, layer in layers_of(model).items() if not unfit(model, layer)}
+    known = {f"{PREFIX}{key}.{half}": (key, half) for key, layer in layers.items() for half in KINDS[type(layer)].PAIR.HALVES}
     halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in sorted(tensors.items()):
-        match = NAMED.fullmatch(key)
-        if match is None or match[1] not in layers:
+    for word, tensor in sorted(tensors.items()):
+        if word not in known:
             raise DataError(
-                f"{folder / WEIGHTS}: {key} is no half of a low-rank adapter of an nn.Linear of {type(model).__name__}; "
+                f"{folder / WEIGHTS}: {word} is no half of a low-rank adapter of a layer of {type(model).__name__}; "
                 f"load it on the model that it was trained on."
             )
-        halves.setdefault(match[1], {})[match[2]] = tensor
+        key, half = known[word]
+        halves.setdefault(key, {})[half] = tensor
     options = {key: _options(folder, config, key, layers[key], own) for key, own in halves.items()}
     there = {key: adapters[name].rank for key, adapters in adapted_layers(model) if name in adapters}
     if not there:
@@ -106,8 +111,8 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
             f"name."
         )
     for key, adapters, own in pairs(model, name, "lora.load"):
-        own.a.copy_(halves[key]["A"])
-        own.b.copy_(halves[key]["B"])
+        for half, parameter in own.HALVES.items():
+            getattr(own, parameter).copy_(halves[key][half])
         own.alpha, own.dropout.p, own.rslora = options[key][2:]
         adapters.hang()
     return list(halves)
@@ -129,14 +134,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise DataError(f"{file}: is not in safetensors' format: {error}; save the adapter again.") from error
 
 
-def _options(folder: Path, config: dict[str, Any], key: str, layer: nn.Linear, own: dict[str, Tensor]) -> AdapterOptions:
-    outputs, inputs = layer.weight.shape
+def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: dict[str, Tensor]) -> AdapterOptions:
     rank = _of(config, "rank_pattern", key, config.get("r"))
-    shapes = {letter: tuple(own[letter].shape) if letter in own else None for letter in "AB"}
-    if shapes != {"A": (rank, inputs), "B": (outputs, rank)}:
+    kind = KINDS[type(layer)].PAIR
+    got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
+    wanted = list(kind.shapes(layer.weight, rank))
+    if got != wanted:
         raise DataError(
-            f"{folder / WEIGHTS}: the adapter of {key} has A {shapes['A']} and B {shapes['B']}, wanted ({rank}, {inputs}) and "
-            f"({outputs}, {rank}) for a weight of {outputs} x {inputs}; load it on the model that it was trained on."
+            f"{folder / WEIGHTS}: the adapter of {key} has A {got[0]} and B {got[1]}, wanted {wanted[0]} and {wanted[1]} for a "
+            f"weight of {' x '.join(map(str, layer.weight.shape))}; load it on the model that it was trained on."
         )
     alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
     return AdapterOptions(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))

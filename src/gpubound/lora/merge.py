@@ -31,7 +31,7 @@ def _fold(adapters: Adapters, own: list[Pair]) -> Tensor:
     if adapters.original is None:
         adapters.keep(weight.detach().to("cpu", copy=True))
     wide = torch.promote_types(weight.dtype, torch.float32)
-    added = sum((pair.scale * (pair.b.to(wide) @ pair.a.to(wide)) for pair in own), torch.zeros((), device=weight.device))
+    added = sum((pair.added(wide) for pair in own), torch.zeros((), device=weight.device))
     before = weight.detach().to(wide, copy=True)
     weight.copy_(before + added)
     for pair in own:

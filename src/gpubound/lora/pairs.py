@@ -7,7 +7,7 @@ A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_pr
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,25 @@ CHILD = "lora"  # what an adapted layer calls its adapters
 
 
 class Pair(nn.Module):
-    """One adapter of one layer: y += scale · dropout(x) aᵀ bᵀ."""
+    """One adapter of one layer: y += scale · dropout(x) aᵀ bᵀ. Of a convolution a is one, too, and b one of a single pixel."""
+
+    HALVES: ClassVar[dict[str, str]] = {"lora_A.weight": "a", "lora_B.weight": "b"}  # by what PEFT's files call them
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, dropout: float, rslora: bool):
         super().__init__()
-        outputs, inputs = weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)  # small updates of a 16-bit one would be lost
-        self.a = nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=weight.device))
-        self.b = nn.Parameter(torch.empty(outputs, rank, dtype=dtype, device=weight.device))
+        a, b = self.shapes(weight, rank)
+        self.a = nn.Parameter(torch.empty(a, dtype=dtype, device=weight.device))
+        self.b = nn.Parameter(torch.empty(b, dtype=dtype, device=weight.device))
         self.dropout = nn.Dropout(dropout)
         self.alpha, self.rslora = alpha, rslora
         self.on, self.merged = True, False
+
+    @staticmethod
+    def shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a and b, as in PEFT's files."""
+        outputs, *inputs = weight.shape
+        return (rank, *inputs), (outputs, rank, *(1 for _ in inputs[1:]))
 
     @property
     def rank(self) -> int:
@@ -50,36 +58,53 @@ class Pair(nn.Module):
         else:
             nn.init.zeros_(self.b)
 
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """What it adds to the layer's weight."""
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        return (self.scale * (b.flatten(1) @ a.flatten(1))).view(b.shape[0], *a.shape[1:])
+
 
 class Adapters(nn.ModuleDict):
-    """The adapters of one layer. `hang` puts those that are on into the record of its weight."""
+    """The adapters of one layer. `hang` puts those that are on into the record of its weight.
 
-    _layer: tuple[nn.Linear]
+    That is the way of linear layers. Layers of another kind have a class of their own, which says how they add.
+    """
+
+    PAIR: ClassVar[type[Pair]] = Pair
+
+    _layer: tuple[nn.Module]
     _weight: nn.Parameter
     _hung: tuple[LowRank, ...]
     original: Tensor | None  # the weight before an adapter was merged into it, and its version since: merge.py
     written: int
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, layer: Any):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
         self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None, written=0)
         self.register_load_state_dict_post_hook(_reload)
 
     @property
-    def layer(self) -> nn.Linear:
+    def layer(self) -> Any:
         return self._layer[0]
 
     def pairs(self) -> Iterator[tuple[str, Pair]]:
         yield from self.items()  # type: ignore[misc]
 
+    def on(self) -> list[Pair]:
+        """Those that add now."""
+        return [pair for _, pair in self.pairs() if pair.on and not pair.merged]
+
     def hang(self) -> None:
         record = made_record(self._weight)
         others = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
-        on = [pair for _, pair in self.pairs() if pair.on and not pair.merged]
-        self.__dict__["_hung"] = tuple(LowRank(pair.a, pair.b, pair.scale, pair.dropout) for pair in on)
+        self.__dict__["_hung"] = tuple(LowRank(pair.a, pair.b, pair.scale, pair.dropout) for pair in self.on())
         record.adapters = (*others, *self._hung)
         drop_record(self._weight)
+
+    def unlike_peft(self) -> str | None:
+        """Why PEFT, which reads the same files, does not compute the same."""
+        return None
 
     def unhang(self) -> None:
         record = made_record(self._weight)

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are to be adapted: by "all-linear", by the ends of their names, or by a regular expression."""
+"""Which layers of a model are to be adapted: all of a kind, by the ends of their names, or by a regular expression."""
 
 import re
 from collections.abc import Sequence
@@ -9,27 +9,35 @@ from torch import nn
 from ..layers.stacked import as_torch_has_it
 from ..layers.vocabulary import head_of
 from ..trace import fallback
+from .convolution import ConvAdapters, unfit_convolution
+from .pairs import Adapters
 
-ALL_LINEAR = "all-linear"
+KINDS: dict[type[nn.Module], type[Adapters]] = {nn.Linear: Adapters, nn.Conv2d: ConvAdapters}
+"""The layers that are adapted, and what holds their adapters."""
+
+ALL: dict[str, tuple[type[nn.Module], ...]] = {
+    "all-linear": (nn.Linear,),
+    "all-linear-and-conv": (nn.Linear, nn.Conv2d),
+}
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    return {key: module for key, module in model.named_modules() if isinstance(module, nn.Linear)}
+def layers_of(model: nn.Module, kinds: tuple[type[nn.Module], ...] = tuple(KINDS)) -> dict[str, Any]:
+    return {key: module for key, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
+def chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, Any]:
     _check_no_peft(model)
-    layers = linear_layers(model)
-    if targets == ALL_LINEAR:
-        return _all_linear(model, layers)
+    if isinstance(targets, str) and targets in ALL:
+        return _all(model, targets)
     wanted = [targets] if isinstance(targets, str) else list(targets)
     found: dict[str, Any] = {}
     for target in wanted:
         matches = [key for key, _ in model.named_modules() if key and _matches(key, target, regex=isinstance(targets, str))]
         if not matches:
-            ends = sorted({key.rpartition(".")[2] for key in layers})
+            ends = sorted({key.rpartition(".")[2] for key in layers_of(model)})
             raise ValueError(
-                f"lora.add: no layer of {type(model).__name__} is named {target!r}; its linear layers end in {', '.join(ends)}."
+                f"lora.add: no layer of {type(model).__name__} is named {target!r}; those that can be adapted end in "
+                f"{', '.join(ends)}."
             )
         found.update((key, model.get_submodule(key)) for key in matches)
     for key, module in found.items():
@@ -42,24 +50,30 @@ def _matches(key: str, target: str, regex: bool) -> bool:
     return key == target or key.endswith(f".{target}") or (regex and re.fullmatch(target, key) is not None)
 
 
-def _all_linear(model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+def _all(model: nn.Module, targets: str) -> dict[str, Any]:
     head = head_of(model)
-    fit = {key: layer for key, layer in layers.items() if layer is not head and not unfit(model, layer)}
+    layers = {key: layer for key, layer in layers_of(model, ALL[targets]).items() if layer is not head}
+    fit = {key: layer for key, layer in layers.items() if not unfit(model, layer)}
     if not fit:
-        raise ValueError(f"lora.add: {type(model).__name__} has no nn.Linear below its head; name its layers as targets.")
+        kinds = " or ".join(f"nn.{kind.__name__}" for kind in ALL[targets])
+        raise ValueError(f"lora.add: {type(model).__name__} has no {kinds} below its head; name its layers as targets.")
     for key, layer in layers.items():
-        if layer is not head and key not in fit:
-            fallback("lora.add: all-linear", f"{key} {unfit(model, layer)}, so it gets no adapter")
+        if key not in fit:
+            fallback(f"lora.add: {targets}", f"{key} {unfit(model, layer)}, so it gets no adapter")
     return fit
 
 
 def unfit(model: nn.Module, module: nn.Module) -> str | None:
     """Why no adapter can be a part of what `module` computes."""
-    if type(module) is not nn.Linear:
-        return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an nn.Linear"
-    if type(module._parameters.get("weight")) is not nn.Parameter or not module.weight.is_floating_point():
+    if type(module) not in KINDS:
+        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS)
+        return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
+    weight: Any = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return "has a weight that is not a plain parameter of floating-point numbers"
-    if not as_torch_has_it(module):
+    if isinstance(module, nn.Conv2d):
+        return unfit_convolution(module)
+    if not as_torch_has_it(module):  # type: ignore[arg-type]
         return "has a forward of its own"
     encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
     if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
