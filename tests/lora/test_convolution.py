@@ -311,7 +311,12 @@ def test_other_convolutions_are_refused_by_name():
 
 
 def test_a_rank_above_the_matrix_is_refused():
-    model = nn.Sequential(nn.Conv2d(4, 60, 3))
-    assert refusal(lambda: gb.lora.add(model, 37, targets=ALL)) == (
+    model = nn.Sequential(nn.Conv2d(4, 60, 3), nn.Conv2d(60, 60, 3))
+    assert refusal(lambda: gb.lora.add(model, 37, targets=["0"])) == (
         "lora.add: rank must be an integer from 1 to 36 for 0, whose weight is 60 x 4 x 3 x 3, got 37."
     )
+    trace.fallbacks.clear()
+    assert gb.lora.add(model, 37, targets=ALL) == ["1"]
+    assert list(trace.fallbacks) == [
+        (f"lora.add: {ALL}", "0 has a weight of 60 x 4 x 3 x 3, too small for rank 37, so it gets no adapter")
+    ]

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers.stacked import multiply_by_records
 from .pairs import CHILD, Adapters, Pair, pairs
-from .targets import KINDS, chosen, layers_of
+from .targets import KINDS, by, chosen, layers_of, most_rank
 
 
 def add(
@@ -35,7 +35,7 @@ def add(
     if init not in (True, False, "gaussian"):
         raise ValueError(f"lora.add: init must be True, False or 'gaussian', got {init!r}.")
     alpha = rank if alpha is None else alpha
-    layers = chosen(model, targets)
+    layers = chosen(model, targets, rank)
     attach(model, {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
     for key in layers:
         pair(model, key, name).begin(init)
@@ -52,12 +52,11 @@ class AdapterOptions(NamedTuple):
     rslora: bool = False
 
     def check(self, key: str, name: str, who: str) -> None:
-        weight = self.layer.weight
-        most = min(weight.flatten(1).shape)
+        weight, most = self.layer.weight, most_rank(self.layer.weight)
         if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
-                f"{' x '.join(map(str, weight.shape))}, got {self.rank}."
+                f"{by(weight.shape)}, got {self.rank}."
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")

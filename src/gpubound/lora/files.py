@@ -19,7 +19,7 @@ from ..files import read_json, reading, regular, replacing, write_whole
 from ..trace import fallback
 from .add import AdapterOptions, attach
 from .pairs import Pair, adapted_layers, pairs
-from .targets import KINDS, layers_of, unfit
+from .targets import KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -142,7 +142,7 @@ def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: di
     if got != wanted:
         raise DataError(
             f"{folder / WEIGHTS}: the adapter of {key} has A {got[0]} and B {got[1]}, wanted {wanted[0]} and {wanted[1]} for a "
-            f"weight of {' x '.join(map(str, layer.weight.shape))}; load it on the model that it was trained on."
+            f"weight of {by(layer.weight.shape)}; load it on the model that it was trained on."
         )
     alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
     return AdapterOptions(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))

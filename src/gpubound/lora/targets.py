@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..layers.stacked import as_torch_has_it
 from ..layers.vocabulary import head_of
@@ -25,10 +25,10 @@ def layers_of(model: nn.Module, kinds: tuple[type[nn.Module], ...] = tuple(KINDS
     return {key: module for key, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, Any]:
+def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
     _check_no_peft(model)
     if isinstance(targets, str) and targets in ALL:
-        return _all(model, targets)
+        return _all(model, targets, rank)
     wanted = [targets] if isinstance(targets, str) else list(targets)
     found: dict[str, Any] = {}
     for target in wanted:
@@ -50,17 +50,34 @@ def _matches(key: str, target: str, regex: bool) -> bool:
     return key == target or key.endswith(f".{target}") or (regex and re.fullmatch(target, key) is not None)
 
 
-def _all(model: nn.Module, targets: str) -> dict[str, Any]:
+def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
     head = head_of(model)
     layers = {key: layer for key, layer in layers_of(model, ALL[targets]).items() if layer is not head}
-    fit = {key: layer for key, layer in layers.items() if not unfit(model, layer)}
-    if not fit:
+    left = {key: why for key, layer in layers.items() if (why := unfit(model, layer) or _too_small(layer, rank))}
+    if len(left) == len(layers):
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in ALL[targets])
-        raise ValueError(f"lora.add: {type(model).__name__} has no {kinds} below its head; name its layers as targets.")
-    for key, layer in layers.items():
-        if key not in fit:
-            fallback(f"lora.add: {targets}", f"{key} {unfit(model, layer)}, so it gets no adapter")
-    return fit
+        raise ValueError(
+            f"lora.add: {type(model).__name__} has no {kinds} below its head that takes an adapter of rank {rank}; name its "
+            f"layers as targets."
+        )
+    for key, why in left.items():
+        fallback(f"lora.add: {targets}", f"{key} {why}, so it gets no adapter")
+    return {key: layer for key, layer in layers.items() if key not in left}
+
+
+def _too_small(layer: Any, rank: Any) -> str | None:
+    """The last convolution of a network of diffusion has four channels."""
+    if not isinstance(rank, int) or rank <= most_rank(layer.weight):
+        return None
+    return f"has a weight of {by(layer.weight.shape)}, too small for rank {rank}"
+
+
+def most_rank(weight: Tensor) -> int:
+    return min(weight.flatten(1).shape)
+
+
+def by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def unfit(model: nn.Module, module: nn.Module) -> str | None:
