@@ -111,3 +111,22 @@ def test_a_models_own_files_have_no_place_for_adapters(tmp_path):
     save_hf(model, tmp_path)
     ids = torch.arange(12)[None]
     torch.testing.assert_close(load_hf(tmp_path)(ids), model(ids))
+
+
+def test_for_good():
+    """What is on becomes part of the weights and is gone; what is off stays as it was."""
+    model = adapted(tiny())
+    adapted(model, seed=4, name="off", targets=["q_proj"])
+    adapted(model, seed=5, name="before", targets=["v_proj"])
+    gb.lora.disable(model, "off")
+    want = model(tokens()).logits
+    gb.lora.merge(model, "before")
+    assert gb.lora.merge(model, for_good=True) < 1e-3
+    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers), "of the one that is off"
+    assert not any(records(model)) and not any("default" in name for name in model.state_dict())
+    merged = weights(model)
+    gb.lora.unmerge(model)
+    assert all(torch.equal(value, merged[key]) for key, value in weights(model).items())
+    gb.lora.enable(model, "off")
+    assert not torch.allclose(model(tokens()).logits, want)

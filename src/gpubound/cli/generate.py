@@ -40,6 +40,9 @@ class Generate:
 
     ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
     """A Hugging Face folder, a name on the hub (owner/model), a run's folder, or one of its checkpoints."""
+    adapter: str | None = None
+    """A folder with a low-rank adapter in PEFT's layout, which is merged into CKPT's weights. A CKPT that is such a folder
+    itself finds its base on its own."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text to continue. Repeat the option for several texts."""
     file: str | None = None
@@ -114,7 +117,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         check(options)
         prompts = [] if options.chat else read_prompts(options)
-        saved = open_saved(options.ckpt, resolve(options.device), options.dtype, options.tokenizer, options.trust_remote_code)
+        saved = open_saved(
+            options.ckpt,
+            resolve(options.device),
+            options.dtype,
+            options.tokenizer,
+            options.trust_remote_code,
+            options.adapter,
+        )
         if options.chat:
             from .chat import converse
 

@@ -18,16 +18,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from .. import lora
 from ..corpus import Tokenizer
 from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
 from ..device import label
 from ..errors import DataError
+from ..files import read_json
 from ..layers.vocabulary import head_of
+from ..lora.files import CONFIG as ADAPTER
 from ..models import load_hf
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.llama.weights import config_of
+from ..train.adapters import check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
@@ -66,12 +70,18 @@ def open_saved(
     dtype: str = "auto",
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
+    adapter: str | Path | None = None,
 ) -> Saved:
-    """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own."""
+    """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own. `adapter`: a folder with one,
+    which becomes part of the weights."""
     begun, kind = time.perf_counter(), dtype_asked(dtype)
     own = Tokenizer.load(tokenizer) if tokenizer else None
-    known = not Path(path).exists() and is_hub_name(path)
-    source = find(_download(str(path), trust_remote_code) if known else Path(path))
+    source = _source(path, trust_remote_code)
+    if isinstance(source, Path) and is_adapter(source):
+        if adapter is not None:
+            raise ValueError(f"adapter: got {adapter}, and {source} is an adapter itself; give the base in its place.")
+        adapter = source
+        source = _source(_base_of(source), trust_remote_code)
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
         model, folder = _from_checkpoint(source, own, device, kind), source.path
@@ -80,22 +90,44 @@ def open_saved(
         about = read_config(source)
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
         model, folder = _from_folder(source, about, device, kind, trust_remote_code), source
+    if adapter is not None:
+        lora.load(model, adapter, name="given")
+    if lora.parameters(model):
+        merge(model, for_good=True)
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
     return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), device, begun)
 
 
+def _source(path: str | Path, trust_remote_code: bool) -> Path | Checkpoint:
+    known = not Path(path).exists() and is_hub_name(path)
+    return find(_download(str(path), trust_remote_code) if known else Path(path))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether it holds an adapter alone."""
+    return (folder / ADAPTER).exists() and not (folder / "config.json").exists()
+
+
+def _base_of(adapter: Path) -> str:
+    base = read_json(adapter / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base).exists() or is_hub_name(base)):
+        raise DataError(f"{adapter}: the base of this adapter, {base}, is not there; give BASE --adapter {adapter}.")
+    return base
+
+
 def find(path: Path) -> Path | Checkpoint:
-    """The Hugging Face folder or checkpoint that `path` means. Of a run: its export, or a checkpoint that is newer."""
+    """The Hugging Face folder, adapter or checkpoint that `path` means. Of a run: its export, or a checkpoint that is newer."""
     if not path.is_dir():
         raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
-    if (path / "config.json").exists():
+    if (path / "config.json").exists() or is_adapter(path):
         return path
     if (path / STATE).exists():
         return open_checkpoint(path)
-    exports = [path / name for name in EXPORTS if (path / name / "config.json").exists()]
+    exports = [path / name / file for name in EXPORTS for file in ("config.json", ADAPTER)]
+    exports = [file for file in exports if file.exists()]
     newest = Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest()
     if exports:
-        written, export = max(((folder / "config.json").stat().st_mtime, folder) for folder in exports)
+        written, export = max((file.stat().st_mtime, file.parent) for file in exports)
         if newest is None or written >= (newest.path / STATE).stat().st_mtime:
             return export
     if newest is None:
@@ -126,17 +158,20 @@ def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
 
 def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """What the run would have exported at that step: the average of its weights if it keeps one."""
-    recipe, weights = found.facts["recipe"], dict[str, Tensor]()
+    facts, weights = found.facts["recipe"], dict[str, Tensor]()
+    recipe = Recipe(model=facts["model"], seq=facts["seq"], lora=facts.get("lora", {}))
+    if recipe.lora:
+        check_base(recipe.model, found)
     with safe_open(found.path / TENSORS, framework="pt", device=str(device)) as file:  # which holds moments and masters, too
         names = list(file.keys())
         for part in ("model.", "average."):
             weights |= {name.removeprefix(part): file.get_tensor(name) for name in names if name.startswith(part)}
         stored = file.get_tensor(next(name for name in names if name.startswith("model."))).dtype
-    model = build_model(Recipe(model=recipe["model"], seq=recipe["seq"]), tokenizer, device)
+    model = build_model(recipe, tokenizer, device)
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # an average holds a tied weight under its first name alone
-        weights[name] = weights[first.setdefault(id(tensor), name)]
-    model.to(dtype or stored).load_state_dict(weights)
+    for name, tensor in kept_state(model).items():  # an average holds a tied weight under its first name alone
+        weights[name] = weights[first.setdefault(tensor.data_ptr(), name)]
+    load_kept_state(model.to(dtype or stored), weights)
     return model
 
 

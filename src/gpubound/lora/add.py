@@ -134,6 +134,10 @@ def remove(model: nn.Module, name: str | None = None) -> None:
     found = pairs(model, name, "lora.remove")
     if merged := next((key for key, _, own in found if own.merged), None):
         raise ValueError(f"lora.remove: the adapter of {merged} is merged into its weight; call gb.lora.unmerge first.")
+    take_out(model, found)
+
+
+def take_out(model: nn.Module, found: Sequence[tuple[str, Adapters, Pair]]) -> None:
     undo = multiply_by_records(model, everywhere=True)
     for _, adapters, own in found:
         del adapters[next(word for word, there in adapters.items() if there is own)]

@@ -6,12 +6,15 @@ Subtracting what was added would leave rounding behind. So the weight as it was 
 import torch
 from torch import Tensor, nn
 
+from .add import take_out
 from .pairs import CHILD, Adapters, Pair, adapted_layers, pairs
 
 
 @torch.no_grad()
-def merge(model: nn.Module, name: str | None = None) -> float:
+def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> float:
     """weight += scale · b a for the adapters that are on, or those of them called `name`. They cost nothing from then on.
+
+    for_good  take what is merged out of the model then, and keep no copy of the weights as they were
 
     Returns what rounding to the weights' dtype took: the largest error of a layer beside what was added, 0.0 to 1.0 and above.
     In bf16 it is large where an adapter is small: one hundredth of a weight keeps one or two bits.
@@ -22,13 +25,17 @@ def merge(model: nn.Module, name: str | None = None) -> float:
             found.setdefault(key, (adapters, []))[1].append(own)
     for key, (adapters, _) in found.items():
         _check_unchanged("merge", key, adapters)
-    errors = [_fold(adapters, own) for adapters, own in found.values()]
+    errors = [_fold(adapters, own, keep=not for_good) for adapters, own in found.values()]
+    if for_good:
+        for _, adapters in adapted_layers(model):
+            adapters.keep(None)
+        take_out(model, [(key, adapters, own) for key, adapters, own in pairs(model, None, "lora.merge") if own.merged])
     return max((error.item() for error in errors), default=0.0)
 
 
-def _fold(adapters: Adapters, own: list[Pair]) -> Tensor:
+def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
     weight = adapters.layer.weight
-    if adapters.original is None:
+    if keep and adapters.original is None:
         adapters.keep(weight.detach().to("cpu", copy=True))
     wide = torch.promote_types(weight.dtype, torch.float32)
     added = sum((pair.added(wide) for pair in own), torch.zeros((), device=weight.device))

@@ -104,12 +104,17 @@ def check_base(folder: str | Path, found: Checkpoint) -> None:
         )
 
 
+def merge(model: nn.Module, for_good: bool = False) -> None:
+    """Make the adapters part of the weights, and say what that cost."""
+    dtype = str(next(p for p in model.parameters() if not p.requires_grad).dtype).removeprefix("torch.")
+    error = lora.merge(model, for_good=for_good)
+    notice(f"lora: merged into weights in {dtype}, whose rounding took {error:.1%} of what the adapters add.")
+
+
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
     """Inside, the adapters are part of the weights."""
-    error = lora.merge(model)
-    dtype = str(next(p for p in model.parameters() if not p.requires_grad).dtype).removeprefix("torch.")
-    notice(f"lora: merged into weights in {dtype}, whose rounding took {error:.1%} of what the adapters add.")
+    merge(model)
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     generation = read_generation(path, about)
     _check(path, config, stored)
     model = Decoder(config, device=device, dtype=dtype or dtype_of(about, path))
-    model.generation, model.name_or_path = generation, str(path)
+    model.generation, model.name_or_path = generation, str(path.resolve())  # found from anywhere
     wanted = model.state_dict()
     if config.tied:
         del wanted["lm_head.weight"]  # the same tensor as the embedding

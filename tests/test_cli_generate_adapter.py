@@ -1,0 +1,89 @@
+"""`gpubound generate` with a low-rank adapter: beside its base, found through its own folder, or in a run."""
+
+import json
+
+import pytest
+import torch
+
+from gpubound import device as facts, lora
+from gpubound.cli import main
+from gpubound.corpus import Tokenizer
+from gpubound.models import load_hf
+
+from . import by_heart
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
+CAT = ["--prompt", "the cat"]
+BEFORE, AFTER = " sat on the mat and slept.\n", " ran to the sea and swam.\n"
+
+
+@pytest.fixture(scope="module")
+def adapter(ckpt, tmp_path_factory):
+    """A folder with an adapter that has learnt another end of one text."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model, tokenizer = load_hf(ckpt), Tokenizer.load(ckpt)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "interpreted", lambda: False)
+        lora.add(model, 16, alpha=64)
+        text = f"the cat{AFTER.strip(chr(10))}<|endoftext|>"
+        by_heart.learn(model, [tokenizer.inner.encode(text, add_special_tokens=False).ids])
+    lora.save(model, folder)
+    return folder
+
+
+def test_beside_its_base(ckpt, adapter, run):
+    assert run(ckpt, *CAT)[1] == BEFORE
+    code, out, err = run(ckpt, "--adapter", adapter, *CAT)
+    assert (code, out) == (0, AFTER)
+    assert "lora: merged into weights in float32, whose rounding took 0.0% of what the adapters add.\n" in err
+    size = next(line for line in err.splitlines() if line.startswith(f"{ckpt}: "))
+    assert size.split(",")[0] in run(ckpt, *CAT)[2], "as many parameters as without"
+
+
+def test_of_a_model_by_transformers(ckpt, adapter, run):
+    """--no-fused: transformers' own forward over the merged weights."""
+    assert run(ckpt, "--adapter", adapter, "--no-fused", *CAT)[1] == AFTER
+
+
+def test_by_its_own_folder(ckpt, adapter, run):
+    assert run(adapter, *CAT)[1] == AFTER
+    about = json.loads((adapter / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(ckpt.resolve())
+
+
+def test_a_base_that_is_gone(adapter, run, tmp_path):
+    about = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/nowhere"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    code, _, err = run(tmp_path, *CAT)
+    assert code == 2 and err.splitlines()[-1] == (
+        f"gpubound generate: {tmp_path}: the base of this adapter, /nowhere, is not there; give BASE --adapter {tmp_path}."
+    )
+
+
+def test_an_adapter_of_an_adapter(adapter, run):
+    code, _, err = run(adapter, "--adapter", adapter, *CAT)
+    assert code == 2 and err.splitlines()[-1] == (
+        f"gpubound generate: adapter: got {adapter}, and {adapter} is an adapter itself; give the base in its place."
+    )
+
+
+def test_a_run_speaks_with_its_adapters(ckpt, run, tmp_path):
+    """From its checkpoint, from its export, and from the export merged: the same tokens, which are not the base's."""
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text("the cat ran to the sea and swam. " * 20)
+    (tmp_path / "c.yaml").write_text(
+        f"model: {ckpt}\ndata: {tmp_path / 'texts'}\nlora: {{rank: 4, alpha: 16}}\nseq: 16\nmicro_batch: 4\nsteps: 8\n"
+        f"lr: 1e-2\nvalidation: 0.2\ndevice: cpu\nout: {tmp_path / 'run'}\n"
+    )
+    assert main(["train", str(tmp_path / "c.yaml")]) == 0
+    assert main(["train", str(tmp_path / "c.yaml"), "--resume", "--export", str(tmp_path / "adapter")]) == 0
+    assert main(["train", str(tmp_path / "c.yaml"), "--resume", "--export", str(tmp_path / "merged"), "--merge"]) == 0
+    prompt = ["--prompt", "the dog", "--max-new-tokens", "12", "--ignore-eos"]
+    said = [run(tmp_path / name, *prompt)[1] for name in ("run", "adapter", "merged")]
+    assert said[0] == said[1] == said[2] != run(ckpt, *prompt)[1]
+    assert main(["train", str(tmp_path / "c.yaml"), "--resume", "--export", "hf"]) == 0
+    assert f"{tmp_path / 'run' / 'hf'}" not in run(tmp_path / "run", *prompt)[2], "what speaks is the base with its adapters"
