@@ -17,6 +17,7 @@ TRAINER = "350m seq 1024 micro 16 Trainer bf16 autocast"
 PANELS = (
     ("Training, 350M parameters, 16 x 1,024 tokens a step", "train", "350m"),
     ("Training, launch-bound: 135M parameters, 1 x 1,024 tokens a step", "train", "135m"),
+    ("LoRA of rank 16, 1B parameters, 8 x 1,024 tokens a step", "lora", "1b"),
     ("Hugging Face Trainer, 350M parameters, and with gb.place(model)", "trainer", TRAINER),
     ("Decoding, 1B parameters, batch 1", "decode", "1b batch 1"),
     ("Decoding, 8B parameters, batch 1", "decode", "8b batch 1"),

@@ -5,51 +5,54 @@ Ours holds fp32 masters, moments and accumulators; "liger" holds weights, gradie
 peer are alive at a time and step in turn, in random order.
 """
 
-import json
-import os
-import random
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
-from gpubound.errors import MeasureError
 
 from . import results
 from .harness import Bench, chosen, importable
+from .serving import Job
 from .shapes import SHAPES
-from .train_worker import CONTENDERS, MARK, Job
+from .train_worker import CONTENDERS
+from .workers import Worker, started, take_turns
 
-SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
 FIRST_STEP_S = 10.0
 BUSY_PERCENT, BUSY_STEPS = 95.0, 30
 SAME_LOSS = 2e-2  # bf16 beside bf16 and fp32, at the first step
 DTYPE_BYTES = 4  # of an accumulator
 
 
+Goal = tuple[float | None, float | None]
+"""(gate, moonshot); None: measured, not judged"""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One training set-up. `peers` are (gate, moonshot) on our speed over theirs; None: measured, not judged."""
+    """One training set-up. `peers`: our speed over theirs."""
 
     shape: str
     seq: int
     micro: int
     accumulate: int
-    peers: dict[str, tuple[float | None, float | None]]
+    peers: dict[str, Goal]
     ours: str = "ours"
     recompute: str = "cheap"
     """of TrainStep"""
+    lr: float = 1e-4
 
     @property
     def tokens(self) -> int:
         return self.seq * self.micro * self.accumulate
+
+    def job(self, who: str, device: str) -> Job:
+        return Job(who, self.shape, self.seq, self.micro, self.accumulate, device, self.recompute, self.lr)
 
 
 CASES = {
@@ -104,39 +107,6 @@ class Train:
     """A tiny model on the CPU: shows that the script works, keeps nothing."""
 
 
-class Worker:
-    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: where they are kept."""
-
-    def __init__(self, who: str, case: Case, device: str, kernels: str | None = None):
-        self.who = who
-        job = json.dumps(asdict(Job(who, case.shape, case.seq, case.micro, case.accumulate, device, case.recompute)))
-        command = [sys.executable, "-m", "benchmarks.train_worker", job]
-        there = None if kernels is None else os.environ | {"TRITON_CACHE_DIR": kernels}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
-        self.facts: dict[str, Any] = self._hear()
-
-    def ask(self, **wish: Any) -> Any:
-        assert self.process.stdin is not None
-        print(json.dumps(wish), file=self.process.stdin, flush=True)
-        return self._hear()
-
-    def _hear(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-            print(line, end="", file=sys.stderr)
-        raise MeasureError(f"{self.who}: its process ended with {self.process.wait()}; its own message is above.")
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def main(argv: Sequence[str]) -> int:
     options = arguments(Train, argv, "bench train")
     known = TINY if options.dry else CASES
@@ -155,13 +125,33 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as kernels:
             measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit, peers, kernels)
             if options.again:
-                with Worker(known[name].ours, known[name], device.type, kernels) as again:
+                with Worker(known[name].job(known[name].ours, device.type), kernels=kernels) as again:
                     first_step(bench, f"{name} first step, a second process", again)
     return bench.finish()
 
 
 def first_step(bench: Bench, case: str, worker: Worker) -> None:
     bench.figure(case, "s", worker.facts["first_step_s"], {"budget": FIRST_STEP_S}, {"budget": 1.0})
+
+
+def tell_start(bench: Bench, name: str, mine: Worker) -> None:
+    """What is known of ours before anything is timed: that it is a graph, how long it took to begin, that no step waits."""
+    if bench.device.type == "cuda" and not mine.facts["captured"]:
+        bench.wrong.append(f"{name}: ours did not run as a graph; the reason is above")
+    first_step(bench, f"{name} first step", mine)
+    if "syncs" in mine.facts:
+        bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+
+
+def peers_here(bench: Bench, name: str, case: Case, peers: list[str]) -> Iterator[tuple[str, Goal]]:
+    """Those of a case's peers that were asked for, all of them when `peers` is empty, and can run."""
+    for peer, goal in case.peers.items():
+        if peers and peer not in peers:
+            continue
+        if "liger" in peer and not importable("liger_kernel"):
+            bench.unmeasured.append(f"{name}: liger-kernel is not installed (pip install 'gpubound[bench]')")
+            continue
+        yield peer, goal
 
 
 def measure_case(
@@ -171,28 +161,16 @@ def measure_case(
     import torch
 
     device = bench.device.type
-    try:
-        mine = Worker(case.ours, case, device, kernels)
-    except MeasureError as error:
-        bench.unmeasured.append(f"{name}: {error}")
+    if (mine := started(bench, name, Worker, case.job(case.ours, device), kernels=kernels)) is None:
         return
     with mine:
-        if device == "cuda" and not mine.facts["captured"]:
-            bench.wrong.append(f"{name}: ours did not run as a graph; the reason is above")
-        first_step(bench, f"{name} first step", mine)
-        if "syncs" in mine.facts:
-            bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+        tell_start(bench, name, mine)
         if mine.facts["captured"] and device == "cuda":
             bench.figure(f"{name} GPU busy", "%", mine.ask(busy=BUSY_STEPS), {"budget": BUSY_PERCENT}, {"budget": 1.0})
         shape = SHAPES[case.shape]
         rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
         tokens = case.ours.startswith("ours")
-        for peer, (gate, moonshot) in case.peers.items():
-            if peers and peer not in peers:
-                continue
-            if "liger" in peer and not importable("liger_kernel"):
-                bench.unmeasured.append(f"{name}: liger-kernel is not installed (pip install 'gpubound[bench]')")
-                continue
+        for peer, (gate, moonshot) in peers_here(bench, name, case, peers):
             with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ("bf16 rate", rate) if tokens else None)
         if case.accumulate > 1:
             against_one(bench, name, case, mine, rounds)
@@ -203,10 +181,7 @@ def with_peer(
     gate: float | None, moonshot: float | None, rounds: int, ceiling: tuple[str, float] | None,
 ) -> None:  # fmt: skip
     """Speed, and peak memory, beside one peer that starts from the same loss."""
-    try:
-        theirs = Worker(peer, case, bench.device.type)
-    except MeasureError as error:
-        bench.unmeasured.append(f"{name}: {error}")
+    if (theirs := started(bench, name, Worker, case.job(peer, bench.device.type))) is None:
         return
     with theirs:
         a, b = mine.facts["loss"], theirs.facts["loss"]
@@ -228,27 +203,16 @@ def with_peer(
 def against_one(bench: Bench, name: str, case: Case, mine: Worker, rounds: int) -> None:
     """Accumulation must not cost: time per micro-batch beside our own step of one."""
     one = Case(case.shape, case.seq, case.micro, 1, {})
-    with Worker("ours", one, bench.device.type) as single:
+    with Worker(one.job("ours", bench.device.type)) as single:
         seconds = take_turns({"ours": mine, "accumulate 1": single}, rounds)
     seconds["ours"] = [s / case.accumulate for s in seconds["ours"]]
     found = measure.compare_samples(seconds, clock="perf_counter, drained")
     bench.keep(name, found, unit="tok/s", amount=one.tokens, gates={"accumulate 1": 1.0})
 
 
-def take_turns(workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of each, round by round."""
-    steps = {name: max(1, round(SAMPLE_S / worker.ask(steps=2))) for name, worker in workers.items()}
-    order, found, shuffle = list(workers), {name: [] for name in workers}, random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            found[name].append(workers[name].ask(steps=steps[name]))
-    return found
-
-
 def profile(who: str, name: str, case: Case, device: str) -> None:
     """Where one step goes: kernel time by category, then the longest kernels."""
-    with Worker(who if case.ours == "ours" else f"frames-{who}", case, device) as worker:
+    with Worker(case.job(who if case.ours == "ours" else f"frames-{who}", device)) as worker:
         seconds, kernels = worker.ask(steps=5), worker.ask(profile=1)
     total = sum(ms for _, ms, _ in kernels)
     print(f"{name} {who}: {1e3 * seconds:.2f} ms a step, {total:.2f} ms of kernels")

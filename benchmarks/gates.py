@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpubound.cli import guarded
 
-from .results import COUNTS, FOLDER, Line, newest, read
+from .results import COUNTS, FLOOR, FOLDER, Line, newest, read
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,14 +39,18 @@ def sentence(line: Line) -> str:
     gap = (line.gate - line.ratio) / line.gate
     sure = "" if line.spread is None else f", spread ±{line.spread:.1%}"
     return (
-        f"SHORT  {line.bench}: {line.case}: {line.ratio:.3f} of {line.peer_name}, gate {line.gate:.2f}, "
+        f"SHORT  {line.bench}: {line.case}: {_measured(line)} of {line.peer_name}, gate {line.share(line.gate)}, "
         f"short by {gap:.1%}{sure} ({figure(line.ours, line.unit)}, {where})"
     )
 
 
+def _measured(line: Line) -> str:
+    return line.share(line.ratio) if line.peer_name == FLOOR else f"{line.ratio:.3f}"
+
+
 def beside(line: Line) -> str:
     """How a peer did: the ratio to it, or its count."""
-    theirs = f"{line.peer:,.0f}" if line.unit in COUNTS else f"{line.ratio:.2f}"
+    theirs = f"{line.peer:,.0f}" if line.unit in COUNTS else line.share(line.ratio)
     return f"{line.peer_name} {theirs}{' SHORT' if line.short else ''}"
 
 

@@ -24,6 +24,10 @@ from .gates import beside, figure, sentence
 SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12, "tok/s": 1.0, "us": 1e-6, "ms": 1e-3}
 # bf16 against bf16, each rounded at its own places: two units in the last place (2^-8) of relative error over the whole tensor.
 TOLERANCE = 1e-2
+# How works are timed on a GPU, as options of measure.compare.
+KERNELS = {"cold_l2": True, "host_ahead": True}
+CAPTURED = {"graph": True}  # without launches
+WAITED_FOR: dict[str, bool] = {}  # by a user, launches included
 
 
 class Bench:
@@ -58,11 +62,14 @@ class Bench:
         gates: Mapping[str, float] | None = None,
         moonshots: Mapping[str, float] | None = None,
         tolerance: float = TOLERANCE,
+        floor: measure.Work | None = None,
+        clock: Mapping[str, bool] = KERNELS,
     ) -> Comparison | None:
         """Check and time `works`; the first is ours. Each returns its tensors (outputs, or gradients) in the same order.
 
         `amount` is what one call moves (bytes), computes (operations) or handles (tokens); `ceiling` is (name, the same a
-        second), and stands as a peer. `gates` and `moonshots` are the wanted ratios by peer name.
+        second), and stands as a peer. `gates` and `moonshots` are the wanted ratios by peer name. `floor` is the part of the
+        work that nobody can leave out: a peer by the name of results.FLOOR, which computes less and is not compared.
         """
         ours, *peers = list(works)
         with strict():  # the reference behind a door that fell back would be measured as ours
@@ -70,17 +77,16 @@ class Bench:
         for peer in peers:
             if peer not in agreed and peer in (gates or {}):
                 self.unmeasured.append(f"{case}: {peer} has a gate and was not timed")
-        if ours not in agreed or len(agreed) < 2:
+        timed = {name: works[name] for name in agreed} | ({} if floor is None else {results.FLOOR: floor})
+        if ours not in agreed or len(timed) < 2:
             return None
-        on_gpu = self.device.type == "cuda"
         with strict():
             found = measure.compare(
-                {name: works[name] for name in agreed},
+                timed,
                 rounds=self.rounds,
                 warmup=1 if self.dry else 3,
-                cold_l2=on_gpu,
-                host_ahead=on_gpu,
                 device=self.device,
+                **(clock if self.device.type == "cuda" else {}),
             )
         self.keep(case, found, unit=unit, amount=amount, ceiling=ceiling, gates=gates, moonshots=moonshots)
         return found

@@ -27,6 +27,7 @@ MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
 LESS_IS_BETTER = {"us", "ms", "s", "GiB"}
 COUNTS = {"syncs"}
 UNITS = MORE_IS_BETTER | LESS_IS_BETTER | COUNTS
+FLOOR = "frozen forward + dX"  # what an adapter's work is beside: a peer that is never behind, so multiples of it are told
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Line:
     @property
     def short(self) -> bool:
         return self.gate is not None and not self.ratio >= self.gate
+
+    def share(self, ratio: float) -> str:
+        """A ratio to this peer, as it is told: above 1 is better, but of a floor its multiple, which is better near 1."""
+        return f"{1 / ratio:.2f} x" if self.peer_name == FLOOR else f"{ratio:.2f}"
 
 
 def ratio(unit: str, ours: float, peer: float) -> float:

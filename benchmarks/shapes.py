@@ -29,6 +29,10 @@ class Shape:
     def train_flops_per_token(self, seq: int) -> int:
         return measure.train_flops_per_token(self.matrix_params, self.layers, self.heads * self.head_dim, seq)
 
+    def frozen_flops_per_token(self, seq: int) -> int:
+        """Forward and dX: without the gradients of the weights, 2 operations each."""
+        return self.train_flops_per_token(seq) - 2 * self.matrix_params
+
 
 @dataclass(frozen=True)
 class SparseShape(Shape):

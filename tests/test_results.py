@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import bars, figures, gates, results, tables
-from benchmarks.results import Line, append, newest, ratio, read
+from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
 LINE = Line(
@@ -211,6 +211,19 @@ def test_counts_and_budgets_are_shown_as_such_never_as_ratios():
     assert row(text, "loss host syncs") == "| loss host syncs | 0 syncs | 3 syncs |"
     assert row(text, "first step") == "| first step | 12.4 s | **at most 10.0 s** |"
     assert "4.00" not in text
+
+
+def test_a_floor_is_told_in_multiples_of_it():
+    """And is nobody that a user could run instead."""
+    priced = {"unit": "us", "peer_name": FLOOR, "spread": None, "ours": 20.0, "peer": 10.0}
+    over = replace(LINE, **priced, ratio=0.5, gate=1 / 1.8)
+    held = replace(LINE, **priced, case="wide", ratio=0.8, gate=1 / 1.35)
+    assert gates.beside(held) == f"{FLOOR} 1.25 x" and gates.beside(over) == f"{FLOOR} 2.00 x SHORT"
+    assert f": 2.00 x of {FLOOR}, gate 1.80 x, short by 10.0% (20.0 us, " in gates.sentence(over)
+    text = tables.page([over, held])
+    assert row(text, "wide") == "| wide | 20.0 us | 1.25 x |"
+    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 20.0 us | **2.00 x** (gate 1.80 x) |"
+    assert "a peer is ahead" not in text and not tables.is_peer(held)
 
 
 def test_every_run_that_a_figure_is_from_is_named():

@@ -87,6 +87,11 @@ def nothing():
             "cold_l2=False, host_ahead=False; leave one of them out.",
         ),
         (
+            lambda: measure.compare({"a": nothing, "b": nothing}, graph=True, device="cpu"),
+            "compare: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got function on cpu, "
+            "cold_l2=False, host_ahead=False; leave one of them out.",
+        ),
+        (
             lambda: measure.compare({"ours": nothing}),
             "compare: got 1 callables, wanted ours and at least one peer, as in {'ours': f, 'peer': g}.",
         ),
@@ -145,6 +150,21 @@ def test_the_ruler_on_a_known_length(options):
         if abs(found[-1] - 2.0) <= 0.1:
             return
     pytest.fail(f"none of five tries came to 2.0: {found}")
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_graphs_beside_each_other():
+    """A spin of twice the cycles takes twice as long as the other, and each as long as `time` says."""
+    works = {name: lambda n=n: torch.cuda._sleep(n) for name, n in (("ours", 1_000_000), ("peer", 2_000_000))}
+    found = []
+    for _ in range(5):
+        both = measure.compare(works, graph=True, device="cuda")
+        alone = measure.time(works["ours"], graph=True, device="cuda").median_s
+        found.append((both.ratio, both.timings["ours"].median_s / alone))
+        if abs(found[-1][0] - 2.0) <= 0.1 and abs(found[-1][1] - 1.0) <= 0.1:
+            return
+    pytest.fail(f"none of five tries came to 2.0 and 1.0: {found}")
 
 
 @pytest.mark.gpu

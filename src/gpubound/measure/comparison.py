@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..words import in_words
-from .timing import Timing, Work, check_counts, clock_for, place_of
+from .timing import Timing, Work, captured, check_counts, clock_for, place_of
 
 RESAMPLES = 2000
 
@@ -73,6 +73,7 @@ def compare(
     warmup: int = 3,
     cold_l2: bool = False,
     host_ahead: bool = False,
+    graph: bool = False,
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Comparison:
@@ -82,8 +83,10 @@ def compare(
             f"compare: got {len(works)} callables, wanted ours and at least one peer, as in {{'ours': f, 'peer': g}}."
         )
     check_counts("compare", rounds=(rounds, 3), warmup=(warmup, 0))
-    clock = clock_for("compare", place_of(device), cold_l2, host_ahead)
-    order = list(works)
+    where, order = place_of(device), list(works)
+    if graph:
+        works = {name: captured("compare", works[name], where, max(1, warmup), cold_l2, host_ahead) for name in order}
+    clock = clock_for("compare", where, cold_l2, host_ahead, graph)
     handles: dict[str, list[Any]] = {name: [] for name in works}
     shuffle = random.Random(seed).shuffle
     try:

@@ -77,23 +77,20 @@ def time(
     """
     check_counts("time", warmup=(warmup, 0), runs=(runs, 1))
     where = place_of(device)
-    if graph and (where.type != "cuda" or cold_l2 or host_ahead or isinstance(fn, Prepared)):
-        raise ValueError(
-            f"time: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got {type(fn).__name__} "
-            f"on {where}, cold_l2={cold_l2}, host_ahead={host_ahead}; leave one of them out."
-        )
     if graph:
-        fn, warmup = _captured(fn, where, max(1, warmup)), 1
-    clock = clock_for("time", where, cold_l2, host_ahead or graph)
+        fn, warmup = captured("time", fn, where, max(1, warmup), cold_l2, host_ahead), 1
+    clock = clock_for("time", where, cold_l2, host_ahead, graph)
     clock.warm("fn", fn, warmup)
-    seconds = clock.read([clock.run("fn", fn) for _ in range(runs)])
-    if graph:
-        return Timing.of([s / GRAPH_CALLS for s in seconds], f"{clock.name}, around a graph of {GRAPH_CALLS} calls")
-    return Timing.of(seconds, clock.name)
+    return Timing.of(clock.read([clock.run("fn", fn) for _ in range(runs)]), clock.name)
 
 
-def _captured(work: Work, device: torch.device, warmup: int) -> Callable[[], Any]:
+def captured(caller: str, work: Work, device: torch.device, warmup: int, cold_l2: bool, host_ahead: bool) -> Callable[[], Any]:
     """The replay of a graph of GRAPH_CALLS calls, captured on a stream of its own on that very device."""
+    if device.type != "cuda" or cold_l2 or host_ahead or isinstance(work, Prepared):
+        raise ValueError(
+            f"{caller}: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got "
+            f"{type(work).__name__} on {device}, cold_l2={cold_l2}, host_ahead={host_ahead}; leave one of them out."
+        )
     here = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(here)
@@ -108,7 +105,9 @@ def _captured(work: Work, device: torch.device, warmup: int) -> Callable[[], Any
                 run_once(work)
     except RuntimeError as error:
         cause = str(error).strip().splitlines()[0]
-        raise MeasureError(f"time: graph=True, but this work cannot be captured: {cause}. Time it without graph.") from error
+        raise MeasureError(
+            f"{caller}: graph=True, but this work cannot be captured: {cause}. Time it without graph."
+        ) from error
     return graph.replay
 
 
@@ -132,11 +131,12 @@ class HostClock:
 
 
 class DeviceClock:
-    """The same by events on the device."""
+    """The same by events on the device. With `graph`, a run is the replay of a graph, and its seconds are those of one call."""
 
-    def __init__(self, device: torch.device, cold_l2: bool = False, host_ahead: bool = False):
-        self.device, self.host_ahead = device, host_ahead
-        self.name = "device events" + (", cold L2" if cold_l2 else "") + (", host ahead" if host_ahead else "")
+    def __init__(self, device: torch.device, cold_l2: bool = False, host_ahead: bool = False, graph: bool = False):
+        self.device, self.host_ahead, self.calls = device, host_ahead or graph, GRAPH_CALLS if graph else 1
+        self.name = "device events" + (", cold L2" if cold_l2 else "") + (", host ahead" if self.host_ahead else "")
+        self.name += f", around a graph of {GRAPH_CALLS} calls" if graph else ""
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if cold_l2 else 0
         self.flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device=device) if cold_l2 else None
         self.queue_s: dict[str, float] = {}
@@ -162,7 +162,7 @@ class DeviceClock:
 
     def read(self, handles: list[Any]) -> list[float]:
         torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) / 1e3 for begin, end in handles]
+        return [begin.elapsed_time(end) / 1e3 / self.calls for begin, end in handles]
 
 
 def _ready(work: Work) -> Callable[[], Any]:
@@ -175,9 +175,11 @@ def run_once(work: Work) -> Any:
     return _ready(work)()
 
 
-def clock_for(caller: str, device: torch.device, cold_l2: bool, host_ahead: bool) -> HostClock | DeviceClock:
+def clock_for(
+    caller: str, device: torch.device, cold_l2: bool, host_ahead: bool, graph: bool = False
+) -> HostClock | DeviceClock:
     if device.type == "cuda":
-        return DeviceClock(device, cold_l2, host_ahead)
+        return DeviceClock(device, cold_l2, host_ahead, graph)
     if cold_l2 or host_ahead:
         asked = "cold_l2" if cold_l2 else "host_ahead"
         raise ValueError(f"{caller}: {asked}=True needs a CUDA device, got {device}; leave it out.")

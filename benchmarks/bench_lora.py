@@ -1,0 +1,84 @@
+"""Low-rank adapters beside PEFT's, and beside the frozen model that nobody can leave out: one layer, and whole training steps.
+
+linear: one layer, forward and backward (lora_linear.py). train: whole steps (lora_train.py). peft: adapters that PEFT attached,
+trained by our step, beside our own and beside PEFT.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpubound import measure
+from gpubound.cli import arguments, guarded
+from gpubound.device import interpreted, resolve
+from gpubound.errors import MeasureError
+
+from . import lora_linear, lora_train, results
+from .harness import Bench, chosen, importable, need_transformers
+from .lora_worker import CONTENDERS
+
+PARTS = ("train", "linear", "peft")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Measure low-rank adapters beside PEFT's and beside the frozen model's forward and dX.
+
+    Example: gpubound bench lora --parts train --only 1b --peers peft-compile,peft-liger
+    """
+
+    parts: str = ",".join(PARTS)
+    """What to measure, by comma: train (whole steps), linear (one layer), peft (PEFT's own adapters in our step)."""
+    only: str = "1b,135m,8b"
+    """Whole models, by comma: 1b (8 x 1024 tokens), 1b-8192, 8b (4096), 135m (512: launch-bound)."""
+    peers: str = ""
+    """Of the peers only these, by comma: peft, peft-autocast, peft-compile, peft-compile-autocast, peft-liger,
+    peft-liger-autocast; of the part peft also ours-lora."""
+    rounds: int = 12
+    """How often ours and a peer take turns; about half a second each."""
+    results: Path = results.FOLDER
+    """Folder that the lines are kept in."""
+    dry: bool = False
+    """Tiny sizes on the CPU: shows that the script works, keeps nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(Lora, argv, "bench lora")
+    parts = chosen("--parts", options.parts, PARTS)
+    known = lora_train.TINY if options.dry else lora_train.CASES
+    names = list(known) if options.dry else chosen("--only", options.only, list(known))
+    theirs = [who for who in CONTENDERS if who.startswith("peft") or who == "ours-lora"]
+    peers = chosen("--peers", options.peers, theirs) if options.peers else []
+    if "linear" in parts and options.dry and not interpreted():  # triton reads the variable at its import
+        again = [sys.executable, "-m", "benchmarks.bench_lora", *argv]
+        return subprocess.run(again, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode
+    need_transformers("bench lora")
+    if not importable("peft"):
+        raise MeasureError("bench lora needs PEFT: pip install 'gpubound[bench]'.")
+    device = resolve("cpu" if options.dry else "require")
+    bench = Bench.of(options, "lora", device, argv)
+    rounds = 3 if options.dry else options.rounds
+    rate = measure.ceilings(device, quick=options.dry).flops_per_s(torch.bfloat16)
+    for name in names if "train" in parts else ():
+        lora_train.measure_case(bench, name, known[name], rounds, rate, peers)
+    if "linear" in parts:
+        beside = [peer for peer in lora_linear.PEERS if not peers or peer in peers]
+        measure_linears(bench, [peer for peer in beside if not (options.dry and "compile" in peer)])
+    for name in names if "peft" in parts else ():
+        lora_train.measure_case(bench, f"{name}, PEFT's own adapters", lora_train.pefts_own(known[name]), rounds, rate, peers)
+    return bench.finish()
+
+
+def measure_linears(bench: Bench, peers: Sequence[str]) -> None:
+    for shape in lora_linear.TINY if bench.dry else lora_linear.LINEARS:
+        for dtype in lora_linear.DTYPES:
+            lora_linear.measure_linear(bench, shape, dtype, peers)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("bench lora", main, sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""The contenders of whole LoRA steps, one a process: rank 16 on all linear layers, AdamW over the adapters alone.
+
+The frozen weights are in bf16, and the adapters in fp32: PEFT's by its default, ours as the step's masters. PEFT multiplies by
+them in fp32; under autocast, which is what Trainer's bf16=True does, in bf16. Both are measured.
+"""
+
+import math
+import re
+import zlib
+
+import torch
+from torch import nn
+
+import gpubound.lora
+from gpubound.errors import MeasureError
+
+from .serving import Contender, Job, serve
+from .train_worker import llama, ours, use_liger, usual
+
+RANK, ALPHA = 16, 32.0
+LAYER = re.compile(r"layers\.\d+\.\w+\.\w+")  # an adapted layer, in the names of its parameters, ours and PEFT's
+
+
+def add(model: nn.Module) -> nn.Module:
+    gpubound.lora.add(model, RANK, ALPHA)
+    return begin(model)
+
+
+def get_peft_model(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    return begin(get_peft_model(model, config))
+
+
+def begin(model: nn.Module) -> nn.Module:
+    """The same a for everyone, drawn as PEFT draws it; b is zero already."""
+    found = 0
+    for name, p in model.named_parameters():
+        if p.requires_grad and (".lora_A." in name or name.endswith(".a")):
+            layer = LAYER.search(name)
+            assert layer is not None
+            g = torch.Generator().manual_seed(zlib.crc32(layer[0].encode()))
+            bound = 1 / math.sqrt(p.shape[1])
+            with torch.no_grad():
+                p.copy_((2 * torch.rand(p.shape, generator=g) - 1) * bound)
+            found += 1
+    assert found > 0
+    return model
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """All but the first norm's gain. Its gradient needs dX through the whole model, and costs next to nothing itself."""
+    model.requires_grad_(False)
+    gains = [p for name, p in model.named_parameters() if name.endswith("layers.0.input_layernorm.weight")]
+    if len(gains) != 1:
+        raise MeasureError(f"the floor trains the gain of the first layer's norm, and the model has {len(gains)} such gains.")
+    gains[0].requires_grad_(True)
+    return model
+
+
+def peft(job: Job, autocast: bool = False, compiled: bool = False, liger: bool = False) -> Contender:
+    if liger:
+        use_liger()
+    dtype = torch.bfloat16 if job.device != "cpu" else torch.float32
+    return usual(job, get_peft_model(llama(job, dtype)), autocast, compiled)
+
+
+CONTENDERS = {
+    "ours": lambda job: ours(job, attach=add),
+    "ours-lora": lambda job: ours(job, attach=add),
+    "ours-peft": lambda job: ours(job, attach=get_peft_model),
+    "floor": lambda job: ours(job, attach=freeze),
+    "peft": peft,
+    "peft-autocast": lambda job: peft(job, autocast=True),
+    "peft-compile": lambda job: peft(job, compiled=True),
+    "peft-compile-autocast": lambda job: peft(job, autocast=True, compiled=True),
+    "peft-liger": lambda job: peft(job, liger=True),
+    "peft-liger-autocast": lambda job: peft(job, autocast=True, liger=True),
+}
+
+
+if __name__ == "__main__":
+    serve(CONTENDERS)

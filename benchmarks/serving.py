@@ -1,0 +1,129 @@
+"""A contender of whole training steps in a process of its own: it builds its step, runs it once, says how that went, and obeys.
+
+Lines on stdin are wishes: {"steps": 5} times five steps, {"losses": 20} gives the losses of twenty, {"profile": 1} lists the
+kernels of one, {"busy": 50} tells how busy fifty keep the GPU. Every answer is one line on stdout that begins with MARK.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .harness import host_syncs
+
+MARK = "@@ "
+
+Step = Callable[[], Tensor]
+"""one optimizer step; gives the (last) loss, on the device"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who runs what. The data and the initial weights depend on nothing else, so that first losses can be compared."""
+
+    who: str
+    shape: str
+    seq: int
+    micro: int
+    accumulate: int
+    device: str
+    recompute: str = "cheap"
+    lr: float = 1e-4
+
+
+@dataclass
+class Contender:
+    """A model on its device, and how to make its step ready: what `start` does is on the clock of the first step."""
+
+    start: Callable[[], Step]
+    parameters: int
+    graph_captured: Callable[[], bool] = lambda: False
+
+
+def settle(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
+    """The step, ready, and what is known of it: seconds to the first one done, its loss, peak memory, host syncs."""
+    torch.ones(256, 256, device=job.device) @ torch.ones(256, 256, device=job.device)  # the context is nobody's first step
+    settle(job.device)
+    began = time.perf_counter()
+    step = contender.start()
+    loss = step()
+    settle(job.device)
+    facts: dict[str, Any] = {"first_step_s": time.perf_counter() - began, "loss": loss.item()}
+    facts |= {"parameters": contender.parameters, "captured": contender.graph_captured()}
+    step()
+    settle(job.device)
+    if job.device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        facts["syncs"] = host_syncs(step)
+        settle(job.device)
+        # What the process holds of the GPU. A graph's own memory is reserved, not allocated: so all are counted by it.
+        facts["peak_gib"] = torch.cuda.memory_reserved() / 2**30
+    return step, facts
+
+
+def seconds_a_step(step: Step, steps: int, device: str) -> float:
+    settle(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    settle(device)
+    return (time.perf_counter() - began) / steps
+
+
+def busy_percent(step: Step, steps: int) -> float:
+    """How much of the time the device was inside a step, by events around each. For captured steps: in others it may idle."""
+    step()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
+    for begin, end in marks:
+        begin.record()
+        step()
+        end.record()
+    settle("cuda")
+    return 100 * sum(begin.elapsed_time(end) for begin, end in marks) / marks[0][0].elapsed_time(marks[-1][1])
+
+
+def kernels_of(step: Step, device: str) -> list[tuple[str, float, int]]:
+    """(name, milliseconds, launches) of one step, longest first."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU if device == "cpu" else activity.CUDA]) as profile:
+        step()
+        settle(device)
+    rows = [
+        (e.key, (e.self_cpu_time_total if device == "cpu" else e.self_device_time_total) / 1e3, e.count)
+        for e in profile.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def answer(what: Any) -> None:
+    print(MARK + json.dumps(what), flush=True)
+
+
+def obey(wish: dict[str, Any], step: Step, device: str) -> Any:
+    if "profile" in wish:
+        return kernels_of(step, device)
+    if "busy" in wish:
+        return busy_percent(step, wish["busy"])
+    if "losses" in wish:
+        return [step().item() for _ in range(wish["losses"])]
+    return seconds_a_step(step, wish["steps"], device)
+
+
+def serve(contenders: dict[str, Callable[[Job], Contender]]) -> None:
+    """The whole life of a contender's process: the job is its only argument."""
+    job = Job(**json.loads(sys.argv[1]))
+    step, facts = introduce(job, contenders[job.who](job))
+    answer(facts)
+    for line in sys.stdin:
+        answer(obey(json.loads(line), step, job.device))

@@ -1,0 +1,214 @@
+"""`gpubound bench lora`: everyone trains the same adapters on the same data, and who learns otherwise is not timed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import bench_lora, lora_linear, lora_train, workers
+from benchmarks.harness import Bench
+from benchmarks.lora_linear import Drawn, measure_linear
+from benchmarks.lora_train import TINY, learns_otherwise, measure_case, pefts_own
+from benchmarks.lora_worker import CONTENDERS, freeze
+from benchmarks.results import FLOOR
+from benchmarks.shapes import SHAPES
+from benchmarks.train_worker import llama, usual
+from gpubound import device as facts
+from gpubound.cli import guarded
+from gpubound.errors import MeasureError
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:transformers"
+)  # PEFT asks for a name that transformers has renamed
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_definitions(monkeypatch):
+    """As in a worker's process, which is never in Triton's interpreter."""
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("lora", CPU, "gpubound bench lora", dry=True, folder=tmp_path)
+
+
+# --- whole steps ---
+
+
+def run(who, steps=6, **changes):
+    """The losses of a contender in this process."""
+    step = CONTENDERS[who](replace(TINY["tiny"], **changes).job(who, "cpu")).start()
+    return [step().item() for _ in range(steps)]
+
+
+@pytest.mark.usefixtures("on_definitions")
+def test_all_contenders_learn_alike():
+    """Also when the adapters are PEFT's own; and with half the rate not."""
+    ours = run("ours")
+    assert ours[-1] < ours[0] - 0.005
+    for who in ("ours-peft", "peft", "peft-autocast"):
+        assert learns_otherwise(ours, run(who)) is None, who
+    assert learns_otherwise(ours, run("peft", lr=lora_train.LR / 2)) is not None
+
+
+@pytest.mark.usefixtures("on_definitions")
+def test_the_floor_has_dx_of_every_layer_and_one_small_gradient():
+    """The first norm's gain, at the bottom of the model, trains as in plain torch."""
+    job = replace(TINY["tiny"], lr=0.1).job("floor", "cpu")
+    model = freeze(llama(job, torch.float32))
+    (gain,) = [p for p in model.parameters() if p.requires_grad]
+    assert gain.numel() == SHAPES["tiny"].hidden
+    plain = usual(job, model).start()
+    want = [plain().item() for _ in range(3)]
+    assert abs(want[0] - want[2]) > 2e-3
+    assert run("floor", steps=3, lr=0.1) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "alike"),
+    [
+        ([7.0, 6.5, 6.0], [7.0, 6.5, 6.04], True),
+        ([7.0, 6.5, 6.0], [7.0, 6.8, 6.1], False),
+        ([7.1, 6.5, 6.1], [7.0, 6.5, 6.0], False),
+        ([7.0, 7.0, 7.0], [7.0, 6.5, 6.0], False),
+        ([7.0, 6.5, 6.0], [7.0, 7.0, 7.0], False),
+        ([7.0, 6.5, float("nan")], [7.0, 6.5, 6.0], False),
+        ([7.0, 7.1, 7.2], [7.0, 7.1, 7.2], False),  # nobody learned, so nothing is shown
+    ],
+)
+def test_who_learns_otherwise(ours, theirs, alike):
+    assert (learns_otherwise(ours, theirs) is None) == alike
+
+
+SECONDS = {"ours": 0.1, "floor": 0.08, "peft": 0.4, "peft-autocast": 0.2, "ours-peft": 0.11, "ours-lora": 0.1}
+stopped: list[str] = []
+
+
+class Pretend:
+    """A worker that knows what it would say."""
+
+    def __init__(self, job, kernels=None):
+        if job.who == "peft-compile":
+            raise MeasureError("peft-compile: its process ended with 1; its own message is above.")
+        self.who = job.who
+        self.facts = {"first_step_s": 2.0, "loss": 7.0, "captured": False, "parameters": 5, "syncs": 0}
+        self.facts["peak_gib"] = 3.0 if job.who.startswith("ours") else 2.0
+
+    def ask(self, losses=0, steps=0):
+        return [7.0 if self.who == "peft-autocast" else 6.0] * losses if losses else SECONDS[self.who]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        stopped.append(self.who)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    monkeypatch.setattr(lora_train, "LearningWorker", Pretend)
+    stopped.clear()
+
+
+def test_lines_gates_and_the_sentence(bench, pretended, capsys):
+    peers = {"peft": (1.35, 5.0), "peft-autocast": (None, None), "peft-compile": (None, None)}
+    case = replace(TINY["tiny"], peers=peers, least=(320, 1280))
+    measure_case(bench, "tiny", case, 3, 1e15, [])
+    speed = {line.peer_name: (line.ratio, line.gate, line.moonshot) for line in bench.lines if line.unit == "tok/s"}
+    assert speed.pop("bf16 rate")[1] is None
+    assert speed == {
+        FLOOR: (pytest.approx(0.8), None, None),
+        "budget": (pytest.approx(640 / 320), 1.0, 4.0),
+        "peft": (pytest.approx(4.0), 1.35, 5.0),
+    }
+    assert "tiny: LoRA step = 1.25 x (frozen forward + dX)\n" in capsys.readouterr().out
+    (peak,) = [line for line in bench.lines if line.unit == "GiB"]
+    assert (peak.peer_name, peak.gate) == ("peft", 1.0) and peak.short  # 3 GiB beside 2
+    (first,) = [line for line in bench.lines if line.unit == "s"]
+    assert (first.ours, first.peer, first.gate) == (2.0, 10.0, 1.0)
+    assert bench.wrong == [
+        "tiny: the loss falls from 7.0000 to 6.0000 in ours, from 7.0000 to 7.0000 in peft-autocast; not timed"
+    ]
+    assert bench.unmeasured == ["tiny: peft-compile: its process ended with 1; its own message is above."]
+    assert stopped == ["floor", "peft", "peft-autocast", "ours"]
+
+
+def test_pefts_own_adapters_beside_ours(bench, pretended):
+    measure_case(bench, "tiny", pefts_own(TINY["tiny"]), 3, 1e15, [])
+    speed = {line.peer_name: line.ratio for line in bench.lines if line.unit == "tok/s"}
+    assert speed == {"ours-lora": pytest.approx(0.1 / 0.11, rel=1e-3), "peft": pytest.approx(0.4 / 0.11, rel=1e-3)}
+    assert {line.peer_name: line.gate for line in bench.lines if line.unit == "GiB"} == {"ours-lora": None, "peft": 1.0}
+
+
+def test_a_peer_that_was_not_asked_for_is_not_started(bench, pretended):
+    measure_case(bench, "tiny", replace(TINY["tiny"], peers={"peft": (1.0, None)}), 3, 1e15, ["peft-liger"])
+    assert stopped == ["floor", "ours"]
+
+
+def test_operations_of_a_frozen_model():
+    """350m: 2 of the 6 operations a weight and token are its gradient's."""
+    assert SHAPES["350m"].frozen_flops_per_token(1024) == 4 * 398_458_880 + 6 * 24 * 1024 * 1024
+
+
+# --- one layer ---
+
+
+def test_the_floor_is_the_layer_without_its_adapter():
+    drawn = Drawn(lora_linear.TINY[0], CPU, torch.float32)
+    with torch.no_grad():
+        drawn.b.zero_()
+    y, dx, _, _ = drawn.ours()
+    for got, want in zip(drawn.floor(), (y, dx)):
+        torch.testing.assert_close(got.view_as(want), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", lora_linear.DTYPES)
+def test_lines_of_a_layer(bench, dtype):
+    shape = lora_linear.TINY[0]
+    measure_linear(bench, shape, dtype, ["peft"])
+    assert not bench.wrong
+    name = f"linear 2x8x32 r4, {dtype} adapters"
+    assert {(line.case, line.peer_name): (line.gate, line.moonshot) for line in bench.lines} == {
+        (name, "peft"): (None, None),
+        (name, FLOOR): (1 / 1.9, 1 / 1.5),
+        (f"{name}, eager", "peft"): (None, None),
+    }
+
+
+def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
+    right = Drawn._layer
+
+    def other(self):
+        layer, trained = right(self)
+        layer.scaling["default"] = 1.0
+        return layer, trained
+
+    monkeypatch.setattr(Drawn, "_layer", other)
+    measure_linear(bench, lora_linear.TINY[0], "fp32", ["peft"])
+    assert bench.wrong[0].startswith("linear 2x8x32 r4, fp32 adapters: ours and peft differ by ")
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--parts", "rows"], "--parts: got 'rows', wanted some of train, linear, peft."),
+        (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m."),
+        (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
+    ],
+)
+def test_what_is_refused(capsys, options, sentence):
+    assert guarded("bench", bench_lora.main, options) == 2
+    assert capsys.readouterr().err.startswith(f"gpubound bench: {sentence}")
+
+
+def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
+    monkeypatch.setattr(workers, "SAMPLE_S", 0.01)
+    assert guarded("bench", bench_lora.main, ["--dry", "--parts", "train"]) == 0
+    said = capfd.readouterr().out
+    assert "tiny: LoRA step = " in said and said.endswith("lora: 5 lines, nothing kept (dry); 2 of 2 gates hold\n")
