@@ -108,14 +108,14 @@ class Drawn:
 def measure_linear(bench: Bench, shape: Linear, dtype: str, peers: Sequence[str]) -> None:
     """Captured, beside the floor; then eager. fp32 adapters have accumulators, as in the trainer; bf16 ones give gradients."""
     name, adapters = f"{shape}, {dtype} adapters", DTYPES[dtype]
+    drawn = Drawn(shape, bench.device, adapters)
+    theirs = {peer: drawn.peft(compiled="compile" in peer) for peer in peers}
     gate, moonshot = ({FLOOR: 1 / most} for most in shape.most)
     for words, clock in (("", CAPTURED), (", eager", WAITED_FOR)):
-        drawn = Drawn(shape, bench.device, adapters)
-        works = {"ours": drawn.ours_summed() if adapters == torch.float32 else drawn.ours}
-        works |= {peer: drawn.peft(compiled="compile" in peer) for peer in peers}
+        works = {"ours": drawn.ours_summed() if adapters == torch.float32 else drawn.ours, **theirs}
         beside_floor = {} if words else {"floor": drawn.floor, "gates": gate, "moonshots": moonshot}
         try:
             bench.case(name + words, works, unit="us", amount=1, clock=clock, **beside_floor)
         except MeasureError as error:
             bench.unmeasured.append(f"{name}{words}: {error}")
-        release(bench.device)
+    release(bench.device)
