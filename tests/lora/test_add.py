@@ -256,12 +256,12 @@ def test_in_sixteen_bits(precision):
 REFUSED = {
     "an unknown target": (
         {"targets": ["q_prj"]},
-        "lora.add: no layer of LlamaForCausalLM is named 'q_prj'; those that can be adapted end in down_proj, gate_proj, "
-        "k_proj, lm_head, o_proj, q_proj, up_proj, v_proj.",
+        "lora.add: no layer of LlamaForCausalLM is named 'q_prj'; those that can be adapted end in down_proj, "
+        "embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj.",
     ),
-    "no linear layer": (
-        {"targets": ["embed_tokens"]},
-        "lora.add: model.embed_tokens is a torch.Embedding, not an nn.Linear or nn.Conv2d; name other layers.",
+    "no layer of a known kind": (
+        {"targets": ["model.norm"]},
+        "lora.add: model.norm is a transformers.LlamaRMSNorm, not an nn.Linear, nn.Conv2d or nn.Embedding; name other layers.",
     ),
     "a rank above the matrix": (
         {"rank": 21, "targets": ["k_proj"]},
@@ -312,7 +312,7 @@ def test_layers_of_one_weight_are_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
     assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == (
-        "lora.add: 0 and 1 share one weight, so an adapter of one would be added to both; untie them."
+        "lora.add: 0 and 1 share one weight, so an adapter of one would change both; untie them."
     )
 
 
@@ -340,7 +340,7 @@ def test_all_linear_says_what_it_leaves_out():
         pass
 
     model = nn.Sequential(nn.Linear(8, 8), Other(8, 8))
-    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear .*, so it gets no adapter"):
+    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear.*, so it gets no adapter"):
         gb.lora.add(model, 2)
     assert gb.lora.add(model, 2) == ["0"]
 

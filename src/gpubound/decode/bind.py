@@ -122,9 +122,14 @@ def _unreadable(model: nn.Module) -> str | None:
             return f"{name}: {describe(module)}"
         if not isinstance(module, nn.Linear) and name.endswith(("_proj",)):
             return f"{name}: {describe(module)}"
+    if "forward" in vars(trunk.embed_tokens):
+        return "its embedding carries a low-rank adapter"
+    head: Any = model.lm_head
+    if not bare(head):
+        return f"lm_head: {describe(head)}"
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
-    if getattr(model.lm_head, "bias", None) is not None:
+    if head.bias is not None:
         return "its head has a bias"
     apart = {id(p) for p in lora.parameters(model)}  # of adapters that are merged or off: no kernel reads them
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}

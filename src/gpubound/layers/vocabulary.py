@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels import linear_cross_entropy
 from ..kernels.accumulate import deliver_rows
 from ..kernels.choose import transformed
+from .linear_site import adapted
 from .stacked import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
@@ -27,20 +28,24 @@ LOSS: Kernels = "loss without whole logits: {}", ("linear_cross_entropy",)
 
 def look_up(table: Any, ids: Tensor) -> Tensor:
     """table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
-    if not (torch.is_grad_enabled() and plain_table(table)) or torch.compiler.is_compiling() or transformed():
-        return table(ids)
-    weight = table._parameters["weight"]
+    return table_rows(table._parameters["weight"], ids, table.padding_idx) if plain_table(table) else table(ids)
+
+
+def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
+    """weight[ids], whose gradient goes to weight's main_grad where it has one. The row `padding` gets none."""
     main = getattr(weight, "main_grad", None)
-    if not weight.requires_grad or main is None or not main.is_contiguous():
-        return table(ids)
-    return _LookUp.apply(ids, -1 if table.padding_idx is None else table.padding_idx, weight.detach(), weight)
+    through = torch.is_grad_enabled() and weight.requires_grad and main is not None and main.is_contiguous()
+    if not through or torch.compiler.is_compiling() or transformed():
+        return F.embedding(ids, weight, padding)
+    return _LookUp.apply(ids, -1 if padding is None else padding, weight.detach(), weight)
 
 
 def plain_table(table: Any) -> bool:
-    """True when calling `table` does nothing but weight[ids]: no subclass, no hook, no renormalised or scaled rows."""
+    """True when calling `table` does weight[ids] alone: no subclass, hook or adapter, no renormalised or scaled rows."""
     return (
         type(table) is nn.Embedding
         and not hooked(table)
+        and "forward" not in vars(table)
         and table.max_norm is None
         and not (table.scale_grad_by_freq or table.sparse)
         and type(table._parameters.get("weight")) is nn.Parameter
@@ -116,6 +121,8 @@ def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[]
     The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
     the hidden states, and is what it gives, known and large for this once, what the model gives?
     """
+    if isinstance(head, nn.Linear) and adapted(head.weight):
+        return "its head carries a low-rank adapter"
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"
         return f"its head (get_output_embeddings) is a {kind}, not a plain nn.Linear"

@@ -114,14 +114,12 @@ def pair(model: nn.Module, key: str, name: str) -> Pair:
 
 
 def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:
-    """One adapter hangs on one weight, and would be added wherever that weight is multiplied by."""
+    """What is added to a weight's products, or merged into it, shows wherever the weight is used."""
     weights, first = {id(layer.weight) for layer in chosen}, dict[int, str]()
     for key, layer in layers_of(model).items():
         other = first.setdefault(id(layer.weight), key)
         if other != key and id(layer.weight) in weights:
-            raise ValueError(
-                f"{who}: {other} and {key} share one weight, so an adapter of one would be added to both; untie them."
-            )
+            raise ValueError(f"{who}: {other} and {key} share one weight, so an adapter of one would change both; untie them.")
 
 
 def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:

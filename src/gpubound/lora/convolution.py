@@ -4,7 +4,6 @@ The layer's forward adds them, in torch's own convolutions. One of a single pixe
 rows, and runs as one (layers/linear_site.py).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +13,27 @@ from torch import Tensor, nn
 from ..kernels.accumulate import widened
 from ..layers.linear_site import linear
 from .adapter import LowRank
-from .pairs import CHILD, Adapters, Pair
+from .pairs import ForwardAdapters, Pair, on
 
 
-class ConvAdapters(Adapters):
-    """The adapters of one nn.Conv2d. `hang` gives it a forward that adds those that are on."""
+class ConvAdapters(ForwardAdapters):
+    """The adapters of one nn.Conv2d."""
 
-    def hang(self) -> None:
-        vars(self.layer).pop("forward", None)
-        if self.on():
-            vars(self.layer)["forward"] = partial(adapted_convolution, self.layer)
+    @classmethod
+    def unfit(cls, layer: nn.Conv2d) -> str | None:
+        if layer.groups != 1:
+            return f"has groups = {layer.groups}, and adapters are for convolutions of one group"
+        return super().unfit(layer)
+
+    @staticmethod
+    def adapted(layer: Any, input: Tensor) -> Tensor:
+        if _is_product(layer, input):
+            lows = [LowRank(pair.a.flatten(1), pair.b.flatten(1), pair.scale, pair.dropout) for pair in on(layer)]
+            return linear(input.permute(0, 2, 3, 1), layer.weight.flatten(1), layer.bias, lows).permute(0, 3, 1, 2)
+        y = nn.Conv2d.forward(layer, input)
+        for pair in on(layer):
+            y = y + _through(layer, pair, input)
+        return y
 
     def unlike_peft(self) -> str | None:
         """PEFT gives a the layer's stride and padding alone."""
@@ -36,28 +46,6 @@ class ConvAdapters(Adapters):
             return None
         return f"{form}, which PEFT leaves out until the adapter is merged"
 
-    def unhang(self) -> None:
-        vars(self.layer).pop("forward", None)
-
-
-def unfit_convolution(layer: nn.Conv2d) -> str | None:
-    if layer.groups != 1:
-        return f"has groups = {layer.groups}, and adapters are for convolutions of one group"
-    if "forward" in vars(layer) and getattr(layer.forward, "func", None) is not adapted_convolution:
-        return "has a forward of its own"
-    return None
-
-
-def adapted_convolution(layer: Any, input: Tensor) -> Tensor:
-    pairs = layer._modules[CHILD].on()
-    if _is_product(layer, input):
-        lows = [LowRank(pair.a.flatten(1), pair.b.flatten(1), pair.scale, pair.dropout) for pair in pairs]
-        return linear(input.permute(0, 2, 3, 1), layer.weight.flatten(1), layer.bias, lows).permute(0, 3, 1, 2)
-    y = nn.Conv2d.forward(layer, input)
-    for pair in pairs:
-        y = y + _through(layer, pair, input)
-    return y
-
 
 def _is_product(layer: Any, x: Tensor) -> bool:
     single = layer.kernel_size == layer.stride == (1, 1) and layer.padding in ((0, 0), "valid", "same")
@@ -65,6 +53,6 @@ def _is_product(layer: Any, x: Tensor) -> bool:
 
 
 def _through(layer: Any, pair: Pair, x: Tensor) -> Tensor:
-    """Dilation and the padding's mode are the layer's, so that what is merged is the same. PEFT leaves them out (files.py)."""
+    """Dilation and the padding's mode are the layer's, so that what is merged is the same. PEFT leaves them out."""
     h = layer._conv_forward(pair.dropout(x), widened(pair.a, x.dtype), None)
     return F.conv2d(pair.scale * h, widened(pair.b, x.dtype))

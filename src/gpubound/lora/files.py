@@ -18,7 +18,7 @@ from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, write_whole
 from ..trace import fallback
 from .add import AdapterOptions, attach
-from .pairs import Pair, adapted_layers, pairs
+from .pairs import CHILD, Pair, adapted_layers, pairs
 from .targets import KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,8 +40,8 @@ def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for key, own in found.items():
-        for half, parameter in own.HALVES.items():
-            tensors[f"{PREFIX}{key}.{half}"] = getattr(own, parameter).detach().cpu().contiguous()
+        for half in own.HALVES:
+            tensors[f"{PREFIX}{key}.{half}"] = own.filed(half).cpu().contiguous()
     with replacing(folder / WEIGHTS) as file:
         file.write(bytes_of(tensors, {"format": "pt"}))
     write_whole(folder / CONFIG, json.dumps(_config(model, found), indent=2) + "\n")
@@ -94,6 +94,8 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     known = {f"{PREFIX}{key}.{half}": (key, half) for key, layer in layers.items() for half in KINDS[type(layer)].PAIR.HALVES}
     halves: dict[str, dict[str, Tensor]] = {}
     for word, tensor in sorted(tensors.items()):
+        if _is_base(folder, word, tensor, layers):
+            continue
         if word not in known:
             raise DataError(
                 f"{folder / WEIGHTS}: {word} is no half of a low-rank adapter of a layer of {type(model).__name__}; "
@@ -111,11 +113,25 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
             f"name."
         )
     for key, adapters, own in pairs(model, name, "lora.load"):
-        for half, parameter in own.HALVES.items():
-            getattr(own, parameter).copy_(halves[key][half])
+        for half in own.HALVES:
+            own.take(half, halves[key][half])
         own.alpha, own.dropout.p, own.rslora = options[key][2:]
         adapters.hang()
     return list(halves)
+
+
+def _is_base(folder: Path, word: str, tensor: Tensor, layers: dict[str, Any]) -> bool:
+    """Whether this is the weight of an adapted layer itself: PEFT keeps those of embeddings and heads beside their adapters."""
+    key = word.removeprefix(PREFIX).removesuffix(".base_layer.weight")
+    if not word.endswith(".base_layer.weight") or key not in layers:
+        return False
+    adapters = layers[key]._modules.get(CHILD)
+    weight = layers[key].weight if adapters is None or adapters.original is None else adapters.original
+    if tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight):
+        raise DataError(
+            f"{folder / WEIGHTS}: holds a weight of {key} that is not the model's; load it on the model that it was trained on."
+        )
+    return True
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -138,7 +154,8 @@ def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: di
     rank = _of(config, "rank_pattern", key, config.get("r"))
     kind = KINDS[type(layer)].PAIR
     got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
-    wanted = list(kind.shapes(layer.weight, rank))
+    example = kind(layer.weight.to("meta"), rank, 1.0, 0.0, False)
+    wanted = [tuple(example.filed(half).shape) for half in kind.HALVES]
     if got != wanted:
         raise DataError(
             f"{folder / WEIGHTS}: the adapter of {key} has A {got[0]} and B {got[1]}, wanted {wanted[0]} and {wanted[1]} for a "

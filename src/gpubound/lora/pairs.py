@@ -7,12 +7,14 @@ A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_pr
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record
+from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
 
 CHILD = "lora"  # what an adapted layer calls its adapters
@@ -35,7 +37,7 @@ class Pair(nn.Module):
 
     @staticmethod
     def shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a and b, as in PEFT's files."""
+        """Of a and b."""
         outputs, *inputs = weight.shape
         return (rank, *inputs), (outputs, rank, *(1 for _ in inputs[1:]))
 
@@ -62,6 +64,14 @@ class Pair(nn.Module):
         """What it adds to the layer's weight."""
         a, b = self.a.to(dtype), self.b.to(dtype)
         return (self.scale * (b.flatten(1) @ a.flatten(1))).view(b.shape[0], *a.shape[1:])
+
+    def filed(self, half: str) -> Tensor:
+        """A half as PEFT's files have it."""
+        return getattr(self, self.HALVES[half]).detach()
+
+    def take(self, half: str, value: Tensor) -> None:
+        """A half from such a file."""
+        getattr(self, self.HALVES[half]).copy_(value)
 
 
 class Adapters(nn.ModuleDict):
@@ -90,6 +100,11 @@ class Adapters(nn.ModuleDict):
 
     def pairs(self) -> Iterator[tuple[str, Pair]]:
         yield from self.items()  # type: ignore[misc]
+
+    @classmethod
+    def unfit(cls, layer: Any) -> str | None:
+        """Why `layer` cannot be adapted."""
+        return None if as_torch_has_it(layer) else "has a forward of its own"
 
     def on(self) -> list[Pair]:
         """Those that add now."""
@@ -122,6 +137,31 @@ class Adapters(nn.ModuleDict):
         super().__setstate__(state)
         self.written = self._weight._version
         self.hang()
+
+
+class ForwardAdapters(Adapters):
+    """Of a layer whose products nobody else makes: `adapted` takes its forward's place while some are on."""
+
+    @staticmethod
+    def adapted(layer: Any, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def unfit(cls, layer: Any) -> str | None:
+        own = vars(layer).get("forward")
+        return None if own is None or getattr(own, "func", None) is cls.adapted else "has a forward of its own"
+
+    def hang(self) -> None:
+        self.unhang()
+        if self.on():
+            vars(self.layer)["forward"] = partial(type(self).adapted, self.layer)
+
+    def unhang(self) -> None:
+        vars(self.layer).pop("forward", None)
+
+
+def on(layer: Any) -> list[Pair]:
+    return layer._modules[CHILD].on()
 
 
 def _reload(adapters: Any, keys: Any) -> None:

@@ -6,13 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers.stacked import as_torch_has_it
 from ..layers.vocabulary import head_of
 from ..trace import fallback
-from .convolution import ConvAdapters, unfit_convolution
+from .convolution import ConvAdapters
 from .pairs import Adapters
+from .table import TableAdapters
 
-KINDS: dict[type[nn.Module], type[Adapters]] = {nn.Linear: Adapters, nn.Conv2d: ConvAdapters}
+KINDS: dict[type[nn.Module], type[Adapters]] = {
+    nn.Linear: Adapters,
+    nn.Conv2d: ConvAdapters,
+    nn.Embedding: TableAdapters,
+}
 """The layers that are adapted, and what holds their adapters."""
 
 ALL: dict[str, tuple[type[nn.Module], ...]] = {
@@ -88,10 +92,8 @@ def unfit(model: nn.Module, module: nn.Module) -> str | None:
     weight: Any = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return "has a weight that is not a plain parameter of floating-point numbers"
-    if isinstance(module, nn.Conv2d):
-        return unfit_convolution(module)
-    if not as_torch_has_it(module):  # type: ignore[arg-type]
-        return "has a forward of its own"
+    if why := KINDS[type(module)].unfit(module):
+        return why
     encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
     if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
         return "lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
