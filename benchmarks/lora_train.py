@@ -6,7 +6,7 @@ from functools import partial
 
 from gpubound import measure
 
-from .bench_train import BUSY_PERCENT, BUSY_STEPS, Case, Goal, peers_here, tell_start
+from .bench_train import BUSY_PERCENT, BUSY_STEPS, SAME_LOSS, Case, Goal, peers_here, tell_start
 from .harness import Bench
 from .results import FLOOR
 from .shapes import SHAPES
@@ -26,6 +26,10 @@ class LoraCase(Case):
     lr: float = LR
     least: tuple[float, float] | None = None
     """(gate, moonshot) in tokens a second"""
+    floor: str | None = "floor"
+    """the contender that runs the frozen model alone; None: told in another case"""
+    alike: bool = True
+    """whether ours and its peers compute one thing, and must learn alike; else they begin alike and learn"""
 
 
 UNJUDGED = (None, None)
@@ -43,7 +47,7 @@ TINY = {"tiny": LoraCase("tiny", 32, 2, 1, {"peft": UNJUDGED}, least=(1.0, 2.0))
 
 def pefts_own(case: LoraCase) -> LoraCase:
     """Adapters that PEFT attached, trained by our step."""
-    return replace(case, ours="ours-peft", peers={"ours-lora": UNJUDGED, "peft": UNJUDGED}, least=None)
+    return replace(case, ours="ours-peft", peers={"ours-lora": UNJUDGED, "peft": UNJUDGED}, least=None, floor=None)
 
 
 def measure_case(bench: Bench, name: str, case: LoraCase, rounds: int, flops_per_s: float, peers: list[str]) -> None:
@@ -53,18 +57,18 @@ def measure_case(bench: Bench, name: str, case: LoraCase, rounds: int, flops_per
             return
         with mine:
             tell_start(bench, name, mine)
-            losses = mine.ask(losses=LOSSES)
+            losses = [mine.facts["loss"], *mine.ask(losses=LOSSES)]
             if mine.facts["captured"] and device == "cuda":
                 bench.figure(f"{name} GPU busy", "%", mine.ask(busy=BUSY_STEPS), {"budget": BUSY_PERCENT}, {"budget": 1.0})
-            if case.ours == "ours":
-                beside_floor(bench, name, case, mine, rounds, flops_per_s)
+            if case.floor is not None:
+                beside_floor(bench, name, case, mine, case.floor, rounds, flops_per_s)
             for peer, goal in peers_here(bench, name, case, peers):
                 beside_peer(bench, name, case, mine, losses, peer, goal, rounds)
 
 
-def beside_floor(bench: Bench, name: str, case: LoraCase, mine: Worker, rounds: int, flops_per_s: float) -> None:
+def beside_floor(bench: Bench, name: str, case: LoraCase, mine: Worker, floor: str, rounds: int, flops_per_s: float) -> None:
     """The price of training adapters, which is told in a sentence, too; and what was asked for."""
-    if (frozen := started(bench, f"{name} floor", LearningWorker, case.job("floor", bench.device.type))) is None:
+    if (frozen := started(bench, f"{name} floor", LearningWorker, case.job(floor, bench.device.type))) is None:
         return
     with frozen:
         seconds = take_turns({"ours": mine, FLOOR: frozen}, rounds)
@@ -86,7 +90,7 @@ def beside_peer(
     if (theirs := started(bench, name, LearningWorker, case.job(peer, bench.device.type))) is None:
         return
     with theirs:
-        if why := learns_otherwise([mine.facts["loss"], *losses], [theirs.facts["loss"], *theirs.ask(losses=LOSSES)]):
+        if why := differs(losses, [theirs.facts["loss"], *theirs.ask(losses=LOSSES)], case.alike):
             bench.wrong.append(f"{name}: {why} in {peer}; not timed")
             return
         found = measure.compare_samples(take_turns({"ours": mine, peer: theirs}, rounds), clock="perf_counter, drained")
@@ -97,10 +101,15 @@ def beside_peer(
             bench.figure(f"{name} peak memory", "GiB", peak, beside, {} if peer.startswith("ours") else {peer: 1.0})
 
 
-def learns_otherwise(ours: list[float], theirs: list[float]) -> str | None:
-    """Why two runs of losses are not those of one computation; None where they are. Both begin with the first step's."""
-    falls = [run[0] - run[-1] for run in (ours, theirs)]
-    if abs(ours[0] - theirs[0]) <= SAME_FALL * falls[1] and abs(falls[0] - falls[1]) <= SAME_FALL * falls[1]:
+def differs(ours: list[float], theirs: list[float], alike: bool = True) -> str | None:
+    """Why two runs of losses, from the first step on, are not those of one computation; None where they are.
+
+    Not `alike`: why they do not begin as one, or one of them does not fall.
+    """
+    apart, falls = abs(ours[0] - theirs[0]), [run[0] - run[-1] for run in (ours, theirs)]
+    if alike and apart <= SAME_FALL * falls[1] and abs(falls[0] - falls[1]) <= SAME_FALL * falls[1]:
+        return None
+    if not alike and apart <= SAME_LOSS * theirs[0] and min(falls) > 0:
         return None
     told = [f"from {run[0]:.4f} to {run[-1]:.4f}" for run in (ours, theirs)]
     return f"the loss falls {told[0]} in ours, {told[1]}"

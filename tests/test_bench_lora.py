@@ -8,7 +8,7 @@ import torch
 from benchmarks import bench_lora, lora_linear, lora_train, workers
 from benchmarks.harness import Bench
 from benchmarks.lora_linear import Drawn, measure_linear
-from benchmarks.lora_train import TINY, learns_otherwise, measure_case, pefts_own
+from benchmarks.lora_train import TINY, differs, measure_case, pefts_own
 from benchmarks.lora_worker import CONTENDERS, freeze
 from benchmarks.results import FLOOR
 from benchmarks.shapes import SHAPES
@@ -50,8 +50,8 @@ def test_all_contenders_learn_alike():
     ours = run("ours")
     assert ours[-1] < ours[0] - 0.005
     for who in ("ours-peft", "peft", "peft-autocast"):
-        assert learns_otherwise(ours, run(who)) is None, who
-    assert learns_otherwise(ours, run("peft", lr=lora_train.LR / 2)) is not None
+        assert differs(ours, run(who)) is None, who
+    assert differs(ours, run("peft", lr=lora_train.LR / 2)) is not None
 
 
 @pytest.mark.usefixtures("on_definitions")
@@ -80,7 +80,21 @@ def test_the_floor_has_dx_of_every_layer_and_one_small_gradient():
     ],
 )
 def test_who_learns_otherwise(ours, theirs, alike):
-    assert (learns_otherwise(ours, theirs) is None) == alike
+    assert (differs(ours, theirs) is None) == alike
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "alike"),
+    [
+        ([7.05, 6.0], [7.0, 6.8], True),
+        ([7.2, 6.0], [7.0, 6.0], False),
+        ([7.0, 7.0], [7.0, 6.0], False),
+        ([7.0, 6.0], [7.0, 7.1], False),
+        ([float("nan"), 6.0], [7.0, 6.0], False),
+    ],
+)
+def test_who_computes_another_thing_begins_alike_and_learns(ours, theirs, alike):
+    assert (differs(ours, theirs, alike=False) is None) == alike
 
 
 SECONDS = {"ours": 0.1, "floor": 0.08, "peft": 0.4, "peft-autocast": 0.2, "ours-peft": 0.11, "ours-lora": 0.1}
@@ -176,6 +190,14 @@ def test_lines_of_a_layer(bench, dtype):
         (name, FLOOR): (1 / 1.9, 1 / 1.5),
         (f"{name}, eager", "peft"): (None, None),
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", lora_linear.DTYPES)
+def test_a_captured_layer(tmp_path, dtype):
+    bench = Bench("lora", torch.device("cuda", 0), "gpubound bench lora", dry=True, folder=tmp_path)
+    measure_linear(bench, lora_linear.Linear(2, 64, 256, 16, (1.9, 1.5)), dtype, ["peft"])
+    assert not bench.wrong and not bench.unmeasured and {line.peer_name for line in bench.lines} == {"peft", FLOOR}
 
 
 def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
