@@ -177,7 +177,7 @@ def lora_gradients(
     _check(
         "lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O"))
     )  # fmt: skip
-    _check_outputs("lora_gradients", x, da=(da, (rank, x.shape[-1])), db=(db, (g.shape[-1], rank)))
+    _check_outputs("lora_gradients", x, da=_as_in_memory(da, rank, x.shape[-1]), db=_as_in_memory(db, g.shape[-1], rank))
     shape = (x.shape[1], g.shape[1], rank, drop is not None)
     return implementation("lora_gradients", x, None, shape)(x, gh, g, h, da, db, drop, begins, dependent)
 
@@ -306,6 +306,12 @@ def _check(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, .
 def _check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
     if drop is not None:
         require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
+
+
+def _as_in_memory(t: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, tuple[int, int]]:
+    """The matrix and its shape, transposed where its columns are the rows in memory, as those of several b side by side are."""
+    turned = t is not None and t.dim() == 2 and t.stride(0) == 1 < t.stride(1)
+    return (t.t(), (columns, rows)) if t is not None and turned else (t, (rows, columns))
 
 
 def _check_outputs(op: str, x: Tensor, **outputs: tuple[Tensor | None, tuple[int, int]]) -> None:

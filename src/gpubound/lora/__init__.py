@@ -4,11 +4,13 @@ add, remove            on the linear layers of any model, placed or not
 parameters             what an optimizer is given
 disable, enable        switched off, for a while or until further notice
 merge, unmerge         folded into the weights, and taken out again bit for bit
+rows                   several in one batch, each row with its own
 save, load             in PEFT's files, both ways
 """
 
 from .add import add as add, disable as disable, enable as enable, parameters as parameters, remove as remove
 from .files import load as load, save as save
 from .merge import merge as merge, unmerge as unmerge
+from .rows import rows as rows
 
-__all__ = ["add", "disable", "enable", "load", "merge", "parameters", "remove", "save", "unmerge"]
+__all__ = ["add", "disable", "enable", "load", "merge", "parameters", "remove", "rows", "save", "unmerge"]

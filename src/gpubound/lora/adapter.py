@@ -7,6 +7,7 @@ Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels.accumulate import join_rows, main_gradient, opens
 from ..kernels.aside import aside
 from ..kernels.lora import Drop, adapter_gradients, drawn, lora_down, lora_gradients, lora_up
+from ..kernels.rows import Owners
 from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
 
 WORTH_A_LAUNCH = 16 << 20
@@ -24,8 +26,11 @@ WORTH_A_LAUNCH = 16 << 20
 class LowRank(Adapter):
     """What one adapter is. `dropout` is an nn.Dropout, which drops while it is in training mode, or another module: none."""
 
+    routing: Any = None  # which rows of a batch have which columns of h (rows.py); None: all have all
+
     def __init__(self, a: Tensor, b: Tensor, scale: float = 1.0, dropout: nn.Module | None = None):
         self.parameters = self.a, self.b = a, b
+        self.all_a = [a]
         self.scale, self.dropout = scale, dropout
 
     @property
@@ -44,16 +49,23 @@ class LowRank(Adapter):
         alike: dict[tuple, list[Spanning]] = {}
         for member in members:
             low: LowRank = member.adapter  # type: ignore[assignment]
-            alike.setdefault((low.scale, low.rate), []).append(member)
+            alike.setdefault((low.scale, low.rate, low.routing), []).append(member)
         return [Spanning(Together(group), group[0].start, group[-1].stop) for group in alike.values()]
 
     def plain(self, x: Tensor) -> Tensor:
         x = F.dropout(x, self.rate) if self.rate else x
         return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
 
+    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None, wants_a: bool) -> list[Tensor | None]:
+        """Those of `parameters`, but of a only where it is wanted here, too."""
+        wanted = wants_a and self.a.requires_grad, self.b.requires_grad
+        return adapter_gradients(self.a, self.b, x, gh, g, h, drop, wanted)
+
 
 class Together(Adapter):
     """Adapters over parts of one product, in the order of these parts, of one scale and one mask of dropout."""
+
+    seen: Any  # of the rows' adapters, by what their routing knows them again in backward
 
     def __init__(self, members: Sequence[Spanning]):
         start = members[0].start
@@ -61,10 +73,10 @@ class Together(Adapter):
         self.spans = [member._replace(start=member.start - start, stop=member.stop - start) for member in members]
         self.ranks = [low.a.shape[0] for low in self.lows]
         self.parameters = [p for low in self.lows for p in low.parameters]
-        self.scale, self.rate = self.lows[0].scale, self.lows[0].rate
+        self.scale, self.rate, self.routing = self.lows[0].scale, self.lows[0].rate, self.lows[0].routing
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        h, kept = self._down(rows_of(x))
+        h, kept = self._down(x)
         y = y.view(-1, y.shape[-1])
         for low, span, part in zip(self.lows, self.spans, h.split(self.ranks, 1)):
             lora_up(span.of(y), part, low.b)
@@ -73,20 +85,25 @@ class Together(Adapter):
     def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
         if len(self.lows) > 1:
             return None
-        h, kept = self._down(rows_of(x))
+        h, kept = self._down(x)
         return Factors(h, self.lows[0].b.detach()), kept
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         drop = drawn(self.rate, x.device)
-        h = lora_down(x, self._a(), self.scale, drop)
-        return h, (h,) if drop is None else (h, drop.seed)
+        ids = None if self.routing is None else self.routing.begin(self, x)
+        h = lora_down(rows_of(x), self._a(), self.scale, drop, None, self._owners(ids, self.lows))
+        return h, (h, *(t for t in (ids, None if drop is None else drop.seed) if t is not None))
 
     def share(self, g: Tensor, kept: Sequence[Tensor]) -> Factors:
-        h, *seed = kept
+        h, *rest = kept
+        ids = None if self.routing is None else self.routing.again(self, rest.pop(0))
         gh = h.new_empty(h.shape)
         for low, span, out in zip(self.lows, self.spans, gh.split(self.ranks, 1)):
-            lora_down(span.of(g), low.b.detach().t(), self.scale, out=out)
-        return Factors(gh, self._a().t(), Drop(self.rate, seed[0]) if seed else None)
+            lora_down(span.of(g), low.b.detach().t(), self.scale, None, out, self._owners(ids, [low]))
+        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None)
+
+    def _owners(self, ids: Tensor | None, lows: Sequence[LowRank]) -> Owners | None:
+        return None if ids is None else self.routing.owners(ids, lows)
 
     def backward(
         self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None, share: Factors | None = None
@@ -99,13 +116,12 @@ class Together(Adapter):
         narrow, wide = share.h.split(self.ranks, 1), kept[0].split(self.ranks, 1)
         made: list[Tensor | None] = []
         for low, span, gh, h in zip(self.lows, self.spans, narrow, wide):
-            wanted = low.a.requires_grad and not delivered, low.b.requires_grad
-            made += adapter_gradients(low.a, low.b, x, gh, span.of(g), h, share.drop, wanted)
+            made += low.gradients(x, gh, span.of(g), h, share.drop, not delivered)
         return made
 
     def _deliver_all_a(self, g: Tensor, x: Tensor, h: Tensor, share: Factors) -> bool:
         """The gradients of all a into their accumulators by one launch that reads x once, where that is worth a launch."""
-        trained = [low.a for low in self.lows]
+        trained = [a for low in self.lows for a in low.all_a]
         mains = [main for a in trained if a.requires_grad and (main := main_gradient(a)) is not None]
         if len(self.lows) == 1 or len(mains) < len(trained) or x.nbytes < WORTH_A_LAUNCH:
             return False

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..layers.stacked import multiply_by_records
-from .pairs import CHILD, Adapters, Pair, pairs
+from .pairs import CHILD, Adapters, Pair, check_not_chosen, pairs
+from .per_row import BELOW, make_one
 from .targets import KINDS, by, chosen, layers_of, most_rank
 
 
@@ -100,9 +100,7 @@ def _make_neighbours(model: nn.Module, options: dict[str, AdapterOptions], name:
         a = pair(model, key, name).a
         siblings.setdefault((key.rpartition(".")[0], a.shape[1], a.dtype, a.device), []).append(a)
     for group in siblings.values():
-        whole = torch.cat([a.detach() for a in group])
-        for a, rows in zip(group, whole.split([a.shape[0] for a in group])):
-            a.data = rows
+        make_one(group, BELOW)
 
 
 def _adapters(layer: nn.Module) -> Any:
@@ -130,6 +128,7 @@ def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
 def remove(model: nn.Module, name: str | None = None) -> None:
     """Take adapters out, or those called `name`. What `add` froze stays frozen."""
     found = pairs(model, name, "lora.remove")
+    check_not_chosen(found, "lora.remove")
     if merged := next((key for key, _, own in found if own.merged), None):
         raise ValueError(f"lora.remove: the adapter of {merged} is merged into its weight; call gb.lora.unmerge first.")
     take_out(model, found)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .add import take_out
-from .pairs import CHILD, Adapters, Pair, adapted_layers, pairs
+from .pairs import CHILD, Adapters, Pair, adapted_layers, check_not_chosen, pairs
 
 
 @torch.no_grad()
@@ -20,7 +20,9 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
     In bf16 it is large where an adapter is small: one hundredth of a weight keeps one or two bits.
     """
     found: dict[str, tuple[Adapters, list[Pair]]] = {}
-    for key, adapters, own in pairs(model, name, "lora.merge"):
+    named = pairs(model, name, "lora.merge")
+    check_not_chosen(named, "lora.merge")
+    for key, adapters, own in named:
         if own.on and not own.merged:
             found.setdefault(key, (adapters, []))[1].append(own)
     for key, (adapters, _) in found.items():

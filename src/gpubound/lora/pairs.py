@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels.record import drop_record, made_record
 from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
+from .per_row import PerRow
 
 CHILD = "lora"  # what an adapted layer calls its adapters
 
@@ -44,6 +45,10 @@ class Pair(nn.Module):
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    @property
+    def adds(self) -> bool:
+        return self.on and not self.merged
 
     @property
     def scale(self) -> float:
@@ -85,13 +90,14 @@ class Adapters(nn.ModuleDict):
     _layer: tuple[nn.Module]
     _weight: nn.Parameter
     _hung: tuple[LowRank, ...]
+    routing: Any  # which rows have which of them (rows.py); None: all that are on are added to all rows
     original: Tensor | None  # the weight before an adapter was merged into it, and its version since: merge.py
     written: int
 
     def __init__(self, layer: Any):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None, written=0)
+        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None, written=0, routing=None)
         self.register_load_state_dict_post_hook(_reload)
 
     @property
@@ -108,14 +114,32 @@ class Adapters(nn.ModuleDict):
 
     def on(self) -> list[Pair]:
         """Those that add now."""
-        return [pair for _, pair in self.pairs() if pair.on and not pair.merged]
+        return [pair for _, pair in self.pairs() if pair.adds]
 
     def hang(self) -> None:
         record = made_record(self._weight)
         others = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
-        self.__dict__["_hung"] = tuple(LowRank(pair.a, pair.b, pair.scale, pair.dropout) for pair in self.on())
+        self.__dict__["_hung"] = tuple(self._lows())
         record.adapters = (*others, *self._hung)
         drop_record(self._weight)
+
+    def _lows(self) -> Iterator[LowRank]:
+        """Those that are on; in one, by their dropout, those of which each row has its own."""
+        names = () if self.routing is None else self.routing.names
+        alike: dict[float, list[tuple[int, LowRank]]] = {}
+        for name, pair in ((name, pair) for name, pair in self.pairs() if pair.adds):
+            low = LowRank(pair.a, pair.b, pair.scale, pair.dropout)
+            if name in names:
+                alike.setdefault(pair.dropout.p, []).append((names.index(name), low))
+            else:
+                yield low
+        for members in alike.values():
+            places, lows = zip(*sorted(members, key=lambda member: member[0]))
+            yield PerRow(lows, places, self.routing)
+
+    def route(self, routing: Any) -> None:
+        self.__dict__["routing"] = routing
+        self.hang()
 
     def unlike_peft(self) -> str | None:
         """Why PEFT, which reads the same files, does not compute the same."""
@@ -184,6 +208,14 @@ def pairs(model: nn.Module, name: str | None, who: str) -> list[tuple[str, Adapt
         there = sorted({word for _, adapters in layers for word in adapters})
         raise ValueError(f"{who}: the model has no adapter named {name!r}, {_has(there)}.")
     return found
+
+
+def check_not_chosen(found: Sequence[tuple[str, Adapters, Pair]], who: str) -> None:
+    """That no row of a batch chooses from these (rows.py): what is done to them would be for some rows alone."""
+    if key := next((key for key, adapters, _ in found if adapters.routing is not None), None):
+        raise ValueError(
+            f"{who}: rows of a batch choose from the adapters of {key}; call close() of what gb.lora.rows returned first."
+        )
 
 
 def _has(words: Sequence[str]) -> str:

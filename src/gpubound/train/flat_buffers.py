@@ -156,13 +156,18 @@ def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Te
 def _runs(parameters: list[Parameter]) -> list[list[Parameter]]:
     """The parameters in their order, those that lie one behind the other in one storage together and in the storage's order."""
     order = {id(p): i for i, p in enumerate(parameters)}
-    whole = [p for p in parameters if p.is_contiguous()]
+    whole = [p for p in parameters if _whole(p)]
     begins, ends = {_begin(p): p for p in whole}, {_end(p) for p in whole}
-    runs = [[p] for p in parameters if not p.is_contiguous() or _begin(p) not in ends]
+    runs = [[p] for p in parameters if not _whole(p) or _begin(p) not in ends]
     for run in runs:
-        while run[-1].is_contiguous() and (behind := begins.get(_end(run[-1]))) is not None:
+        while _whole(run[-1]) and (behind := begins.get(_end(run[-1]))) is not None:
             run.append(behind)
     return sorted(runs, key=lambda run: min(order[id(p)] for p in run))
+
+
+def _whole(p: Tensor) -> bool:
+    """Without gaps: by its rows, or by its columns, as the b of adapters that are one matrix side by side."""
+    return p.is_contiguous() or (p.dim() == 2 and p.t().is_contiguous())
 
 
 def _begin(p: Tensor) -> tuple[int, int]:

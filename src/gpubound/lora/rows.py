@@ -1,0 +1,200 @@
+"""Several adapters in one batch: each of its rows has one of them, or none.
+
+The adapters of a weight become one (per_row.py), and a row keeps of its narrow product h the columns of its own adapter
+(kernels/rows.py). So x is read once for all adapters, forward and backward. Which adapter a row has is read on the device: a
+captured step takes other numbers at each replay.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..kernels.rows import Owners
+from .pairs import Adapters, Pair, adapted_layers, pairs
+from .per_row import PerRow, lay_together
+
+KEY = "adapter_ids"  # what a call of the model has, and a batch of TrainStep
+
+
+class rows:
+    """Let each row of a batch have its own of the adapters `names`: until `close`, or to the end of a `with` block.
+
+    Each call of `model` takes `adapter_ids` then, integers (rows,) on its device: 1 is the second of `names`, -1 the model
+    without any of them. Where the arguments of a call are not yours to choose, set `ids` instead. Adapters that are on and not
+    named are added to all rows.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]):
+        layers = _fit(model, names)
+        self._routing = Routing(names)
+        self._layers = [adapters for _, adapters, _ in layers]
+        siblings: dict[tuple, list[Sequence[Pair]]] = {}
+        for key, adapters, own in layers:
+            weight = adapters.layer.weight
+            siblings.setdefault((key.rpartition(".")[0], weight.shape[1], weight.dtype, weight.device), []).append(own)
+        for group in siblings.values():
+            lay_together(group)
+        for adapters in self._layers:
+            adapters.route(self._routing)
+        self._hooks = [hook for entry in _entries(model) for hook in self._routing.watch(entry)]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """What calls have that give none. A captured graph reads what lies there at each replay."""
+        return self._routing.ids
+
+    @ids.setter
+    def ids(self, ids: Tensor | None) -> None:
+        if ids is not None:
+            self._routing.check(ids)
+        self._routing.ids = ids
+
+    def close(self) -> None:
+        """All adapters that are on are added to all rows again."""
+        for hook in self._hooks:
+            hook.remove()
+        for adapters in self._layers:
+            adapters.route(None)
+
+    def __enter__(self) -> "rows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Routing:
+    """Which adapter each row of the model's call has. The records of all adapted weights share one."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = tuple(names)
+        self.ids: Tensor | None = None
+        self._now: Tensor | None = None  # of the call under way, or the last one: backward may compute it again
+        self._inside: nn.Module | None = None
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def watch(self, entry: nn.Module) -> Iterator[Any]:
+        yield entry.register_forward_pre_hook(self._enter, with_kwargs=True)
+        yield entry.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = kwargs.pop(KEY, None)
+        if self._inside is None:
+            self._inside = module
+            self._now = self.ids if given is None else given
+            if self._now is None:
+                raise ValueError(
+                    f"lora.rows: the call has no {KEY}; give one number a row, places in {list(self.names)} or -1, or set "
+                    f"`ids` of what gb.lora.rows returned."
+                )
+            self.check(self._now)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._inside is module:
+            self._inside = None
+
+    def check(self, ids: Any) -> None:
+        """Its values only where the host has them, and nothing records the call for later ones. Elsewhere, numbers that are no
+        place in `names` are as -1."""
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+            got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise ValueError(
+                f"lora.rows: {KEY} must be an int32 or int64 tensor (rows,), got {got}; give one number for each row of the "
+                f"batch, -1 for the model without adapters."
+            )
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
+            for found in ids.tolist():
+                if not -1 <= found < len(self.names):
+                    raise ValueError(
+                        f"lora.rows: {KEY} must be from -1 to {len(self.names) - 1}, places in {list(self.names)} or -1 for "
+                        f"none of them, got {found}."
+                    )
+
+    def begin(self, adapter: Any, x: Tensor) -> Tensor:
+        """The adapters of x's rows, for a product that `again` finds in backward."""
+        ids = self.ids_of(x)
+        adapter.seen = _mark(ids)
+        return ids
+
+    def again(self, adapter: Any, ids: Tensor) -> Tensor:
+        """`ids` as they were kept. Where a checkpoint has computed the product again, they are those of the last call."""
+        if _mark(ids) != adapter.seen:
+            raise RuntimeError(
+                f"lora.rows: {KEY} of a call were replaced or overwritten before its backward, which reads them; run backward "
+                f"before the model's next call."
+            )
+        return ids
+
+    def ids_of(self, x: Tensor) -> Tensor:
+        computed_again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        ids = self._now if self._inside is not None or computed_again else self.ids
+        if ids is None:
+            raise ValueError(
+                f"lora.rows: an adapted layer was called beside the model; call the model with {KEY}, or set `ids` of what "
+                f"gb.lora.rows returned."
+            )
+        if x.dim() < 2 or x.shape[0] != len(ids):
+            raise ValueError(
+                f"lora.rows: {KEY} has {len(ids)} numbers, and an adapted layer an x of {tuple(x.shape)}; its first dimension "
+                f"must be the rows of the batch. Give a number for each row; adapt no layers that see rows merged or gathered."
+            )
+        return ids
+
+    def owners(self, ids: Tensor, adapters: Iterable[PerRow]) -> Owners:
+        """Whose the columns of these adapters' h are: a table that is made at the first call, and stays on the device."""
+        columns = tuple(adapter.columns for adapter in adapters)
+        if torch.compiler.is_compiling():  # a constant of what is compiled
+            return Owners(ids, *_table(columns, ids.device))
+        key = ids.device, columns
+        if key not in self._tables:
+            self._tables[key] = _table(columns, ids.device)
+        return Owners(ids, *self._tables[key])
+
+
+def _table(columns: Sequence[Sequence[tuple[int, int, float]]], device: torch.device) -> tuple[Tensor, Tensor]:
+    each = [(place, scale) for some in columns for place, rank, scale in some for _ in range(rank)]
+    owner = torch.tensor([place for place, _ in each], dtype=torch.int32, device=device)
+    return owner, torch.tensor([scale for _, scale in each], dtype=torch.float32, device=device)
+
+
+def _mark(ids: Tensor) -> tuple[int, int]:
+    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
+
+
+def _entries(model: nn.Module) -> list[nn.Module]:
+    """The modules that a batch is given to: the model, and the trunk below its head, which a loss without logits calls."""
+    entries = [model]
+    while isinstance(below := getattr(entries[-1], "base_model", None), nn.Module) and below is not entries[-1]:
+        entries.append(below)
+    return entries
+
+
+def _fit(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Adapters, list[Pair]]]:
+    """(a layer's name, its adapters, those of them that rows choose from), or ValueError."""
+    if isinstance(names, str) or not names or len(set(names)) < len(names):
+        raise ValueError(f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}.")
+    chosen: dict[str, list[Pair]] = {}
+    for name in names:
+        for key, adapters, own in pairs(model, name, "lora.rows"):
+            chosen.setdefault(key, []).append(own)
+            if why := _unfit(key, adapters, own):
+                raise ValueError(f"lora.rows: the adapter {name!r} of {key} {why}.")
+    return [(key, adapters, chosen[key]) for key, adapters in adapted_layers(model) if key in chosen]
+
+
+def _unfit(key: str, adapters: Adapters, own: Pair) -> str | None:
+    if type(adapters.layer) is not nn.Linear:
+        return f"is of an nn.{type(adapters.layer).__name__}, and rows choose from adapters of nn.Linear alone"
+    if adapters.routing is not None:
+        return "is one that rows choose from already; call close() of what gb.lora.rows returned first"
+    if own.merged:
+        return "is merged; call gb.lora.unmerge first"
+    if not own.on:
+        return "is switched off; call gb.lora.enable first"
+    if "experts" in key.split("."):
+        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
+    return None
