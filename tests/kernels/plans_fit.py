@@ -43,6 +43,7 @@ SHAPES: dict[str, list[tuple]] = {
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
     "norm_product": [(), (1.0, 30.0), (None, 0.0)],
     "norm_rows": [(), (1.0,)],
+    "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
     "quantized_norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
     "quantized_norm_product": [(), (1.0, 30.0), (None, 0.0)],
@@ -52,7 +53,8 @@ SHAPES: dict[str, list[tuple]] = {
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],
 }
-FP8 = ("quantize", "quantize_swiglu", "quantize_swiglu_backward")  # GPUs before 8.9 cannot round to it: there they fall back
+# GPUs before 8.9 cannot round to it: there they fall back
+FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")
 
 
 def compile_all(capability: int) -> None:

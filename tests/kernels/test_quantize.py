@@ -104,6 +104,48 @@ def test_seen_is_the_largest_of_all_calls(device):
     assert own[0] == torch.tensor(0.02)
 
 
+@pytest.mark.parametrize("by", [fast, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("kind", [FP32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_rounded_over_a_scale_of_their_own(shape, scaled, kind, by, device):
+    """Within half a step of x · factor, 2^-4 of it or 2^-10 of 1/448 of its row's largest; rows of very different sizes."""
+    x = draw(device, FP32, *shape) * torch.logspace(-4, 4, shape[0], device=device)[:, None]
+    x = x.to(kind)
+    factor = draw(device, FP32, shape[1], seed=1) if scaled else None
+    q, scale = by.quantize_rows(x, factor)
+    want = x.double() * (1 if factor is None else factor.double())
+    largest = want.abs().amax(1, keepdim=True)
+    assert q.dtype == E4M3 and scale.shape == (shape[0], 1)
+    torch.testing.assert_close(scale.double(), largest / 448, rtol=1e-6, atol=0)
+    assert ((q.double() * scale.double() - want).abs() <= (2**-4 + 1e-6) * want.abs() + 2**-10 / 448 * largest).all()
+
+
+def test_a_row_of_zeros_and_rows_that_are_not_finite(device):
+    x = torch.zeros(3, 20, device=device)
+    q, scale = fast.quantize_rows(x)
+    assert not q.float().any() and (scale > 0).all()
+    x[1, 3], x[2, 5] = float("inf"), float("nan")
+    q, scale = reference.quantize_rows(x)
+    assert (q.float() * scale).sum(1).isnan().tolist() == [False, True, True]
+
+
+def test_rows_with_gaps_over_their_own_scales(device):
+    wide = draw(device, FP32, 20, 64)
+    for x in (wide[:, 8:40], wide.t()):
+        (got, scale), (want, wanted) = fast.quantize_rows(x), reference.quantize_rows(x)
+        same("q", got.float(), want.float(), 1e-2)
+        same("scale", scale, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 70), (128, 256), (33, 258)], ids=str)
+def test_transpose(shape, device):
+    x = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    for by in (fast, reference, kernels):
+        got = by.transpose(x)
+        assert got.is_contiguous() and torch.equal(got, x.t())
+
+
 def test_without_the_transpose(device):
     for by in (fast, reference):
         q, q_t = by.quantize(draw(device, FP32, 17, 33), state(device), E4M3, False)
@@ -149,6 +191,11 @@ SENTENCES = {
     "no product takes another.": lambda: kernels.quantize(torch.ones(2, 3), state("cpu"), torch.int8),
     "quantize: state must be a torch.float32 vector (scale, seen) on cpu, got torch.float64 (4,) on cpu; "
     "begin with torch.tensor([1.0, 0.0]).": lambda: kernels.quantize(torch.ones(2, 3), state("cpu").double(), E4M3),
+    "quantize_rows: x: got torch.int64 (2, 3), wanted a floating-point matrix; flatten its leading dimensions.": lambda: (
+        kernels.quantize_rows(torch.ones(2, 3, dtype=torch.int64))
+    ),
+    "transpose: x must be a contiguous torch.uint8 (rows, columns), got torch.float32 (2, 3); "
+    "make it once, and change it in place.": lambda: kernels.transpose(torch.ones(2, 3)),
     "quantize_swiglu_backward: dh must be half of gate_up, (2, 2) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
     "pass the gradient of its SwiGLU.": lambda: kernels.quantize_swiglu_backward(
         torch.ones(2, 3), torch.ones(2, 4), state("cpu"), E4M3

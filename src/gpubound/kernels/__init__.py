@@ -27,12 +27,15 @@ from .lora import (
     lora_product as lora_product,
     lora_up as lora_up,
 )
+from .nf4 import dequantize_nf4 as dequantize_nf4
 from .norms import add_rms_norm as add_rms_norm, dynamic_tanh as dynamic_tanh, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
 from .quantize import (
     quantize as quantize,
+    quantize_rows as quantize_rows,
     quantize_swiglu as quantize_swiglu,
     quantize_swiglu_backward as quantize_swiglu_backward,
+    transpose as transpose,
 )
 from .quantized_product import (
     dequantize as dequantize,

@@ -22,6 +22,7 @@ from . import selftest
 from .ops import load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BYTES = torch.uint8  # of ops that only move them
 
 
 def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple = ()) -> Callable:
@@ -119,7 +120,7 @@ def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str 
 def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> str | None:
     if not has_triton():
         return "Triton is not installed"
-    if dtype not in KERNEL_DTYPES:
+    if dtype not in (*KERNEL_DTYPES, BYTES):
         return f"no kernel takes {dtype}: they compute in fp32"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if others := _verdicts_of(op, device, dtype):

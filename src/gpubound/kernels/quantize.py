@@ -1,4 +1,4 @@
-"""16-bit values rounded to 8: over a scale that is known beforehand, row-major and transposed at once.
+"""16-bit values rounded to 8: over a scale that is known beforehand, row-major and transposed at once; or over one a row.
 
 Of `seen`, the largest magnitude so far, the next scale is made. What lies beyond the format's largest number becomes that
 number. Infinity becomes NaN, or a step that overflowed would look finite.
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..device import constant
+from .checks import require, too_wide
 from .choose import implementation
 from .gated import check_half, swiglu_backward_reference, swiglu_reference
 from .ops import definition, doubles, draw
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FINE = torch.float8_e4m3fn
+LARGEST = {FINE: 448.0, torch.float8_e5m2: 57344.0}
 MULTIPLE = 16  # elements: every side of the matrices, or cuBLAS has no kernel
 CAPABILITY = (8, 9)  # the first with 8-bit floating-point tensor cores
 
@@ -60,6 +62,41 @@ def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tenso
     return _rounded(gradient, state, dtype)
 
 
+def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(q in e4m3, scale (N, 1)) of a matrix: x · factor ≈ q · scale, where the largest magnitude of every row is 448 in q.
+
+    factor   fp32, one for each column. A product that sums over columns takes in the other matrix's scales by it
+    """
+    if x.dim() != 2 or not x.is_floating_point() or not x.shape[-1]:
+        raise ValueError(
+            f"quantize_rows: x: got {x.dtype} {tuple(x.shape)}, wanted a floating-point matrix; flatten its leading dimensions."
+        )
+    if factor is not None:
+        require("quantize_rows", "factor", factor, torch.float32, (x.shape[1],), x.device)
+    return implementation("quantize_rows", x, too_wide(x), (factor is not None,))(x, factor)
+
+
+@definition(lambda g, scaled=True: (draw(g, 9, 600), draw(g, 600).detach() if scaled else None))
+@torch.no_grad()
+def quantize_rows_reference(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    values = x.float() if factor is None else x.float() * factor
+    largest = values.abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 0, largest, LARGEST[FINE]) * (1 / LARGEST[FINE])
+    q = (values * scale.reciprocal()).clamp_(-LARGEST[FINE], LARGEST[FINE])
+    return torch.where(values.isinf(), torch.nan, q).to(FINE), scale
+
+
+def transpose(x: Tensor) -> Tensor:
+    """xᵀ, contiguous, of a matrix of bytes. Tensor cores multiply 8-bit matrices along the rows of both alone."""
+    require("transpose", "x", x, torch.uint8, ("rows", "columns"), x.device)
+    return implementation("transpose", x)(x)
+
+
+@definition(lambda g: (torch.randint(256, (70, 150), generator=g, dtype=torch.uint8),))
+def transpose_reference(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
 def _rounded(values: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     state[1] = torch.maximum(state[1], values.abs().amax())
     scaled = (values * (1 / state[0])).clamp(-LARGEST[dtype], LARGEST[dtype])
@@ -89,7 +126,8 @@ def _check(op: str, x: Tensor, state: Tensor, dtype: torch.dtype) -> None:
 def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """(M, K) times the transpose of (N, K), in `dtype`, or written to `out` of that dtype.
+    """(M, K) times the transpose of (N, K), in `dtype`, or written to `out` of that dtype. Scales are one number each, or one
+    for each row: (M, 1) and (1, N).
 
     `fast` sums in the tensor cores' own accumulators, of some 14 bits, instead of handing over to fp32 every 128 terms: good
     enough for a forward product, not for a weight gradient's 16,384 terms.

@@ -46,10 +46,15 @@ class Format:
     """How weights are stored and multiplied. This one multiplies by them as they are, in x's dtype."""
 
     reads_input = True  # its weight gradients are made of x as it came in, which is kept for backward then
+    coded = False  # the weight's elements are codes, not its numbers
 
     def taking(self, x: Tensor, weights: Sequence[Tensor]) -> "Format":
         """The format for this very product: itself, or another where it cannot take x or all of the weights."""
         return self
+
+    def shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Of what the weight stands for: (O, K)."""
+        return tuple(weight.shape)
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y in differentiable torch: for torch.compile and torch.func, which see into no Function of ours."""
@@ -208,6 +213,11 @@ def format_of(weight: Tensor) -> Format:
     return AS_IT_IS if record is None or record.format is None else record.format
 
 
+def shape_of(weight: Tensor) -> tuple[int, ...]:
+    """Its own, or where it is in codes that of its numbers."""
+    return format_of(weight).shape(weight)
+
+
 def adapters_of(weight: Tensor) -> Sequence[Adapter]:
     record = record_of(weight)
     return () if record is None else record.adapters
@@ -318,7 +328,7 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
     if not weights:
         raise ValueError("fused_linear: weights is empty; pass at least one.")
     for i, weight in enumerate(weights):
-        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        if weight.ndim != 2 or shape_of(weight)[1] != x.shape[-1]:
             raise ValueError(
                 f"fused_linear: weights[{i}] must have shape (outputs, {x.shape[-1]}) to match x, got {tuple(weight.shape)}; "
                 f"each row holds one output's factors for x's last dimension."

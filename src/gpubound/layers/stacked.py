@@ -33,8 +33,8 @@ def plain(layer: Any) -> bool:
 
 
 def bare(layer: Any) -> bool:
-    """True when the weight alone says what `layer` does: it is plain, and no adapter adds to its products."""
-    return plain(layer) and not adapted(layer._parameters["weight"])
+    """True when the weight alone says what `layer` does: it is plain and holds numbers, and no adapter adds to its products."""
+    return plain(layer) and not adapted(weight := layer._parameters["weight"]) and not format_of(weight).coded
 
 
 def hooked(module: Any) -> bool:
@@ -123,8 +123,12 @@ class Stacked:
         self._addresses = tuple(p.data_ptr() for p in [*weights, *biases])
         return None
 
+    def forget(self) -> None:
+        """Hold no memory that nobody multiplies by."""
+        self._addresses, self._weight, self._bias = (), None, None
+
     def _refuse(self, why: str) -> Any:
-        self._addresses, self._weight, self._bias = (), None, None  # hold no memory that nobody multiplies by
+        self.forget()
         self.fallbacks[why] += 1
         fallback("layers: several weights as one product", why)
         return None
@@ -260,7 +264,9 @@ def describe(layer: nn.Module) -> str:
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
-    return "a projection carries hooks" if hooked(layer) else "a projection carries a low-rank adapter"
+    if hooked(layer):
+        return "a projection carries hooks"
+    return "a projection's weight is in codes" if format_of(weight).coded else "a projection carries a low-rank adapter"
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:

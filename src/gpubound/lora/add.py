@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..layers.linear_site import shape_of
 from ..layers.stacked import multiply_by_records
+from .base import kind_of, quantize_base
 from .pairs import CHILD, Adapters, Pair, check_not_chosen, pairs
 from .per_row import BELOW, make_one
 from .targets import KINDS, by, chosen, layers_of, most_rank
@@ -20,6 +22,7 @@ def add(
     rslora: bool = False,
     init: bool | str = True,
     name: str = "default",
+    base: str | None = None,
 ) -> list[str]:
     """Give layers of `model` a low-rank adapter each, and freeze all other parameters. Returns the layers' names.
 
@@ -29,16 +32,21 @@ def add(
     rslora   alpha / √rank instead
     init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too
     name     several adapters may lie on one layer under different names; all that are on are added
+    base     "nf4", "int8" or "fp8": what `quantize_base` then puts the frozen weights into
 
     Adapters are in fp32 over 16-bit weights, so that any optimizer keeps their small updates.
     """
     if init not in (True, False, "gaussian"):
         raise ValueError(f"lora.add: init must be True, False or 'gaussian', got {init!r}.")
+    if base is not None:
+        kind_of(base, "lora.add")
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
     attach(model, {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
     for key in layers:
         pair(model, key, name).begin(init)
+    if base is not None:
+        quantize_base(model, base)
     return list(layers)
 
 
@@ -52,11 +60,11 @@ class AdapterOptions(NamedTuple):
     rslora: bool = False
 
     def check(self, key: str, name: str, who: str) -> None:
-        weight, most = self.layer.weight, most_rank(self.layer.weight)
+        most = most_rank(self.layer.weight)
         if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
-                f"{by(weight.shape)}, got {self.rank}."
+                f"{by(shape_of(self.layer.weight))}, got {self.rank}."
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")

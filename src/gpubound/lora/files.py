@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, write_whole
+from ..layers.linear_site import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
 from .pairs import CHILD, Pair, adapted_layers, pairs
@@ -154,12 +155,12 @@ def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: di
     rank = _of(config, "rank_pattern", key, config.get("r"))
     kind = KINDS[type(layer)].PAIR
     got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
-    example = kind(layer.weight.to("meta"), rank, 1.0, 0.0, False)
+    example = kind(torch.empty(shape_of(layer.weight), device="meta"), rank, 1.0, 0.0, False)
     wanted = [tuple(example.filed(half).shape) for half in kind.HALVES]
     if got != wanted:
         raise DataError(
             f"{folder / WEIGHTS}: the adapter of {key} has A {got[0]} and B {got[1]}, wanted {wanted[0]} and {wanted[1]} for a "
-            f"weight of {by(layer.weight.shape)}; load it on the model that it was trained on."
+            f"weight of {by(shape_of(layer.weight))}; load it on the model that it was trained on."
         )
     alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
     return AdapterOptions(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))

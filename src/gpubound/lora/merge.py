@@ -6,6 +6,8 @@ Subtracting what was added would leave rounding behind. So the weight as it was 
 import torch
 from torch import Tensor, nn
 
+from ..layers.frozen import Base
+from ..layers.linear_site import format_of
 from .add import take_out
 from .pairs import CHILD, Adapters, Pair, adapted_layers, check_not_chosen, pairs
 
@@ -27,6 +29,11 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
             found.setdefault(key, (adapters, []))[1].append(own)
     for key, (adapters, _) in found.items():
         _check_unchanged("merge", key, adapters)
+        if format_of(adapters.layer.weight).coded:
+            raise ValueError(
+                f"lora.merge: the weight of {key} is in codes, whose steps are larger than what an adapter adds; call "
+                f"gb.lora.dequantize_base first."
+            )
     errors = [_fold(adapters, own, keep=not for_good) for adapters, own in found.values()]
     if for_good:
         for _, adapters in adapted_layers(model):
@@ -69,8 +76,14 @@ def unmerge(model: nn.Module) -> None:
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict of `model` without adapters, for files that know of none.
 
-    ValueError where one is on and not merged, because it would be lost.
+    ValueError where one is on and not merged, because it would be lost, and where weights are in codes.
     """
+    for key, module in model.named_modules():
+        if isinstance(module, Base):
+            raise ValueError(
+                f"lora: the weight of {key.rpartition('.')[0]} is in {module.kind.name}, and a model's own files have no place "
+                f"for it; call gb.lora.dequantize_base first."
+            )
     state, layers = model.state_dict(), adapted_layers(model)
     for key, adapters in layers:
         for name, pair in adapters.pairs():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record
+from ..layers.linear_site import shape_of
 from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
 from .per_row import PerRow
@@ -39,7 +40,7 @@ class Pair(nn.Module):
     @staticmethod
     def shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of a and b."""
-        outputs, *inputs = weight.shape
+        outputs, *inputs = shape_of(weight)
         return (rank, *inputs), (outputs, rank, *(1 for _ in inputs[1:]))
 
     @property

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..layers.linear_site import format_of, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
 from .convolution import ConvAdapters
@@ -73,11 +75,12 @@ def _too_small(layer: Any, rank: Any) -> str | None:
     """The last convolution of a network of diffusion has four channels."""
     if not isinstance(rank, int) or rank <= most_rank(layer.weight):
         return None
-    return f"has a weight of {by(layer.weight.shape)}, too small for rank {rank}"
+    return f"has a weight of {by(shape_of(layer.weight))}, too small for rank {rank}"
 
 
 def most_rank(weight: Tensor) -> int:
-    return min(weight.flatten(1).shape)
+    outputs, *inputs = shape_of(weight)
+    return min(outputs, prod(inputs))
 
 
 def by(shape: Sequence[int]) -> str:
@@ -90,7 +93,7 @@ def unfit(model: nn.Module, module: nn.Module) -> str | None:
         *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS)
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
     weight: Any = module._parameters.get("weight")
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+    if type(weight) is not nn.Parameter or not (weight.is_floating_point() or format_of(weight).coded):
         return "has a weight that is not a plain parameter of floating-point numbers"
     if why := KINDS[type(module)].unfit(module):
         return why

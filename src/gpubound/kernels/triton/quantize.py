@@ -1,4 +1,5 @@
 """16-bit values rounded to 8, row-major and transposed in one pass; also what SwiGLU and its backward give, never stored in 16.
+Rows over a scale of their own, a program each, which holds its row; and bytes transposed.
 
 Hopper multiplies 8-bit matrices only along the rows of both, so a value that is summed over once along its row (forward, or the
 input's gradient) and once along its column (the weight's gradient) is needed in both layouts. A tile is rounded in registers
@@ -15,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans.kinds import MatrixPlan, job_of
-from ..quantize import LARGEST
+from ..plans.kinds import MatrixPlan, job_of, power_of_two
+from ..quantize import FINE, LARGEST
 from ._launch import launch
 from .gated import _activated, _halves, _matrix
 
@@ -122,6 +123,27 @@ def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, state_ptr, q_ptr, qt_ptr, 
     _note(tl.maximum(tl.abs(dgate), tl.abs(dup)), state_ptr)
 
 
+@triton.jit
+def _rows_kernel(x_ptr, factor_ptr, q_ptr, scale_ptr, cols, x_row, LARGEST: tl.constexpr, STEPS: tl.constexpr,
+                 FACTOR: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    row, col = tl.program_id(0).to(tl.int64), tl.arange(0, C)
+    x = tl.load(x_ptr + row * x_row + col, mask=col < cols, other=0.0).to(tl.float32)
+    if FACTOR:
+        x *= tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+    largest = tl.max(tl.abs(x), 0)
+    scale = tl.where(largest > 0, largest, LARGEST) * (1.0 / LARGEST)
+    tl.store(scale_ptr + row, scale)
+    tl.store(q_ptr + row * cols + col, _round(x, 1.0 / scale, q_ptr, LARGEST, STEPS), mask=col < cols)
+
+
+@triton.jit
+def _transpose_kernel(x_ptr, out_ptr, rows, cols, R: tl.constexpr, C: tl.constexpr):
+    row, col = _at(R, C)
+    x = tl.load(x_ptr + row[:, None] * cols + col[None], mask=(row < rows)[:, None] & (col < cols)[None], other=0)
+    mask = (col < cols)[:, None] & (row < rows)[None]
+    tl.store(out_ptr + col.to(tl.int64)[:, None] * rows + row[None], tl.trans(x), mask=mask)
+
+
 def _launch(
     kernel: Any, way: str, state: Tensor, dtype: torch.dtype, width: int, matrices: Sequence[Tensor], strides: Sequence[int],
     both: bool = True, **constants: Any,
@@ -159,3 +181,23 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
     dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
     matrices, strides = [dh, gate, up], [dh.stride(0), gate.stride(0)]
     return _launch(_swiglu_backward_kernel, "swiglu_backward", state, dtype, gate_up.shape[1], matrices, strides)
+
+
+@torch.no_grad()
+def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x = _matrix(x)
+    rows, cols = x.shape
+    q, scale = torch.empty(rows, cols, device=x.device, dtype=FINE), torch.empty(rows, 1, device=x.device)
+    block = max(512, power_of_two(cols))
+    _rows_kernel[(rows,)](
+        x, factor, q, scale, cols, x.stride(0), LARGEST=LARGEST[FINE], STEPS=STEPS[FINE] if interpreted() else None,
+        FACTOR=factor is not None, C=block, num_warps=max(1, min(16, block // 1024)),
+    )  # fmt: skip
+    return q, scale
+
+
+def transpose(x: Tensor) -> Tensor:
+    rows, cols = x.shape
+    out = torch.empty(cols, rows, device=x.device, dtype=x.dtype)
+    _transpose_kernel[triton.cdiv(rows, 128), triton.cdiv(cols, 128)](x, out, rows, cols, R=128, C=128, num_warps=4)
+    return out

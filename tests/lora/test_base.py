@@ -1,0 +1,291 @@
+"""A base in fewer bits: the model computes what its numbers say, trains, is kept; what stays as it is, is said."""
+
+import copy
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound import trace
+from gpubound.layers.frozen import Base
+from gpubound.models import Decoder, DecoderConfig
+from gpubound.models.llama.weights import load_hf, save_hf
+
+from ..place.models import assert_close, batch, place, tiny, tokens, training_run
+from .test_add import adapted, refusal
+from .test_peft_layers import adapted as by_peft, losses_of_ours
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FORMATS = ["nf4", "int8", "fp8"]
+ROUNDS = {"nf4": 0.6, "int8": 0.06, "fp8": 0.3}  # of a random model's logits: what came out on one machine, twice
+formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def wide(**options):
+    return tiny(**SIZES | options)
+
+
+def in_numbers(model):
+    """A copy whose weights are the numbers that the codes stand for, in plain torch."""
+    other = copy.deepcopy(model)
+    gb.lora.dequantize_base(other)
+    assert not any(isinstance(module, Base) for module in other.modules())
+    return other
+
+
+def bases(model):
+    return [key.removesuffix(".base") for key, module in model.named_modules() if isinstance(module, Base)]
+
+
+@formats
+def test_the_numbers_are_near_the_weights(format):
+    model = wide()
+    want = model(tokens()).logits
+    before = {key: p.clone() for key, p in model.named_parameters()}
+    layers = gb.lora.quantize_base(model, format)
+    assert len(layers) == 14 and bases(model) == layers, "all but the head"
+    got = model(tokens()).logits
+    assert 1e-4 < (got - want).norm() / want.norm() < ROUNDS[format]
+    after = dict(in_numbers(model).named_parameters())
+    for key, p in before.items():
+        limit = {"nf4": 0.12, "int8": 0.01, "fp8": 0.03}[format] if key.removesuffix(".weight") in layers else 0
+        assert (after[key] - p).norm() <= limit * p.norm()
+
+
+@pytest.mark.parametrize("order", ["plain", "placed", "adapters first"])
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_loss_and_gradients_are_those_of_the_numbers(format, order):
+    """fp8 rounds x and g too: tests/layers/test_frozen.py holds it to its formula."""
+    model = wide()
+    if order == "placed":
+        place(model, strict=True)
+    if order == "adapters first":
+        adapted(model)
+        gb.lora.quantize_base(model, format)
+    else:
+        adapted(model, base=format)
+    assert len(bases(model)) == 14
+    plain = in_numbers(model)
+    assert_close(training_run(model, batch()), training_run(plain, batch()))
+    torch.testing.assert_close(model.eval()(tokens()).logits, plain.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_fp8_trains_near_the_numbers():
+    """Gradients are off by what rounding x and g takes, a few percent a product, and are right on the whole."""
+    model = adapted(placed(wide()), base="fp8")
+    got, want = training_run(model, batch()), training_run(in_numbers(model), batch())
+    assert got.keys() == want.keys()
+    ours, theirs = (torch.cat([run[name].flatten() for name in want]) for run in (got, want))
+    assert (ours - theirs).norm() < 0.3 * theirs.norm()
+
+
+def placed(model):
+    place(model, strict=True)
+    return model
+
+
+@formats
+def test_captured_is_eager_bit_for_bit(format):
+    found = []
+    for graph in ("off", "require"):
+        model = adapted(placed(wide()), base=format)
+        frozen = {key: p.clone() for key, p in model.state_dict().items() if ".lora." not in key}
+        losses = losses_of_ours(model.train(), 4, graph=graph)
+        found.append((losses, [p.detach().clone() for p in gb.lora.parameters(model)]))
+        assert all(torch.equal(p, frozen[key]) for key, p in model.state_dict().items() if ".lora." not in key)
+        assert losses[-1] < losses[0]
+    (eager, ours), (captured, theirs) = found
+    assert eager == captured and all(map(torch.equal, ours, theirs))
+
+
+@formats
+def test_in_bf16(format):
+    """The numbers are near bf16's own rounding of the model, and adapters train there."""
+    model = adapted(placed(wide(dtype=torch.bfloat16)), base=format)
+    got, want = model(tokens()).logits.float(), in_numbers(model).float()(tokens()).logits
+    assert (got - want).norm() < (0.15 if format == "fp8" else 0.05) * want.norm()
+    step = gb.TrainStep(model.train(), "causal_lm", gb.AdamW(lr=1e-2), precision="bf16", graph="off")
+    losses = [step(batch()).read().loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+@formats
+def test_adapters_of_pefts_on_top(format):
+    model = wide()
+    gb.lora.quantize_base(model, format)
+    model = by_peft(model)
+    plain = in_numbers(model)
+    if format == "fp8":
+        got, want = model(tokens()).logits, plain(tokens()).logits
+        assert (got - want).norm() < 0.15 * want.norm()
+    else:
+        assert_close(training_run(model, batch()), training_run(plain, batch()))
+
+
+def test_below_adapters_of_pefts():
+    model = by_peft(wide())
+    layers = gb.lora.quantize_base(model, "nf4")
+    assert len(layers) == 14 and all(key.endswith(".base_layer") for key in layers), "not the adapters' halves"
+    assert_close(training_run(model, batch()), training_run(in_numbers(model), batch()))
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_adapters_are_kept_as_over_any_base(format, tmp_path):
+    model = adapted(wide(), base=format)
+    want = model(tokens()).logits
+    gb.lora.save(model, tmp_path)
+    other = wide()
+    gb.lora.quantize_base(other, format)
+    gb.lora.load(other, tmp_path)
+    assert torch.equal(other(tokens()).logits, want)
+
+
+@formats
+def test_a_state_dict_has_the_codes(format):
+    model, other = wide(), wide()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1)
+    for one in (model, other):
+        gb.lora.quantize_base(one, format)
+    want = model(tokens()).logits
+    assert not torch.equal(other(tokens()).logits, want)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens()).logits, want)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict(wide().state_dict())
+    assert torch.equal(copy.deepcopy(other)(tokens()).logits, want)
+
+
+@formats
+def test_switched_off_the_base_is_left(format):
+    model = adapted(wide(), base=format)
+    with gb.lora.disable(model):
+        off = model(tokens()).logits
+    assert not torch.equal(model(tokens()).logits, off)
+    gb.lora.remove(model)
+    torch.testing.assert_close(model(tokens()).logits, off)
+    assert len(bases(model)) == 14
+
+
+def test_weights_as_numbers_again_may_be_merged_into():
+    model = adapted(placed(wide()), base="nf4")
+    want = model(tokens()).logits
+    assert refusal(lambda: gb.lora.merge(model)) == (
+        "lora.merge: the weight of model.layers.0.self_attn.q_proj is in codes, whose steps are larger than what an adapter "
+        "adds; call gb.lora.dequantize_base first."
+    )
+    gb.lora.dequantize_base(model)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    gb.lora.merge(model)
+    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_placed_weights_that_were_joined_are_let_go():
+    """What multiplies q, k and v as one holds all three; were it not told, it would hold them until its next call."""
+    model = placed(wide())
+    model(tokens())
+    stacks = [m.stacked for m in model.modules() if hasattr(m, "stacked")]
+    assert any(stack._weight is not None for stack in stacks)
+    gb.lora.quantize_base(model, "int8")
+    assert not any(stack._weight is not None for stack in stacks)
+    model(tokens())
+    assert all(stack._weight.dtype == torch.int32 for stack in stacks) and not any(stack.fallbacks for stack in stacks)
+
+
+def test_what_stays_as_it_is_is_said(fallbacks):
+    model = tiny("llama tied", hidden_size=64, intermediate_size=72, head_dim=16)
+    assert len(gb.lora.quantize_base(model, "nf4")) == 12
+    assert fallbacks() == {
+        ("lora.quantize_base", f"model.layers.{n}.mlp.down_proj has 72 columns, no multiple of 64, so it stays as it is"): 1
+        for n in (0, 1)
+    }
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_a_shared_weight_and_one_that_trains_stay(fallbacks):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model[1].weight = model[0].weight
+    model[2].weight.requires_grad_(False)
+    assert gb.lora.quantize_base(model, "int8") == ["2"]
+    assert set(fallbacks()) == {
+        ("lora.quantize_base", "0 shares its weight with another module, so it stays as it is"),
+        ("lora.quantize_base", "1 shares its weight with another module, so it stays as it is"),
+        ("lora.quantize_base", "3 trains, as other layers do not, so it stays as it is"),
+    }
+
+
+def test_a_decoder_runs_the_models_own_forward():
+    model = adapted(placed(wide()), base="nf4").eval()
+    decoder = gb.decoder(model, max_batch=2, max_length=32)
+    plain = in_numbers(model).eval()
+    ids = tokens(rows=2, length=8)
+    want = plain.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(torch.tensor(decoder.generate(ids, max_new_tokens=4).tokens), want[:, 8:].cpu())
+
+
+def test_refused_in_words():
+    model = adapted(wide())
+    assert refusal(lambda: gb.lora.quantize_base(model, "int4")) == (
+        "lora.quantize_base: format must be one of 'nf4', 'int8', 'fp8', got 'int4'."
+    )
+    assert refusal(lambda: gb.lora.add(model, 4, name="second", base="int4")) == (
+        "lora.add: format must be one of 'nf4', 'int8', 'fp8', got 'int4'."
+    )
+    gb.lora.merge(model)
+    assert refusal(lambda: gb.lora.quantize_base(model, "nf4")) == (
+        "lora.quantize_base: an adapter is merged into the weight of model.layers.0.self_attn.q_proj, which could not be "
+        "unmerged; call gb.lora.unmerge first."
+    )
+    gb.lora.unmerge(model)
+    step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-3), precision="fp32", graph="off")
+    for call in (lambda: gb.lora.quantize_base(model, "nf4"), lambda: gb.lora.dequantize_base(model)):
+        assert refusal(call).endswith(": the model is in a TrainStep, whose graphs hold its weights; close that first.")
+    step.close()
+    gb.lora.quantize_base(model, "nf4")
+    assert gb.lora.quantize_base(model, "nf4") == [], "they are in it"
+    assert refusal(lambda: gb.lora.quantize_base(model, "fp8")) == (
+        "lora.quantize_base: model.layers.0.self_attn.q_proj is in nf4 already; call gb.lora.dequantize_base first."
+    )
+
+
+@pytest.fixture
+def fallbacks(monkeypatch):
+    found = Counter()
+    monkeypatch.setattr(trace, "fallbacks", found)
+    monkeypatch.setattr(trace, "_said", set())
+    return lambda: dict(found)
+
+
+def test_a_models_own_files_have_no_codes(tmp_path):
+    model = Decoder(DecoderConfig(vocabulary=50, hidden=64, layers=1, heads=4, kv_heads=2, intermediate=128))
+    gb.lora.quantize_base(model, "nf4")
+    sentence = refusal(lambda: save_hf(model, tmp_path))
+    said = r"is in nf4, and a model's own files have no place for it; call gb.lora.dequantize_base first\."
+    assert re.fullmatch(rf"lora: the weight of model\.\S+ {said}", sentence), sentence
+    gb.lora.dequantize_base(model)
+    save_hf(model, tmp_path)
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(load_hf(tmp_path)(ids), model(ids))
+
+
+def test_modules_of_bitsandbytes_are_told_from_ours(fallbacks):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = wide()
+    model.model.layers[0].mlp.down_proj = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4")
+    model.model.layers[1].mlp.down_proj = bnb.nn.Linear8bitLt(128, 64, bias=False)
+    kinds = [
+        f"model.layers.{i}.mlp.down_proj is a bitsandbytes.{kind}, not an"
+        for i, kind in enumerate(("Linear4bit", "Linear8bitLt"))
+    ]
+    assert kinds[0] in refusal(lambda: gb.lora.add(model, 4, targets=["down_proj"]))
+    assert len(gb.lora.add(model, 4, base="int8")) == 12
+    for kind in kinds:
+        for what, end in (("lora.add: all-linear", "so it gets no adapter"), ("lora.quantize_base", "so it stays as it is")):
+            assert [why for where, why in fallbacks() if where == what and why.startswith(kind) and why.endswith(end)]
