@@ -1,7 +1,7 @@
 """Low-rank adapters beside PEFT's, and beside the frozen model that nobody can leave out: one layer, and whole training steps.
 
-linear: one layer, forward and backward (lora_linear.py). train: whole steps (lora_train.py). peft: adapters that PEFT attached,
-trained by our step, beside our own and beside PEFT.
+linear: one layer, forward and backward (lora_linear.py). train: whole steps (lora_train.py). rows: eight adapters in one batch,
+a row each, beside one. peft: adapters that PEFT attached, trained by our step, beside our own and beside PEFT.
 """
 
 import os
@@ -22,7 +22,12 @@ from . import lora_linear, lora_train, results
 from .harness import Bench, chosen, importable, need_transformers
 from .lora_worker import CONTENDERS
 
-PARTS = ("train", "linear", "peft")
+PARTS = ("train", "linear", "rows", "peft")
+MODELS = {  # parts that measure whole models -> what a case is called there, and what it becomes
+    "train": ("{}", lambda case: case),
+    "rows": ("{}, eight adapters in one batch", lora_train.one_each),
+    "peft": ("{}, PEFT's own adapters", lora_train.pefts_own),
+}
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,13 @@ class Lora:
     """
 
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: train (whole steps), linear (one layer), peft (PEFT's own adapters in our step)."""
+    """What to measure, by comma: train (whole steps), linear (one layer), rows (eight adapters in one batch), peft (PEFT's own
+    adapters in our step)."""
     only: str = "1b,135m,8b"
     """Whole models, by comma: 1b (8 x 1024 tokens), 1b-8192, 8b (4096), 135m (512: launch-bound)."""
     peers: str = ""
     """Of the peers only these, by comma: peft, peft-autocast, peft-compile, peft-compile-autocast, peft-liger,
-    peft-liger-autocast; of the part peft also ours-lora."""
+    peft-liger-autocast; of rows and peft also ours-lora."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
     results: Path = results.FOLDER
@@ -64,13 +70,14 @@ def main(argv: Sequence[str]) -> int:
     bench = Bench.of(options, "lora", device, argv)
     rounds = 3 if options.dry else options.rounds
     rate = measure.ceilings(device, quick=options.dry).flops_per_s(torch.bfloat16)
-    for name in names if "train" in parts else ():
-        lora_train.measure_case(bench, name, known[name], rounds, rate, peers)
-    if "linear" in parts:
-        beside = [peer for peer in lora_linear.PEERS if not peers or peer in peers]
-        measure_linears(bench, [peer for peer in beside if not (options.dry and "compile" in peer)])
-    for name in names if "peft" in parts else ():
-        lora_train.measure_case(bench, f"{name}, PEFT's own adapters", lora_train.pefts_own(known[name]), rounds, rate, peers)
+    for part in parts:
+        if part == "linear":
+            beside = [peer for peer in lora_linear.PEERS if not peers or peer in peers]
+            measure_linears(bench, [peer for peer in beside if not (options.dry and "compile" in peer)])
+            continue
+        words, becomes = MODELS[part]
+        for name in names:
+            lora_train.measure_case(bench, words.format(name), becomes(known[name]), rounds, rate, peers)
     return bench.finish()
 
 

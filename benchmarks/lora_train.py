@@ -8,6 +8,7 @@ from gpubound import measure
 
 from .bench_train import BUSY_PERCENT, BUSY_STEPS, SAME_LOSS, Case, Goal, peers_here, tell_start
 from .harness import Bench
+from .lora_worker import ADAPTERS
 from .results import FLOOR
 from .shapes import SHAPES
 from .workers import Worker, started, take_turns
@@ -42,12 +43,20 @@ CASES = {
     "8b": LoraCase("8b", 4096, 1, 1, PEERS, least=(14_000, 16_000)),
     "135m": LoraCase("135m", 512, 1, 1, PEERS | {"peft": (4.0, None), "peft-compile": UNJUDGED}),
 }
-TINY = {"tiny": LoraCase("tiny", 32, 2, 1, {"peft": UNJUDGED}, least=(1.0, 2.0))}
+TINY = {"tiny": LoraCase("tiny", 16, 8, 1, {"peft": UNJUDGED}, least=(1.0, 2.0))}
 
 
 def pefts_own(case: LoraCase) -> LoraCase:
     """Adapters that PEFT attached, trained by our step."""
     return replace(case, ours="ours-peft", peers={"ours-lora": UNJUDGED, "peft": UNJUDGED}, least=None, floor=None)
+
+
+def one_each(case: LoraCase) -> LoraCase:
+    """Several adapters in a batch of as many tokens, a row each, beside one adapter for all rows."""
+    return replace(
+        case, seq=case.tokens // ADAPTERS, micro=ADAPTERS, ours="ours-rows", peers={"ours-lora": (0.9, None)}, least=None,
+        floor=None, alike=False,
+    )  # fmt: skip
 
 
 def measure_case(bench: Bench, name: str, case: LoraCase, rounds: int, flops_per_s: float, peers: list[str]) -> None:

@@ -18,12 +18,26 @@ from .serving import Contender, Job, serve
 from .train_worker import llama, ours, use_liger, usual
 
 RANK, ALPHA = 16, 32.0
+ADAPTERS = 8  # in one batch
 LAYER = re.compile(r"layers\.\d+\.\w+\.\w+")  # an adapted layer, in the names of its parameters, ours and PEFT's
 
 
 def add(model: nn.Module) -> nn.Module:
     gpubound.lora.add(model, RANK, ALPHA)
     return begin(model)
+
+
+def rows(job: Job) -> Contender:
+    """Several adapters in one batch: each row of it has the next one."""
+    names = [f"adapter{i}" for i in range(ADAPTERS)]
+
+    def attach(model: nn.Module) -> nn.Module:
+        for name in names:
+            gpubound.lora.add(model, RANK, ALPHA, name=name)
+        gpubound.lora.rows(model, names)
+        return begin(model)
+
+    return ours(job, attach=attach, more={"adapter_ids": torch.arange(job.micro, device=job.device) % ADAPTERS})
 
 
 def get_peft_model(model: nn.Module) -> nn.Module:
@@ -70,6 +84,7 @@ CONTENDERS = {
     "ours": lambda job: ours(job, attach=add),
     "ours-lora": lambda job: ours(job, attach=add),
     "ours-peft": lambda job: ours(job, attach=get_peft_model),
+    "ours-rows": rows,
     "floor": lambda job: ours(job, attach=freeze),
     "peft": peft,
     "peft-autocast": lambda job: peft(job, autocast=True),

@@ -43,9 +43,10 @@ def as_it_is(model: nn.Module) -> nn.Module:
 FEW_TOKENS = 4096  # a micro-batch so small that its launches bound it: weight gradients go on a second stream
 
 
-def ours(job: Job, precision: str = "bf16", attach: Attach = as_it_is) -> Contender:
-    """Our step on a placed model, of which `attach` says what trains."""
+def ours(job: Job, precision: str = "bf16", attach: Attach = as_it_is, more: dict[str, Tensor] | None = None) -> Contender:
+    """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens."""
     model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job)
+    batches = [batch | (more or {}) for batch in batches]
     steps: list[TrainStep] = []
 
     def start() -> Step:

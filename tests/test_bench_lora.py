@@ -8,7 +8,7 @@ import torch
 from benchmarks import bench_lora, lora_linear, lora_train, workers
 from benchmarks.harness import Bench
 from benchmarks.lora_linear import Drawn, measure_linear
-from benchmarks.lora_train import TINY, differs, measure_case, pefts_own
+from benchmarks.lora_train import TINY, differs, measure_case, one_each, pefts_own
 from benchmarks.lora_worker import CONTENDERS, freeze
 from benchmarks.results import FLOOR
 from benchmarks.shapes import SHAPES
@@ -55,6 +55,14 @@ def test_all_contenders_learn_alike():
 
 
 @pytest.mark.usefixtures("on_definitions")
+def test_each_row_has_an_adapter_of_its_own():
+    """The model begins as with one adapter, and eight, each with a row to itself, learn more from a step than one from all."""
+    one, eight = run("ours"), run("ours-rows")
+    assert differs(eight, one, alike=False) is None and differs(eight, one) is not None
+    assert eight[0] == pytest.approx(one[0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("on_definitions")
 def test_the_floor_has_dx_of_every_layer_and_one_small_gradient():
     """The first norm's gain, at the bottom of the model, trains as in plain torch."""
     job = replace(TINY["tiny"], lr=0.1).job("floor", "cpu")
@@ -97,7 +105,9 @@ def test_who_computes_another_thing_begins_alike_and_learns(ours, theirs, alike)
     assert (differs(ours, theirs, alike=False) is None) == alike
 
 
-SECONDS = {"ours": 0.1, "floor": 0.08, "peft": 0.4, "peft-autocast": 0.2, "ours-peft": 0.11, "ours-lora": 0.1}
+SECONDS = {"ours": 0.1, "floor": 0.08, "peft": 0.4, "peft-autocast": 0.2}
+SECONDS |= {"ours-lora": 0.1, "ours-peft": 0.11, "ours-rows": 0.125}
+LAST = {"peft-autocast": 7.0, "ours-rows": 5.0}  # losses; of all others 6
 stopped: list[str] = []
 
 
@@ -112,7 +122,7 @@ class Pretend:
         self.facts["peak_gib"] = 3.0 if job.who.startswith("ours") else 2.0
 
     def ask(self, losses=0, steps=0):
-        return [7.0 if self.who == "peft-autocast" else 6.0] * losses if losses else SECONDS[self.who]
+        return [LAST.get(self.who, 6.0)] * losses if losses else SECONDS[self.who]
 
     def __enter__(self):
         return self
@@ -129,13 +139,13 @@ def pretended(monkeypatch):
 
 def test_lines_gates_and_the_sentence(bench, pretended, capsys):
     peers = {"peft": (1.35, 5.0), "peft-autocast": (None, None), "peft-compile": (None, None)}
-    case = replace(TINY["tiny"], peers=peers, least=(320, 1280))
+    case = replace(TINY["tiny"], peers=peers, least=(640, 2560))
     measure_case(bench, "tiny", case, 3, 1e15, [])
     speed = {line.peer_name: (line.ratio, line.gate, line.moonshot) for line in bench.lines if line.unit == "tok/s"}
     assert speed.pop("bf16 rate")[1] is None
     assert speed == {
         FLOOR: (pytest.approx(0.8), None, None),
-        "budget": (pytest.approx(640 / 320), 1.0, 4.0),
+        "budget": (pytest.approx(1280 / 640), 1.0, 4.0),
         "peft": (pytest.approx(4.0), 1.35, 5.0),
     }
     assert "tiny: LoRA step = 1.25 x (frozen forward + dX)\n" in capsys.readouterr().out
@@ -155,6 +165,16 @@ def test_pefts_own_adapters_beside_ours(bench, pretended):
     speed = {line.peer_name: line.ratio for line in bench.lines if line.unit == "tok/s"}
     assert speed == {"ours-lora": pytest.approx(0.1 / 0.11, rel=1e-3), "peft": pytest.approx(0.4 / 0.11, rel=1e-3)}
     assert {line.peer_name: line.gate for line in bench.lines if line.unit == "GiB"} == {"ours-lora": None, "peft": 1.0}
+
+
+def test_eight_adapters_beside_one(bench, pretended):
+    """They learn otherwise, and are timed all the same."""
+    case = one_each(lora_train.CASES["1b"])
+    assert case == one_each(lora_train.CASES["1b-8192"]) and (case.micro, case.seq) == (8, 1024)
+    measure_case(bench, "tiny", case, 3, 1e15, [])
+    (speed,) = [line for line in bench.lines if line.unit == "tok/s"]
+    assert (speed.peer_name, speed.ratio, speed.gate) == ("ours-lora", pytest.approx(0.8), 0.9) and speed.short
+    assert not bench.wrong and stopped == ["ours-lora", "ours-rows"]
 
 
 def test_a_peer_that_was_not_asked_for_is_not_started(bench, pretended):
@@ -219,7 +239,7 @@ def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parts", "rows"], "--parts: got 'rows', wanted some of train, linear, peft."),
+        (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft."),
         (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m."),
         (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
     ],
