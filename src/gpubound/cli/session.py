@@ -109,6 +109,8 @@ def train(
     if sample and run.finished and not outcome.failed:
         with run.best_weights():
             tape.tell(sample=sample(run))
+    if run.recipe.adapters and run.finished and not outcome.failed and run.device.type == "cuda":
+        tape.tell(price=tell_price(run))
     tape.tell(
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
@@ -116,6 +118,17 @@ def train(
     )
     say(f"{title}: {outcome.verdict}", needed=outcome.failed)
     return outcome
+
+
+def tell_price(run: Run) -> float | None:
+    """What a step costs beside the frozen model's, said and given. On a CPU nobody asks."""
+    try:
+        price = run.price()
+    except (MeasureError, torch.OutOfMemoryError) as error:
+        notice(f"the price of the adapters is left out: {str(error).splitlines()[0]}")
+        return None
+    say(str(price))
+    return price.ratio
 
 
 class Scale:

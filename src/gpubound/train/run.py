@@ -24,6 +24,7 @@ from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
 from .loop import Loop, Record, Stop
 from .objectives import Objective
+from .price import Price, price_of
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
 from .step import TrainStep
@@ -185,6 +186,13 @@ class Run:
                     for name, parameter in self.model.named_parameters():
                         parameter.copy_(tensors.get(f"average.{name}", parameter))
                 yield best
+
+    def price(self) -> Price:
+        """What the adapters of a finished run cost. No step can follow."""
+        at, recipe = self.feed.state_dict(), self.stage.recipe
+        batches = [self.feed.take()] * recipe.accumulate
+        self.feed.load_state_dict(at)
+        return price_of(self.step, lambda: recipe.make_step(self.model, recipe.new_objective(), self.device), batches)
 
     def export(self, path: str | Path, merge: bool = False) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder.
