@@ -41,10 +41,11 @@ class Lora:
     """What to measure, by comma: train (whole steps), linear (one layer), rows (eight adapters in one batch), peft (PEFT's own
     adapters in our step)."""
     only: str = "1b,135m,8b"
-    """Whole models, by comma: 1b (8 x 1024 tokens), 1b-8192, 8b (4096), 135m (512: launch-bound)."""
+    """Whole models, by comma: 1b (8 x 1024 tokens), 1b-8192, 8b (4096), 135m (512: launch-bound); with the base in fewer bits,
+    8b-fp8, 1b-nf4."""
     peers: str = ""
     """Of the peers only these, by comma: peft, peft-autocast, peft-compile, peft-compile-autocast, peft-liger,
-    peft-liger-autocast; of rows and peft also ours-lora."""
+    peft-liger-autocast; of rows, peft and a base in fewer bits also ours-lora."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
     results: Path = results.FOLDER

@@ -43,6 +43,10 @@ CASES = {
     "8b": LoraCase("8b", 4096, 1, 1, PEERS, least=(14_000, 16_000)),
     "135m": LoraCase("135m", 512, 1, 1, PEERS | {"peft": (4.0, None), "peft-compile": UNJUDGED}),
 }
+for name, base, least in (("8b", "fp8", (18_000, 22_000)), ("1b", "nf4", None)):  # beside the base in bf16
+    CASES[f"{name}-{base}"] = replace(
+        CASES[name], peers={"ours-lora": UNJUDGED}, ours=f"ours-{base}", floor=f"floor-{base}", least=least, alike=False
+    )
 TINY = {"tiny": LoraCase("tiny", 16, 8, 1, {"peft": UNJUDGED}, least=(1.0, 2.0))}
 
 

@@ -7,6 +7,8 @@ them in fp32; under autocast, which is what Trainer's bf16=True does, in bf16. B
 import math
 import re
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,8 +24,11 @@ ADAPTERS = 8  # in one batch
 LAYER = re.compile(r"layers\.\d+\.\w+\.\w+")  # an adapted layer, in the names of its parameters, ours and PEFT's
 
 
-def add(model: nn.Module) -> nn.Module:
-    gpubound.lora.add(model, RANK, ALPHA)
+BASES = ("nf4", "int8", "fp8")  # formats of frozen weights beside bf16
+
+
+def add(model: nn.Module, base: str | None = None) -> nn.Module:
+    gpubound.lora.add(model, RANK, ALPHA, base=base)
     return begin(model)
 
 
@@ -63,9 +68,11 @@ def begin(model: nn.Module) -> nn.Module:
     return model
 
 
-def freeze(model: nn.Module) -> nn.Module:
+def freeze(model: nn.Module, base: str | None = None) -> nn.Module:
     """All but the first norm's gain. Its gradient needs dX through the whole model, and costs next to nothing itself."""
     model.requires_grad_(False)
+    if base is not None:
+        gpubound.lora.quantize_base(model, base)
     gains = [p for name, p in model.named_parameters() if name.endswith("layers.0.input_layernorm.weight")]
     if len(gains) != 1:
         raise MeasureError(f"the floor trains the gain of the first layer's norm, and the model has {len(gains)} such gains.")
@@ -80,19 +87,22 @@ def peft(job: Job, autocast: bool = False, compiled: bool = False, liger: bool =
     return usual(job, get_peft_model(llama(job, dtype)), autocast, compiled)
 
 
-CONTENDERS = {
-    "ours": lambda job: ours(job, attach=add),
-    "ours-lora": lambda job: ours(job, attach=add),
-    "ours-peft": lambda job: ours(job, attach=get_peft_model),
+CONTENDERS: dict[str, Callable[[Job], Contender]] = {
+    "ours": partial(ours, attach=add),
+    "ours-lora": partial(ours, attach=add),
+    "ours-peft": partial(ours, attach=get_peft_model),
     "ours-rows": rows,
-    "floor": lambda job: ours(job, attach=freeze),
+    "floor": partial(ours, attach=freeze),
     "peft": peft,
-    "peft-autocast": lambda job: peft(job, autocast=True),
-    "peft-compile": lambda job: peft(job, compiled=True),
-    "peft-compile-autocast": lambda job: peft(job, autocast=True, compiled=True),
-    "peft-liger": lambda job: peft(job, liger=True),
-    "peft-liger-autocast": lambda job: peft(job, autocast=True, liger=True),
+    "peft-autocast": partial(peft, autocast=True),
+    "peft-compile": partial(peft, compiled=True),
+    "peft-compile-autocast": partial(peft, autocast=True, compiled=True),
+    "peft-liger": partial(peft, liger=True),
+    "peft-liger-autocast": partial(peft, autocast=True, liger=True),
 }
+for base in BASES:
+    CONTENDERS[f"ours-{base}"] = partial(ours, attach=partial(add, base=base))
+    CONTENDERS[f"floor-{base}"] = partial(ours, attach=partial(freeze, base=base))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ NAMES = {
     "peft-compile-autocast": "PEFT, torch.compile, bf16 autocast",
     "peft-liger": "PEFT, Liger",
     "peft-liger-autocast": "PEFT, Liger, bf16 autocast",
-    "ours-lora": "ours with gb.lora.add",
+    "ours-lora": "ours, one adapter over bf16",
 }
 LIMITS = ("copy rate", "bf16 rate", "roofline", "sum of its kernels", "collected")  # shares of these are percentages
 OURSELVES = ("bf16", "ours-bf16", "accumulate 1", "normal step", "ours-lora")

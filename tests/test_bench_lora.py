@@ -9,7 +9,7 @@ from benchmarks import bench_lora, lora_linear, lora_train, workers
 from benchmarks.harness import Bench
 from benchmarks.lora_linear import Drawn, measure_linear
 from benchmarks.lora_train import TINY, differs, measure_case, one_each, pefts_own
-from benchmarks.lora_worker import CONTENDERS, freeze
+from benchmarks.lora_worker import BASES, CONTENDERS, freeze
 from benchmarks.results import FLOOR
 from benchmarks.shapes import SHAPES
 from benchmarks.train_worker import llama, usual
@@ -52,6 +52,15 @@ def test_all_contenders_learn_alike():
     for who in ("ours-peft", "peft", "peft-autocast"):
         assert differs(ours, run(who)) is None, who
     assert differs(ours, run("peft", lr=lora_train.LR / 2)) is not None
+
+
+@pytest.mark.usefixtures("on_definitions")
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_in_fewer_bits(base):
+    """Another model than the one in bf16, and the same as the one beside it without adapters."""
+    ours, floor = run(f"ours-{base}"), run(f"floor-{base}", steps=1)
+    assert differs(ours, run("ours"), alike=False) is None
+    assert ours[0] == pytest.approx(floor[0], rel=1e-5) and ours[0] != run("floor", steps=1)[0]
 
 
 @pytest.mark.usefixtures("on_definitions")
@@ -240,7 +249,7 @@ def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
     ("options", "sentence"),
     [
         (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft."),
-        (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m."),
+        (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m, 8b-fp8, 1b-nf4."),
         (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
     ],
 )
