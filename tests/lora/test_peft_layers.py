@@ -124,13 +124,24 @@ def test_what_is_not_plain_lora_runs_as_peft_wrote_it(options, why, order):
     assert {reason for _, reason in trace.fallbacks} == {f"{why}, so it is called as it is"}
 
 
-def test_rows_of_their_own_adapters():
-    """PEFT gives the rows' adapters to hooks on its layers."""
-    ours, theirs = both("placed first")
-    for model in (second(ours).eval(), second(theirs).eval()):
-        model.active_names = ["default", "second"]
-    names = {"adapter_names": ["default", "__base__"]}
-    torch.testing.assert_close(ours(tokens(), **names).logits, theirs(tokens(), **names).logits, rtol=1e-4, atol=1e-5)
+MIXED = [["default", "__base__"], ["second", "default"], ["second", "second"], ["__base__", "__base__"]]
+
+
+def test_rows_of_their_own_adapters(pair, monkeypatch):
+    """PEFT gives the names to hooks on its layers, some of which have one of the two adapters alone."""
+    ours, theirs = (model.eval() for model in pair)
+    want = [theirs(tokens(), adapter_names=names).logits for names in MIXED]
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda *_, **__: pytest.fail("called as it is"))
+    for names, logits in zip(MIXED, want):
+        torch.testing.assert_close(ours(tokens(), adapter_names=names).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_merged_adapters():
+    """Called as they are, and PEFT refuses."""
+    ours, _ = both("adapters first")
+    ours.eval().merge_adapter()
+    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when there are merged adapters"):
+        ours(tokens(), adapter_names=MIXED[0])
 
 
 def test_copies_are_read_as_well():

@@ -476,8 +476,8 @@ def test_what_is_refused():
                 f"{wrong}."
             )
         assert refusal(lambda: model(x, adapter_ids=IDS[:3])) == (
-            "lora.rows: adapter_ids has 3 numbers, and an adapted layer an x of (6, 5, 24); its first dimension must be the "
-            "rows of the batch. Give a number for each row; adapt no layers that see rows merged or gathered."
+            "lora.rows: adapter_ids are 3, and an adapted layer has an x of (6, 5, 24), whose first dimension must be the "
+            "batch's rows; give one for each, and adapt no layers that see rows merged or gathered."
         )
         assert "x of (30, 24)" in refusal(lambda: model(x.flatten(0, 1), adapter_ids=IDS))
         assert refusal(lambda: model.layers["q"](x)) == (

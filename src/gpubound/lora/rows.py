@@ -69,10 +69,9 @@ class rows:
 class Routing:
     """Which adapter each row of the model's call has. The records of all adapted weights share one."""
 
-    def __init__(self, names: Sequence[str]):
-        self.names = tuple(names)
-        self.ids: Tensor | None = None
-        self._now: Tensor | None = None  # of the call under way, or the last one: backward may compute it again
+    def __init__(self, names: Sequence[str], ids: Tensor | None = None, word: str = KEY):
+        self.names, self.ids, self.word = tuple(names), ids, word
+        self._now = ids  # of the call under way, or the last one: backward may compute it again
         self._inside: nn.Module | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
@@ -139,8 +138,8 @@ class Routing:
             )
         if x.dim() < 2 or x.shape[0] != len(ids):
             raise ValueError(
-                f"lora.rows: {KEY} has {len(ids)} numbers, and an adapted layer an x of {tuple(x.shape)}; its first dimension "
-                f"must be the rows of the batch. Give a number for each row; adapt no layers that see rows merged or gathered."
+                f"lora.rows: {self.word} are {len(ids)}, and an adapted layer has an x of {tuple(x.shape)}, whose first "
+                f"dimension must be the batch's rows; give one for each, and adapt no layers that see rows merged or gathered."
             )
         return ids
 
