@@ -164,7 +164,7 @@ def test_in_16_bits(kind, autocast):
     assert a.dtype == dtype and (a.float() - b.float()).norm() < 0.05 * b.float().norm()
 
 
-@exact
+@kinds
 def test_compiled_and_transformed_code_sees_the_numbers(kind):
     layer, x = layer_in(kind), draw(5, INPUTS).requires_grad_()
     want = F.linear(x, numbers(layer), layer.bias)
@@ -206,6 +206,45 @@ def test_what_holds_numbers_is_not_loaded_into_codes(kind):
 def test_what_does_not_ask_for_the_format_ends_in_an_error(kind):
     with pytest.raises(RuntimeError):
         F.linear(draw(5, INPUTS), layer_in(kind).weight)
+
+
+@pytest.mark.gpu
+@kinds
+@pytest.mark.parametrize("tokens", [1, 37, 512])
+def test_on_a_gpu(kind, tokens, device):
+    """Any number of tokens, in bf16 and in fp16, which fp8's product does not give; eager and captured alike."""
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = layer_in(kind, dtype=dtype).to(device)
+        x = draw(tokens, INPUTS, dtype=dtype).to(device).requires_grad_()
+        g = draw(tokens, OUTPUTS, seed=9, dtype=dtype).to(device)
+
+        def run_both():
+            y = run(layer, x)  # noqa: B023
+            return y.detach(), *torch.autograd.grad(y, [x], g)  # noqa: B023
+
+        y, dx = run_both()
+        weight = numbers(layer)
+        want, wanted = F.linear(x.float(), weight, layer.bias.float()), g.float() @ weight
+        limit = 0.04 if kind is InFp8 and dtype == torch.bfloat16 else 5e-3
+        assert (y.float() - want).norm() < limit * want.norm() and (dx.float() - wanted).norm() < limit * wanted.norm()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run_both()
+        graph.replay()
+        assert torch.equal(captured[0], y) and torch.equal(captured[1], dx)
+
+
+@pytest.mark.gpu
+def test_written_out_numbers_live_for_one_product(device):
+    layers_there = [layer_in(InNf4, 4096, bias=False, dtype=torch.bfloat16).to(device) for _ in range(4)]
+    x = torch.randn(8, INPUTS, device=device, dtype=torch.bfloat16, requires_grad=True)
+    sum(run(layer, x).sum() for layer in layers_there).backward()  # the kernels are there
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sum(run(layer, x).sum() for layer in layers_there).backward()
+    one = 2 * 4096 * INPUTS
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * one
 
 
 def test_a_weight_as_numbers_again():

@@ -173,6 +173,23 @@ def test_switched_off_the_base_is_left(format):
     assert len(bases(model)) == 14
 
 
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_several_in_one_batch(format):
+    model = adapted(placed(wide()), base=format)
+    adapted(model, seed=5, name="second")
+    plain = in_numbers(model)
+    for one in (model, plain):
+        one.eval()
+    want = []
+    for name in ("second", "default"):
+        with gb.lora.disable(plain):
+            gb.lora.enable(plain, name)
+            want.append(plain(tokens()).logits)
+    with gb.lora.rows(model, ["default", "second"]):
+        got = model(tokens(), adapter_ids=torch.tensor([1, 0])).logits
+    torch.testing.assert_close(got, torch.stack([want[0][0], want[1][1]]), rtol=1e-4, atol=1e-5)
+
+
 def test_weights_as_numbers_again_may_be_merged_into():
     model = adapted(placed(wide()), base="nf4")
     want = model(tokens()).logits

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.rows import Owners
+from ..layers.linear_site import shape_of
 from .pairs import Adapters, Pair, adapted_layers, pairs
 from .per_row import PerRow, lay_together
 
@@ -34,7 +35,7 @@ class rows:
         siblings: dict[tuple, list[Sequence[Pair]]] = {}
         for key, adapters, own in layers:
             weight = adapters.layer.weight
-            siblings.setdefault((key.rpartition(".")[0], weight.shape[1], weight.dtype, weight.device), []).append(own)
+            siblings.setdefault((key.rpartition(".")[0], shape_of(weight)[1], weight.dtype, weight.device), []).append(own)
         for group in siblings.values():
             lay_together(group)
         for adapters in self._layers:
