@@ -9,12 +9,14 @@ from gpubound.lora.pairs import pairs
 
 def filed_gradients(model):
     """Of ours, by the forms in which values are filed: these move numbers and change none."""
-    found = {}
-    for key, _, own in pairs(model, None, "test"):
+    found, there = {}, pairs(model, None, "test")
+    layers = {key: adapters.layer for key, adapters, _ in there}
+    for key, adapters, own in there:
         gradients = copy.deepcopy(own)
         for name, parameter in own.named_parameters():
             getattr(gradients, name).data = parameter.grad
-        found.update({f"base_model.model.{key}.{half}": gradients.filed(half).clone() for half in own.HALVES})
+        path = f"base_model.model.{adapters.filed_under(key, layers)}"
+        found.update({f"{path}.{half}": gradients.filed(half).clone() for half in own.HALVES})
     return found
 
 

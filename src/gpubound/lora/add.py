@@ -8,9 +8,9 @@ from torch import nn
 from ..layers.linear_site import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import kind_of, quantize_base
-from .pairs import CHILD, Adapters, Pair, check_not_chosen, pairs
+from .pairs import Adapters, Pair, check_not_chosen, pairs
 from .per_row import BELOW, make_one
-from .targets import KINDS, by, chosen, layers_of, most_rank
+from .targets import KINDS, by, chosen, layers_of
 
 
 def add(
@@ -42,9 +42,9 @@ def add(
         kind_of(base, "lora.add")
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
-    attach(model, {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}, name, "lora.add")
-    for key in layers:
-        pair(model, key, name).begin(init)
+    options = {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}
+    for own in attach(model, options, name, "lora.add").values():
+        own.begin(init)
     if base is not None:
         quantize_base(model, base)
     return list(layers)
@@ -60,7 +60,8 @@ class AdapterOptions(NamedTuple):
     rslora: bool = False
 
     def check(self, key: str, name: str, who: str) -> None:
-        most = most_rank(self.layer.weight)
+        kind = KINDS[type(self.layer)]
+        most = kind.PAIR.most_rank(self.layer.weight)
         if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
@@ -68,14 +69,16 @@ class AdapterOptions(NamedTuple):
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
-        if name in _adapters(self.layer):
+        if self.dropout and not kind.PAIR.DROPS:
+            raise ValueError(f"{who}: {key} takes no dropout, got {self.dropout}; adapt experts in a call of their own.")
+        if name in (kind.of(self.layer) or ()):
             raise ValueError(
                 f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
             )
 
 
-def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> None:
-    """Adapters without values yet. Everything is checked before anything is changed."""
+def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> dict[str, Pair]:
+    """Adapters without values yet, by their layers' names. Everything is checked before anything is changed."""
     if not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
     _check_apart(model, [found.layer for found in options.values()], who)
@@ -85,38 +88,31 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     for parameter in model.parameters():
         if id(parameter) not in ours:
             parameter.requires_grad_(False)
-    for found in options.values():
-        adapters = _adapters(found.layer)
-        if not isinstance(adapters, Adapters):
-            adapters = KINDS[type(found.layer)](found.layer)
-            found.layer.add_module(CHILD, adapters)
-        made = adapters.PAIR(found.layer.weight, *found[1:])
-        made.train(found.layer.training)
-        adapters[name] = made
+    made: dict[str, Pair] = {}
+    for key, found in options.items():
+        kind = KINDS[type(found.layer)]
+        if (adapters := kind.of(found.layer)) is None:
+            adapters = kind(found.layer)
+            adapters.enter()
+        made[key] = own = adapters.PAIR(found.layer.weight, *found[1:])
+        own.train(found.layer.training)
+        adapters[name] = own
         adapters.hang()
-    _make_neighbours(model, options, name)
+    _make_neighbours({key: own.a for key, own in made.items() if isinstance(options[key].layer, nn.Linear)})
     multiply_by_records(model, everywhere=True)
+    return made
 
 
-def _make_neighbours(model: nn.Module, options: dict[str, AdapterOptions], name: str) -> None:
+def _make_neighbours(of_layers: dict[str, nn.Parameter]) -> None:
     """Let the a of linear layers that may read the same x, siblings of one width, lie one behind the other.
 
     They are one matrix then, wherever their layers are multiplied as one, and so are their gradients (train/flat_buffers.py).
     """
     siblings: dict[tuple, list[nn.Parameter]] = {}
-    for key in (key for key, found in options.items() if isinstance(found.layer, nn.Linear)):
-        a = pair(model, key, name).a
+    for key, a in of_layers.items():
         siblings.setdefault((key.rpartition(".")[0], a.shape[1], a.dtype, a.device), []).append(a)
     for group in siblings.values():
         make_one(group, BELOW)
-
-
-def _adapters(layer: nn.Module) -> Any:
-    return layer._modules.get(CHILD) or {}
-
-
-def pair(model: nn.Module, key: str, name: str) -> Pair:
-    return model.get_submodule(f"{key}.{CHILD}.{name}")  # type: ignore[return-value]
 
 
 def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:
@@ -148,7 +144,7 @@ def take_out(model: nn.Module, found: Sequence[tuple[str, Adapters, Pair]]) -> N
         del adapters[next(word for word, there in adapters.items() if there is own)]
         adapters.hang()
         if not adapters:
-            del adapters.layer._modules[CHILD]
+            adapters.leave()
     undo()
 
 

@@ -19,36 +19,38 @@ from ..files import read_json, reading, regular, replacing, write_whole
 from ..layers.linear_site import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
-from .pairs import CHILD, Pair, adapted_layers, pairs
+from .experts import ExpertStack
+from .pairs import Pair, adapted_layers, pairs
 from .targets import KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 UNUSUAL = (  # options of PEFT's that are off in plain LoRA, by which alone the files are read here
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
-    "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config", "target_parameters",
+    "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
 
 
 def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
     """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
     there = pairs(model, name, "lora.save")
-    found = {key: own for key, _, own in there}
-    for key, adapters, _ in there:
-        if why := adapters.unlike_peft():
-            fallback("lora.save: the same in PEFT", f"{key} {why}")
+    found, layers = {key: own for key, _, own in there}, {key: adapters.layer for key, adapters, _ in there}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for key, own in found.items():
+    for key, adapters, own in there:
+        if why := adapters.unlike_peft():
+            fallback("lora.save: the same in PEFT", f"{key} {why}")
         for half in own.HALVES:
-            tensors[f"{PREFIX}{key}.{half}"] = own.filed(half).cpu().contiguous()
+            tensors[f"{PREFIX}{adapters.filed_under(key, layers)}.{half}"] = own.filed(half).cpu().contiguous()
     with replacing(folder / WEIGHTS) as file:
         file.write(bytes_of(tensors, {"format": "pt"}))
-    write_whole(folder / CONFIG, json.dumps(_config(model, found), indent=2) + "\n")
+    write_whole(folder / CONFIG, json.dumps(_config(model, found, layers), indent=2) + "\n")
 
 
-def _config(model: nn.Module, found: dict[str, Pair]) -> dict[str, Any]:
+def _config(model: nn.Module, found: dict[str, Pair], layers: dict[str, Any]) -> dict[str, Any]:
+    stacks = [key for key, layer in layers.items() if isinstance(layer, ExpertStack)]
+    modules = [key for key in found if key not in stacks]
     first = next(iter(found.values()))
     for key, own in found.items():
         if (own.rslora, own.dropout.p) != (first.rslora, first.dropout.p):
@@ -65,7 +67,8 @@ def _config(model: nn.Module, found: dict[str, Pair]) -> dict[str, Any]:
         "lora_alpha": first.alpha,
         "lora_dropout": first.dropout.p,
         "use_rslora": first.rslora,
-        "target_modules": _ends(model, found),
+        "target_modules": _ends(modules, [key for key, _ in model.named_modules()]),
+        "target_parameters": _ends(stacks, list(layers_of(model, (ExpertStack,)))) or None,
         "rank_pattern": {f"^{re.escape(key)}": own.rank for key, own in found.items() if own.rank != first.rank},
         "alpha_pattern": {f"^{re.escape(key)}": own.alpha for key, own in found.items() if own.alpha != first.alpha},
         "bias": "none",
@@ -75,10 +78,10 @@ def _config(model: nn.Module, found: dict[str, Pair]) -> dict[str, Any]:
     }
 
 
-def _ends(model: nn.Module, found: dict[str, Pair]) -> list[str]:
-    """The ends of the names, where they choose these layers and no others; else the whole names."""
+def _ends(found: list[str], named: list[str]) -> list[str]:
+    """The ends of the names in `found`, where they choose these of all and no others; else the whole names."""
     ends = {key.rpartition(".")[2] for key in found}
-    chosen = {key for key, _ in model.named_modules() if key.rpartition(".")[2] in ends}
+    chosen = {key for key in named if key.rpartition(".")[2] in ends}
     return sorted(ends) if chosen == set(found) else sorted(found)
 
 
@@ -91,8 +94,10 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     """
     folder = Path(path)
     config, tensors = _read(folder)
-    layers = {key: layer for key, layer in layers_of(model).items() if not unfit(model, layer)}
-    known = {f"{PREFIX}{key}.{half}": (key, half) for key, layer in layers.items() for half in KINDS[type(layer)].PAIR.HALVES}
+    layers = {key: layer for key, layer in layers_of(model).items() if not unfit(model, layer) and _in_file(config, key, layer)}
+    kinds = {key: KINDS[type(layer)] for key, layer in layers.items()}
+    paths = {key: f"{PREFIX}{kind.filed_under(key, layers)}" for key, kind in kinds.items()}
+    known = {f"{paths[key]}.{half}": (key, half) for key, kind in kinds.items() for half in kind.PAIR.HALVES}
     halves: dict[str, dict[str, Tensor]] = {}
     for word, tensor in sorted(tensors.items()):
         if _is_base(folder, word, tensor, layers):
@@ -121,12 +126,18 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     return list(halves)
 
 
+def _in_file(config: dict[str, Any], key: str, layer: Any) -> bool:
+    """Parameters are adapted where the config names them. What modules are shows in the tensors' names."""
+    named = config.get("target_parameters") or ()
+    return not isinstance(layer, ExpertStack) or any(key == name or key.endswith(f".{name}") for name in named)
+
+
 def _is_base(folder: Path, word: str, tensor: Tensor, layers: dict[str, Any]) -> bool:
     """Whether this is the weight of an adapted layer itself: PEFT keeps those of embeddings and heads beside their adapters."""
     key = word.removeprefix(PREFIX).removesuffix(".base_layer.weight")
     if not word.endswith(".base_layer.weight") or key not in layers:
         return False
-    adapters = layers[key]._modules.get(CHILD)
+    adapters = KINDS[type(layers[key])].of(layers[key])
     weight = layers[key].weight if adapters is None or adapters.original is None else adapters.original
     if tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight):
         raise DataError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..layers.frozen import Base
 from ..layers.linear_site import format_of
 from .add import take_out
-from .pairs import CHILD, Adapters, Pair, adapted_layers, check_not_chosen, pairs
+from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, pairs
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
                     f"lora: {key} carries the adapter {name!r}, and a model's own files have no place for it; call "
                     f"gb.lora.merge first, or gb.lora.disable to leave it out."
                 )
-    theirs = tuple(f"{key}.{CHILD}." for key, _ in layers)
+    theirs = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Adapters))
     return {name: tensor for name, tensor in state.items() if not name.startswith(theirs)}
 
 

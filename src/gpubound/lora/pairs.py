@@ -6,7 +6,7 @@ A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_pr
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ class Pair(nn.Module):
     """One adapter of one layer: y += scale · dropout(x) aᵀ bᵀ. Of a convolution a is one, too, and b one of a single pixel."""
 
     HALVES: ClassVar[dict[str, str]] = {"lora_A.weight": "a", "lora_B.weight": "b"}  # by what PEFT's files call them
+    DROPS: ClassVar[bool] = True  # whether it may have dropout
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, dropout: float, rslora: bool):
         super().__init__()
@@ -42,6 +43,11 @@ class Pair(nn.Module):
         """Of a and b."""
         outputs, *inputs = shape_of(weight)
         return (rank, *inputs), (outputs, rank, *(1 for _ in inputs[1:]))
+
+    @staticmethod
+    def most_rank(weight: Tensor) -> int:
+        outputs, *inputs = shape_of(weight)
+        return min(outputs, math.prod(inputs))
 
     @property
     def rank(self) -> int:
@@ -113,6 +119,29 @@ class Adapters(nn.ModuleDict):
         """Why `layer` cannot be adapted."""
         return None if as_torch_has_it(layer) else "has a forward of its own"
 
+    @classmethod
+    def of(cls, layer: Any) -> "Adapters | None":
+        """Those that `layer` has."""
+        there = layer._modules.get(CHILD)
+        return there if isinstance(there, Adapters) else None
+
+    def enter(self) -> None:
+        """Become a part of the layer."""
+        self.layer.add_module(CHILD, self)
+
+    def leave(self) -> None:
+        del self.layer._modules[CHILD]
+
+    @classmethod
+    def layer_name(cls, path: str) -> str:
+        """The layer's name, of the name that its adapters have as a module."""
+        return path.rpartition(".")[0]
+
+    @classmethod
+    def filed_under(cls, key: str, layers: Mapping[str, Any]) -> str:
+        """Where PEFT's files have the adapter of layers[key], when all of `layers` are adapted."""
+        return key
+
     def on(self) -> list[Pair]:
         """Those that add now."""
         return [pair for _, pair in self.pairs() if pair.adds]
@@ -167,9 +196,7 @@ class Adapters(nn.ModuleDict):
 class ForwardAdapters(Adapters):
     """Of a layer whose products nobody else makes: `adapted` takes its forward's place while some are on."""
 
-    @staticmethod
-    def adapted(layer: Any, input: Tensor) -> Tensor:
-        raise NotImplementedError
+    adapted: ClassVar[Callable[..., Tensor]]  # of the layer, and what its forward takes
 
     @classmethod
     def unfit(cls, layer: Any) -> str | None:
@@ -179,7 +206,11 @@ class ForwardAdapters(Adapters):
     def hang(self) -> None:
         self.unhang()
         if self.on():
-            vars(self.layer)["forward"] = partial(type(self).adapted, self.layer)
+            self.replace(self.layer)
+
+    @classmethod
+    def replace(cls, module: Any) -> None:
+        vars(module)["forward"] = partial(cls.adapted, module)
 
     def unhang(self) -> None:
         vars(self.layer).pop("forward", None)
@@ -198,7 +229,7 @@ def _reload(adapters: Any, keys: Any) -> None:
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Adapters]]:
     """(a layer's name, its adapters) for every layer of `model` that has some."""
-    return [(key.rpartition(".")[0], module) for key, module in model.named_modules() if isinstance(module, Adapters)]
+    return [(module.layer_name(path), module) for path, module in model.named_modules() if isinstance(module, Adapters)]
 
 
 def pairs(model: nn.Module, name: str | None, who: str) -> list[tuple[str, Adapters, Pair]]:

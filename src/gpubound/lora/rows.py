@@ -187,6 +187,8 @@ def _fit(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Adapters, li
 
 
 def _unfit(key: str, adapters: Adapters, own: Pair) -> str | None:
+    if "experts" in key.split("."):
+        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
     if type(adapters.layer) is not nn.Linear:
         return f"is of an nn.{type(adapters.layer).__name__}, and rows choose from adapters of nn.Linear alone"
     if adapters.routing is not None:
@@ -195,6 +197,4 @@ def _unfit(key: str, adapters: Adapters, own: Pair) -> str | None:
         return "is merged; call gb.lora.unmerge first"
     if not own.on:
         return "is switched off; call gb.lora.enable first"
-    if "experts" in key.split("."):
-        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
     return None

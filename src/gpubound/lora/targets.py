@@ -2,22 +2,23 @@
 
 import re
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..layers.linear_site import format_of, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
 from .convolution import ConvAdapters
+from .experts import ExpertAdapters, ExpertStack, expert_stacks
 from .pairs import Adapters
 from .table import TableAdapters
 
-KINDS: dict[type[nn.Module], type[Adapters]] = {
+KINDS: dict[type, type[Adapters]] = {
     nn.Linear: Adapters,
     nn.Conv2d: ConvAdapters,
     nn.Embedding: TableAdapters,
+    ExpertStack: ExpertAdapters,
 }
 """The layers that are adapted, and what holds their adapters."""
 
@@ -27,8 +28,14 @@ ALL: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-def layers_of(model: nn.Module, kinds: tuple[type[nn.Module], ...] = tuple(KINDS)) -> dict[str, Any]:
-    return {key: module for key, module in model.named_modules() if isinstance(module, kinds)}
+def layers_of(model: nn.Module, kinds: tuple[type, ...] = tuple(KINDS)) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, module in model.named_modules():
+        if isinstance(module, kinds):
+            found[key] = module
+        elif ExpertStack in kinds:
+            found.update(expert_stacks(key, module))
+    return found
 
 
 def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
@@ -36,16 +43,17 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
     wanted = [targets] if isinstance(targets, str) else list(targets)
-    found: dict[str, Any] = {}
+    layers, found = layers_of(model), dict[str, Any]()
+    named = {**dict(model.named_modules()), **layers}
     for target in wanted:
-        matches = [key for key, _ in model.named_modules() if key and _matches(key, target, regex=isinstance(targets, str))]
+        matches = [key for key in named if key and _matches(key, target, regex=isinstance(targets, str))]
         if not matches:
-            ends = sorted({key.rpartition(".")[2] for key in layers_of(model)})
+            ends = sorted({key.rpartition(".")[2] for key in layers})
             raise ValueError(
                 f"lora.add: no layer of {type(model).__name__} is named {target!r}; those that can be adapted end in "
                 f"{', '.join(ends)}."
             )
-        found.update((key, model.get_submodule(key)) for key in matches)
+        found.update((key, named[key]) for key in matches)
     for key, module in found.items():
         if why := unfit(model, module):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
@@ -73,26 +81,21 @@ def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
 
 def _too_small(layer: Any, rank: Any) -> str | None:
     """The last convolution of a network of diffusion has four channels."""
-    if not isinstance(rank, int) or rank <= most_rank(layer.weight):
+    if not isinstance(rank, int) or rank <= KINDS[type(layer)].PAIR.most_rank(layer.weight):
         return None
     return f"has a weight of {by(shape_of(layer.weight))}, too small for rank {rank}"
-
-
-def most_rank(weight: Tensor) -> int:
-    outputs, *inputs = shape_of(weight)
-    return min(outputs, prod(inputs))
 
 
 def by(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def unfit(model: nn.Module, module: nn.Module) -> str | None:
+def unfit(model: nn.Module, module: Any) -> str | None:
     """Why no adapter can be a part of what `module` computes."""
     if type(module) not in KINDS:
-        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS)
+        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS if issubclass(kind, nn.Module))
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
-    weight: Any = module._parameters.get("weight")
+    weight = module.weight
     if type(weight) is not nn.Parameter or not (weight.is_floating_point() or format_of(weight).coded):
         return "has a weight that is not a plain parameter of floating-point numbers"
     if why := KINDS[type(module)].unfit(module):

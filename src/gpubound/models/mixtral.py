@@ -35,6 +35,8 @@ class SparseReader(Reader):
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
                 if module._forward_hooks or module._forward_pre_hooks:
                     return f"{name}.{part}: it carries hooks"
+                if "forward" in vars(module):
+                    return f"{name}.{part}: it carries a low-rank adapter, or another forward of its own"
             if getattr(block.experts, "_is_expert_parallel", False):
                 return f"{name}.experts: shared out among several devices"
         if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse.values()}) > 1:
