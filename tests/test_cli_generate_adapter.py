@@ -41,6 +41,7 @@ def test_beside_its_base(ckpt, adapter, run):
     assert "lora: merged into weights in float32, whose rounding took 0.0% of what the adapters add.\n" in err
     size = next(line for line in err.splitlines() if line.startswith(f"{ckpt}: "))
     assert size.split(",")[0] in run(ckpt, *CAT)[2], "as many parameters as without"
+    assert "fallback" not in err, "the fused kernels read the merged weights"
 
 
 def test_of_a_model_by_transformers(ckpt, adapter, run):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..errors import GenerateError
-from ..layers import MLP, Attention, RopeTable
-from ..layers.stacked import Stacked, bare, describe
+from ..layers import MLP, Attention, LMLoss, RopeTable
+from ..layers.stacked import Stacked, bare, describe, hooked
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from .contract import Watched, model_tensors
@@ -125,7 +125,7 @@ def _unreadable(model: nn.Module) -> str | None:
     if "forward" in vars(trunk.embed_tokens):
         return "its embedding carries a low-rank adapter"
     head: Any = model.lm_head
-    if not bare(head):
+    if not bare(head) and (type(head) is not LMLoss or hooked(head)):  # which is a linear layer that can give a loss, too
         return f"lm_head: {describe(head)}"
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
