@@ -1,4 +1,4 @@
-"""Rows of one batch with adapters of their own: beside PEFT, one adapter at a time, and the formula row by row."""
+"""Rows of one batch with adapters of their own: one product beside the formula row by row, and what is refused."""
 
 import copy
 import io
@@ -6,78 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
 from gpubound.kernels.lora import drawn, kept
-from gpubound.layers import Stacked
 from gpubound.lora import per_row
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 
-from ..place.models import place, tiny, tokens
-
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-NAMES = ["one", "two", "three"]
-RANKS, ALPHAS = (4, 2, 3), (8, 3, 1)
-IDS = torch.tensor([1, 0, -1, 2, 1, 0])
-K = 24
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def adapted(model, names=NAMES, **options):
-    for i, name in enumerate(names):
-        torch.manual_seed(i + 5)
-        gb.lora.add(model, RANKS[i], alpha=ALPHAS[i], name=name, init=False, **options)
-    return model
-
-
-# One product, beside the formula
-
-
-class Projections(nn.Module):
-    """q, k and v as one product."""
-
-    def __init__(self, outputs=(16, 8, 8)):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleDict({name: nn.Linear(K, size) for name, size in zip("qkv", outputs)})
-        self.stacked = Stacked()
-
-    def forward(self, x):
-        return self.stacked.product(x, list(self.layers.values()))
-
-
-def formula(model, x, ids, mask=None):
-    """Row by row, as PEFT writes it, by autograd."""
-    found = []
-    for row, place_ in zip(range(len(x)), ids.tolist()):
-        parts = []
-        for layer in model.layers.values():
-            y = F.linear(x[row], layer.weight, layer.bias)
-            if place_ >= 0 and NAMES[place_] in (adapters := getattr(layer, "lora", {})):
-                own = adapters[NAMES[place_]]
-                seen = x[row] if mask is None else x[row] * mask[row]
-                y = y + own.scale * (seen @ own.a.t()) @ own.b.t()
-            parts.append(y)
-        found.append(torch.cat(parts, -1))
-    return torch.stack(found)
-
-
-def assert_same(got, want, **tolerance):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **{"rtol": 1e-4, "atol": 1e-5} | tolerance)
-
-
-def gradients(y, leaves):
-    """Those that none of the rows has are zero."""
-    made = torch.autograd.grad(y, leaves, draw(*y.shape, seed=9), allow_unused=True)
-    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, made)]
+from .mixed import ALPHAS, IDS, NAMES, RANKS, K, Projections, adapted, assert_same, draw, formula, gradients
 
 
 @pytest.mark.parametrize("interpret", ["0", "1"], ids=["definitions", "kernels"])
@@ -193,136 +131,6 @@ def test_some_are_frozen():
         assert_same(gradients(model(x, adapter_ids=IDS), leaves), want)
 
 
-# Whole models, beside PEFT
-
-
-@pytest.fixture
-def theirs(tmp_path):
-    """The same adapters in PEFT's model, through its files."""
-    peft = pytest.importorskip("peft")
-    source = adapted(tiny())
-    for name in NAMES:
-        gb.lora.save(source, tmp_path / name, name)
-    model = peft.PeftModel.from_pretrained(tiny(), tmp_path / "one", adapter_name="one", is_trainable=True)
-    for name in NAMES[1:]:
-        model.load_adapter(tmp_path / name, name, is_trainable=True)
-    return model.eval()
-
-
-def ours(order="placed first"):
-    model = tiny()
-    if order == "placed first":
-        place(model, strict=True)
-    adapted(model)
-    if order == "placed last":
-        place(model, strict=True)
-    return model
-
-
-def words(ids):
-    return [NAMES[i] if i >= 0 else "__base__" for i in ids.tolist()]
-
-
-def pefts(model, name):
-    """PEFT's parameters of one adapter in the order of ours."""
-    return {
-        key.replace("base_model.model.", "").replace(f".lora_{letter}.{name}.weight", f".lora.{name}.{letter.lower()}"): p
-        for key, p in model.named_parameters()
-        for letter in "AB"
-        if f".lora_{letter}.{name}." in key
-    }
-
-
-@pytest.mark.parametrize("order", ["placed first", "placed last", "plain"])
-def test_it_is_pefts_mixed_batch(order, theirs):
-    model, ids = ours(order).eval(), tokens(rows=6)
-    with gb.lora.rows(model, NAMES), torch.no_grad():
-        for given in (IDS, IDS.flip(0), torch.full_like(IDS, -1)):
-            want = theirs(ids, adapter_names=words(given)).logits
-            torch.testing.assert_close(model(ids, adapter_ids=given).logits, want, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_are_those_of_one_adapter_at_a_time(theirs):
-    """PEFT with one adapter on the rows that have it. fp32: sums of at most 72 tokens in another order."""
-    model, ids = ours(), tokens(rows=6)
-    g = draw(6, 12, 89, seed=9)
-    with gb.lora.rows(model, NAMES):
-        (model(ids, adapter_ids=IDS).logits * g).sum().backward()
-    found = dict(model.named_parameters())
-    for place_, name in enumerate(NAMES):
-        theirs.base_model.set_adapter(name)
-        rows = place_ == IDS
-        (theirs(ids[rows]).logits * g[rows]).sum().backward()
-        for key, p in pefts(theirs, name).items():
-            torch.testing.assert_close(found[key].grad, p.grad, rtol=1e-3, atol=1e-4 * p.grad.abs().max().item(), msg=key)
-
-
-def labelled(shift=0):
-    ids = tokens(rows=6, seed=shift)
-    labels = ids.clone()
-    labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels, "adapter_ids": IDS.roll(shift)}
-
-
-@pytest.mark.parametrize("graph", ["off", "require"])
-def test_one_step_trains_all_of_them(graph, theirs):
-    """Three steps whose rows have other adapters each time: PEFT's, one adapter at a time, with one torch.optim.AdamW."""
-    trained = {name: pefts(theirs, name) for name in NAMES}
-    every = [p.requires_grad_() for own in trained.values() for p in own.values()]
-    optimizer, want = torch.optim.AdamW(every, lr=1e-2, weight_decay=0.0), []
-    for shift in range(3):
-        batch, total = labelled(shift), 0.0
-        optimizer.zero_grad()
-        items = (batch["labels"][:, 1:] != -100).sum()
-        for place_ in range(-1, 3):
-            rows = batch["adapter_ids"] == place_
-            if place_ >= 0:
-                theirs.base_model.set_adapter(NAMES[place_])
-            names = {"adapter_names": words(batch["adapter_ids"][rows])} if place_ < 0 else {}
-            logits = theirs(batch["input_ids"][rows], **names).logits[:, :-1].flatten(0, 1)
-            loss = F.cross_entropy(logits, batch["labels"][rows, 1:].flatten(), reduction="sum") / items
-            if place_ >= 0:
-                loss.backward()
-            total += loss.item()
-        for p in every:
-            p.requires_grad_()
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        optimizer.step()
-        want.append(total)
-    model = ours().train()
-    with gb.lora.rows(model, NAMES):
-        step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2, weight_decay=0.0), precision="fp32", graph=graph)
-        got = [step(labelled(shift)).read().loss for shift in range(3)]
-        step.close()
-    assert got == pytest.approx(want, abs=1e-5)
-
-
-def test_rows_of_one_leave_the_others_as_they_are():
-    """Bit for bit: their gradients are sums of zeros, and AdamW's moments begin at zero."""
-    model = ours().train()
-    before = {name: [p.clone() for p in gb.lora.parameters(model, name)] for name in NAMES}
-    with gb.lora.rows(model, NAMES):
-        step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2, weight_decay=0.0), precision="fp32", graph="off")
-        for _ in range(2):
-            step(labelled() | {"adapter_ids": torch.where(IDS == 1, 1, -1)})
-        step.close()
-    same = {name: all(map(torch.equal, before[name], gb.lora.parameters(model, name))) for name in NAMES}
-    assert same == {"one": True, "two": False, "three": True}
-
-
-@pytest.mark.parametrize("recompute", ["none", "cheap", "blocks"])
-def test_recomputing_is_the_same(recompute):
-    found = []
-    for how in ("none", recompute):
-        model = ours().train()
-        with gb.lora.rows(model, NAMES):
-            step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32", graph="off", recompute=how, accumulate=2)
-            step([labelled(), labelled(1)])
-            found.append([p.clone() for p in gb.lora.parameters(model)])
-            step.close()
-    assert_same(*found)
-
-
 def test_under_a_checkpoint():
     model, x = adapted(Projections()), draw(6, 5, K).requires_grad_()
     leaves = [x, *gb.lora.parameters(model)]
@@ -364,32 +172,6 @@ def test_compiled_code_sees_them():
 
 
 # Calls and states
-
-
-def test_generation_takes_the_ids_that_are_set():
-    model, ids = ours().eval(), tokens(rows=6)
-    with gb.lora.rows(model, NAMES) as rows:
-        rows.ids = IDS
-        got = model.generate(ids, max_new_tokens=4, do_sample=False)
-        torch.testing.assert_close(model(ids).logits, model(ids, adapter_ids=IDS).logits)
-        assert not torch.allclose(model(ids).logits, model(ids, adapter_ids=IDS.flip(0)).logits, atol=1e-2)
-    for place_ in range(-1, 3):
-        gb.lora.disable(model)
-        if place_ >= 0:
-            gb.lora.enable(model, NAMES[place_])
-        own = place_ == IDS
-        assert torch.equal(got[own], model.generate(ids[own], max_new_tokens=4, do_sample=False))
-
-
-def test_closed_all_are_added_to_all_rows_again():
-    model, ids = ours(), tokens(rows=6)
-    want = model(ids).logits
-    rows = gb.lora.rows(model, NAMES)
-    assert not torch.allclose(model(ids, adapter_ids=IDS).logits, want, atol=1e-2)
-    rows.close()
-    torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match="adapter_ids"):
-        adapted(Projections())(draw(6, 5, K), adapter_ids=IDS)
 
 
 def test_switched_off_meanwhile():
@@ -495,3 +277,46 @@ def test_what_is_refused():
         "lora.rows: the adapter 'default' of experts.0 sees rows that a router has gathered, and whose they are is not known "
         "there; adapt other layers."
     )
+
+
+# On the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens_", [1, 100, 1024])
+def test_a_captured_step_takes_other_ids_at_each_replay(tokens_):
+    """Beside one adapter at a time on the rows that have it, in bf16; a number that is no place adds nothing."""
+    torch.manual_seed(0)
+    model = adapted(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to("cuda", torch.bfloat16))
+    x = draw(6, tokens_, 256).to("cuda", torch.bfloat16).requires_grad_()
+    leaves, ids = [x, *gb.lora.parameters(model)], IDS.cuda()
+
+    def run(ids):
+        y = model(x, adapter_ids=ids)
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    with gb.lora.rows(model, NAMES):
+        for _ in range(2):
+            run(ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(ids)
+        for other in (IDS, IDS.flip(0), torch.where(IDS == 2, 77, IDS)):
+            ids.copy_(other)
+            graph.replay()
+            assert all(map(torch.equal, captured, run(ids)))
+        got = [t.clone() for t in captured]
+    sums = [torch.zeros_like(t, dtype=torch.float32) for t in captured]
+    for row, place_ in enumerate(torch.where(IDS == 2, -1, IDS).tolist()):
+        with gb.lora.disable(model):
+            if place_ >= 0:
+                gb.lora.enable(model, NAMES[place_])
+            one = x[row : row + 1].detach().requires_grad_()
+            y = model(one)
+            theirs = torch.autograd.grad(y, [one, *leaves[1:]], torch.ones_like(y), allow_unused=True)
+            gb.lora.disable(model)
+        sums[0][row], sums[1][row] = y[0].detach(), theirs[0][0]
+        for total, gradient in zip(sums[2:], theirs[1:]):
+            total += 0 if gradient is None else gradient
+    for a, b in zip(got, sums):
+        assert (a.float() - b).norm() <= 2e-2 * b.norm()

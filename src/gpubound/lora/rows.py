@@ -31,6 +31,7 @@ class rows:
     def __init__(self, model: nn.Module, names: Sequence[str]):
         layers = _fit(model, names)
         self._routing = Routing(names)
+        self._kept: dict[tuple[int, torch.device], Tensor] = {}
         self._layers = [adapters for _, adapters, _ in layers]
         siblings: dict[tuple, list[Sequence[Pair]]] = {}
         for key, adapters, own in layers:
@@ -44,13 +45,17 @@ class rows:
 
     @property
     def ids(self) -> Tensor | None:
-        """What calls have that give none. A captured graph reads what lies there at each replay."""
+        """What calls have that give none: copied to where captured graphs read them, a place for each number of rows."""
         return self._routing.ids
 
     @ids.setter
     def ids(self, ids: Tensor | None) -> None:
         if ids is not None:
             self._routing.check(ids)
+            at = len(ids), self._layers[0].layer.weight.device
+            if at not in self._kept:
+                self._kept[at] = ids.to(at[1], copy=True)
+            ids = self._kept[at].copy_(ids)
         self._routing.ids = ids
 
     def close(self) -> None:
