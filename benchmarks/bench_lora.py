@@ -19,7 +19,9 @@ from gpubound.device import interpreted, resolve
 from gpubound.errors import MeasureError
 
 from . import lora_linear, lora_train, results
+from .bench_train import profile
 from .harness import Bench, chosen, importable, need_transformers
+from .lora_train import LearningWorker
 from .lora_worker import CONTENDERS
 
 PARTS = ("train", "linear", "rows", "peft")
@@ -48,6 +50,8 @@ class Lora:
     peft-liger-autocast; of rows, peft and a base in fewer bits also ours-lora."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
+    profile: str = ""
+    """A contender (ours, floor, peft-compile, ours-peft, ...): print where a step of it goes in each model; measure nothing."""
     results: Path = results.FOLDER
     """Folder that the lines are kept in."""
     dry: bool = False
@@ -61,13 +65,20 @@ def main(argv: Sequence[str]) -> int:
     names = list(known) if options.dry else chosen("--only", options.only, list(known))
     theirs = [who for who in CONTENDERS if who.startswith("peft") or who == "ours-lora"]
     peers = chosen("--peers", options.peers, theirs) if options.peers else []
-    if "linear" in parts and options.dry and not interpreted():  # triton reads the variable at its import
+    profiled = chosen("--profile", options.profile, list(CONTENDERS)) if options.profile else []
+    layers = "linear" in parts and not profiled
+    if layers and options.dry and not interpreted():  # triton reads the variable at its import
         again = [sys.executable, "-m", "benchmarks.bench_lora", *argv]
         return subprocess.run(again, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode
     need_transformers("bench lora")
     if not importable("peft"):
         raise MeasureError("bench lora needs PEFT: pip install 'gpubound[bench]'.")
     device = resolve("cpu" if options.dry else "require")
+    for who in profiled:
+        for name in names:
+            profile(name, LearningWorker(known[name].job(who, device.type)))
+    if profiled:
+        return 0
     bench = Bench.of(options, "lora", device, argv)
     rounds = 3 if options.dry else options.rounds
     rate = measure.ceilings(device, quick=options.dry).flops_per_s(torch.bfloat16)

@@ -73,7 +73,8 @@ TINY = {
 
 CATEGORIES = (  # first match wins; attention before products, whose names its kernels contain
     ("attention", r"sdpa|fmha|flash|attention"),
-    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitk|wgmma"),
+    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitk|wgmma|_lora_product"),
+    ("adapters", r"_lora_"),
     ("update", r"adamw|_squares|_plan_kernel|multi_tensor|FusedAdam|FusedOptimizer"),
     ("norms and gated activations", r"_forward_kernel|_backward_kernel|norm|swiglu|glu"),
     ("rotary", r"rope"),
@@ -117,7 +118,8 @@ def main(argv: Sequence[str]) -> int:
     device = resolve("cpu" if options.dry else "require")
     if options.profile:
         for name in names:
-            profile(options.profile, name, known[name], device.type)
+            who = options.profile if known[name].ours == "ours" else f"frames-{options.profile}"
+            profile(name, Worker(known[name].job(who, device.type)))
         return 0
     bench = Bench.of(options, "train", device, argv)
     limit = measure.ceilings(device, quick=options.dry)
@@ -210,12 +212,12 @@ def against_one(bench: Bench, name: str, case: Case, mine: Worker, rounds: int) 
     bench.keep(name, found, unit="tok/s", amount=one.tokens, gates={"accumulate 1": 1.0})
 
 
-def profile(who: str, name: str, case: Case, device: str) -> None:
-    """Where one step goes: kernel time by category, then the longest kernels."""
-    with Worker(case.job(who if case.ours == "ours" else f"frames-{who}", device)) as worker:
+def profile(name: str, worker: Worker) -> None:
+    """Where one step goes: kernel time by category, then the longest kernels. The worker ends."""
+    with worker:
         seconds, kernels = worker.ask(steps=5), worker.ask(profile=1)
     total = sum(ms for _, ms, _ in kernels)
-    print(f"{name} {who}: {1e3 * seconds:.2f} ms a step, {total:.2f} ms of kernels")
+    print(f"{name} {worker.who}: {1e3 * seconds:.2f} ms a step, {total:.2f} ms of kernels")
     groups: dict[str, list[float]] = {}
     for kernel, ms, count in kernels:
         group = groups.setdefault(next((c for c, pattern in CATEGORIES if re.search(pattern, kernel, re.I)), "other"), [0, 0])

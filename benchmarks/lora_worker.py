@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gpubound.lora
-from gpubound.errors import MeasureError
+from gpubound.train.price import GAIN
 
 from .serving import Contender, Job, serve
 from .train_worker import llama, ours, use_liger, usual
@@ -73,10 +73,8 @@ def freeze(model: nn.Module, base: str | None = None) -> nn.Module:
     model.requires_grad_(False)
     if base is not None:
         gpubound.lora.quantize_base(model, base)
-    gains = [p for name, p in model.named_parameters() if name.endswith("layers.0.input_layernorm.weight")]
-    if len(gains) != 1:
-        raise MeasureError(f"the floor trains the gain of the first layer's norm, and the model has {len(gains)} such gains.")
-    gains[0].requires_grad_(True)
+    gain = next(p for name, p in model.named_parameters() if name.endswith(GAIN))
+    gain.requires_grad_(True)
     return model
 
 

@@ -250,12 +250,18 @@ def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
     [
         (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft."),
         (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m, 8b-fp8, 1b-nf4."),
+        (["--profile", "unsloth"], "--profile: got 'unsloth', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
         (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
     ],
 )
 def test_what_is_refused(capsys, options, sentence):
     assert guarded("bench", bench_lora.main, options) == 2
     assert capsys.readouterr().err.startswith(f"gpubound bench: {sentence}")
+
+
+def test_a_profile(capfd):
+    assert guarded("bench", bench_lora.main, ["--dry", "--profile", "floor"]) == 0
+    assert capfd.readouterr().out.startswith("tiny floor: ")
 
 
 def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
