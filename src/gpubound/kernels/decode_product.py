@@ -5,7 +5,7 @@ the one before it in the stream still runs (programmatic dependent launch): only
 what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
+from .decode_adapters import StepAdapters, check_adapters, draw_adapters
 from .ops import definition, draw
 
 WRITTEN = "it is written in place"
@@ -76,8 +77,11 @@ def norm_product(
     arg: Tensor | None = None,
     dependent: int = 0,
     cap: float = 0.0,
+    adapters: StepAdapters | None = None,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side. With `cap`, cap · tanh(out / cap) of it.
+
+    `adapters` of the weights add to it, as to the results of the products below: decode_adapters.py.
 
     `best` (B, P, fp32) and `arg` (B, P, int32) also receive maxima. The weight's rows are cut into P stretches of equal
     length, a power of two such as 8 or 16. Each stretch gives its largest value (NaN if it holds a NaN) and the row of that
@@ -93,21 +97,27 @@ def norm_product(
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    kernel = implementation("norm_product", weight, None, form(norm, cap))
-    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap)
+    check_adapters("norm_product", adapters, x, weights)
+    kernel = implementation("norm_product", weight, None, form(norm, cap, adapters=adapters))
+    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters)
     return out
 
 
-@definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 48, offset), *_draw_qkv(g), 0, cap))
+@definition(
+    lambda g, offset=0.0, cap=0.0, rank=0, wide=True: (
+        *(*draw_stream(g, 48, offset), *_draw_qkv(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, wide)
+    )
+)  # fmt: skip
 @torch.no_grad()
 def norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0,
+    cap: float = 0.0, adapters: StepAdapters | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     normed = rms_normed(x, norm)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
-    out.copy_(torch.cat([_times(normed, w, b) for w, b in parts if w is not None], -1))
+    products = [_times(normed, w, b) for w, b in parts if w is not None]
+    out.copy_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1))
     capped_(out, cap)
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows a partial maximum stands for
@@ -128,6 +138,7 @@ def norm_gate_up(
     out: Tensor | None = None,
     dependent: int = 0,
     activation: str = "silu",
+    adapters: StepAdapters | None = None,
 ) -> Tensor:
     """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS."""
     if out is None:
@@ -137,33 +148,50 @@ def norm_gate_up(
     check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
-    kernel = implementation("norm_gate_up", gate, None, form(norm, activation))
-    return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation)
+    check_adapters("norm_gate_up", adapters, x, [gate, up])
+    kernel = implementation("norm_gate_up", gate, None, form(norm, activation, adapters=adapters))
+    return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
 
 
-@definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 48, offset), *_draw_gate_up(g), 0, activation))
+@definition(
+    lambda g, offset=0.0, activation="silu", rank=0, wide=True: (
+        *(*draw_stream(g, 48, offset), *_draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, wide)
+    )
+)  # fmt: skip
 @torch.no_grad()
 def norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu",
+    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
 ) -> Tensor:  # fmt: skip
     normed = rms_normed(x, norm)
-    return out.copy_(ACTIVATIONS[activation](_times(normed, gate, gate_bias)) * _times(normed, up, up_bias))
+    gated = ACTIVATIONS[activation](_times(normed, gate, gate_bias) + _added(adapters, 0, normed))
+    return out.copy_(gated * (_times(normed, up, up_bias) + _added(adapters, 1, normed)))
 
 
-def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+def add_product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+) -> Tensor:
     """x += h weightᵀ, in place: the output and the down product, with the residual."""
     require("add_product", "weight", weight, None, ("outputs", "inputs"), x.device, "the kernel reads row after row")
     require("add_product", "h", h, None, (*h.shape[:1], weight.shape[1]), x.device, "the kernel reads row after row")
     check_biases("add_product", (bias,), [weight])
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
-    return implementation("add_product", weight)(h, weight, bias, x, dependent)
+    check_adapters("add_product", adapters, h, [weight])
+    kernel = implementation("add_product", weight, None, () if adapters is None else adapters.form)
+    return kernel(h, weight, bias, x, dependent, adapters)
 
 
-@definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach()))
+@definition(
+    lambda g, rank=0, wide=True: (
+        draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)
+    )
+)  # fmt: skip
 @torch.no_grad()
-def add_product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
-    return x.add_(_times(h.to(x.dtype), weight, bias))
+def add_product_reference(
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+) -> Tensor:
+    h = h.to(x.dtype)
+    return x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
 
 
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -223,8 +251,10 @@ def check_activation(op: str, activation: str) -> None:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
 
 
-def form(norm: Norm | None, *rest: Any) -> tuple:
+def form(norm: Norm | None, *rest: Any, adapters: StepAdapters | None = None) -> tuple:
     """What an example takes of a call: nothing for the usual form, which most calls have."""
+    if adapters is not None:
+        return None if norm is None else norm.offset, *rest, *adapters.form
     if norm is None:
         return None, *rest
     return (norm.offset, *rest) if norm.offset or rest not in ((), (0.0,), ("silu",)) else ()
@@ -240,6 +270,14 @@ def _draw_qkv(generator: torch.Generator) -> tuple[Tensor, ...]:
     weights = [draw(generator, rows, 48) for rows in (32, 16, 16)]
     biases = [draw(generator, rows) for rows in (32, 16, 16)]
     return *weights, *biases, torch.zeros(2, 64), torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)
+
+
+def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | float:
+    return 0.0 if adapters is None else adapters.added(number, x)
+
+
+def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, wide: bool) -> StepAdapters | None:
+    return draw_adapters(g, inputs, outputs, rank, wide) if rank else None
 
 
 def _draw_gate_up(generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..packed import GROUP
-from .decode_product import _end, _row, _wait
+from ._step import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.

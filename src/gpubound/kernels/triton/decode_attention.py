@@ -24,7 +24,7 @@ from ..plans.kinds import AttentionPlan, job_of, power_of_two
 from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
 from ._launch import launch, options
 from ._math import capped
-from .decode_product import _begin, _wait
+from ._step import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 

@@ -4,10 +4,6 @@ A program owns some rows of a weight and all of the columns; each row of x is mu
 whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm rides along: its sum of
 squares is taken from the x that the product reads, and its factor applied to the sum. GAIN is the norm's offset, or None where
 there is no norm.
-
-Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
-nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
-in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
 """
 
 import torch
@@ -15,57 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_product import EARLY, LATE, Norm
+from ..decode_adapters import StepAdapters
+from ..decode_product import Norm
 from ..plans import job_of, power_of_two
+from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
 from ._math import capped
-
-AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
-
-
-@triton.jit
-def _begin(DEPENDENT: tl.constexpr):
-    if DEPENDENT == AT_ONCE:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _end(DEPENDENT: tl.constexpr):
-    if DEPENDENT == AFTER:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _wait(DEPENDENT: tl.constexpr):
-    if DEPENDENT > 0:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _tile(w_ptr, row, col, rows, columns, K: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile of a weight of row length K: `rows` and `columns` of it are left from w_ptr on. WHOLE: the tile lies inside."""
-    at = w_ptr + row[:, None] * K + col[None]
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=(row < rows)[:, None] & (col < columns)[None], other=0.0)
-
-
-@triton.jit
-def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(x_ptr + col).to(tl.float32)
-    return tl.load(x_ptr + col, mask=col < K, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
-    """x times a norm's gain, which is GAIN + its weight."""
-    if GAIN is not None:
-        gain = _row(norm_ptr, col, K, EVEN)
-        if GAIN != 0.0:
-            gain += GAIN
-        x = x * gain
-    return x
+from ._step import _begin, _end, _gained, _row, _tile, _wait
 
 
 @triton.jit
@@ -81,11 +33,19 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
-                         q_rows, k_rows, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-                         CAP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead,
+                         B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+                         BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
+                         RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    first = tl.program_id(0) * R
+    program = tl.program_id(0)
+    if table is not None:
+        if program < ahead:
+            _down(program, x_ptr, norm_ptr, eps, table, ids, narrow, columns, B, K, REACH, GAIN, TYPE, DEPENDENT)
+            return
+        program -= ahead
+    first = program * R
     in_k, in_v = first >= q_rows, first >= q_rows + k_rows
     w_ptr = tl.where(in_v, v_ptr, tl.where(in_k, k_ptr, q_ptr))
     local = first - tl.where(in_v, q_rows + k_rows, tl.where(in_k, q_rows, 0))
@@ -97,10 +57,18 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     if BIAS:
         bias = tl.where(in_v, v_bias, tl.where(in_k, k_bias, q_bias)) + local + row
         offset = tl.load(bias, mask=first + row < rows, other=0.0).to(tl.float32)
+    if table is not None:
+        low = tl.where(in_v, second, tl.where(in_k, split, 0))
+        high = tl.where(in_v, columns, tl.where(in_k, second, split))
+        up = _up(table, low, high, columns, local + row, first + row < rows, RANKS, TYPE)
     _wait(DEPENDENT)
+    if table is not None:
+        _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
+        if table is not None:
+            words = _begun(narrow, table, ids, b, low, high, columns, RANKS)
         total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
         for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
@@ -114,6 +82,10 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
             y = tl.sum(total, 1) + offset
         else:
             y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
+        if table is not None:
+            y += _added(
+                words, up, narrow, table, ids, b, low, high, columns, local + row, first + row < rows, RANKS, MORE, TYPE
+            )
         if CAP > 0.0:
             y = capped(y, CAP)
         there = first + row < rows
@@ -121,17 +93,25 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
         if BEST:
             y = tl.where(there, y, float("-inf"))
             top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
-            at = b * tl.num_programs(0) + tl.program_id(0)
+            at = b * (tl.num_programs(0) - ahead) + program
             tl.store(best_ptr + at, top)
             tl.store(arg_ptr + at, first + tl.argmax(y, 0))
 
 
 @triton.jit
-def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B: tl.constexpr,
-                         K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                         GAIN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, table,
+                         ids, narrow, before, columns, split, second, emptied, ahead, B: tl.constexpr, K: tl.constexpr,
+                         R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                         ACTIVATION: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr,
+                         TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    first = tl.program_id(0) * R
+    program = tl.program_id(0)
+    if table is not None:
+        if program < ahead:
+            _down(program, x_ptr, norm_ptr, eps, table, ids, narrow, columns, B, K, REACH, GAIN, TYPE, DEPENDENT)
+            return
+        program -= ahead
+    first = program * R
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     left = rows - first
@@ -143,8 +123,16 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
     if BIAS:
         g_offset = tl.load(gate_bias + first + row, mask=there, other=0.0).to(tl.float32)
         u_offset = tl.load(up_bias + first + row, mask=there, other=0.0).to(tl.float32)
+    if table is not None:
+        g_up = _up(table, 0, split, columns, first + row, there, RANKS, TYPE)
+        u_up = _up(table, split, columns, columns, first + row, there, RANKS, TYPE)
     _wait(DEPENDENT)
+    if table is not None:
+        _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
+        if table is not None:
+            g_words = _begun(narrow, table, ids, b, 0, split, columns, RANKS)
+            u_words = _begun(narrow, table, ids, b, split, columns, columns, RANKS)
         if b > 0 and C < K:
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
         gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
@@ -160,19 +148,32 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
                 u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
-        if GAIN is None:
-            y = _gated(tl.sum(gate, 1) + g_offset, tl.sum(up, 1) + u_offset, ACTIVATION)
-        else:
+        factor = 1.0
+        if GAIN is not None:
             factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-            y = _gated(tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset, ACTIVATION)
+        g_sum, u_sum = tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset
+        if table is not None:
+            g_sum += _added(g_words, g_up, narrow, table, ids, b, 0, split, columns, first + row, there, RANKS, MORE, TYPE)
+            u_sum += _added(
+                u_words, u_up, narrow, table, ids, b, split, columns, columns, first + row, there, RANKS, MORE, TYPE
+            )
+        y = _gated(g_sum, u_sum, ACTIVATION)
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-                        C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow, before, columns, split, second,
+                        emptied, ahead, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                        BIAS: tl.constexpr, WHOLE: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr,
+                        REACH: tl.constexpr, TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    first = tl.program_id(0) * R
+    program = tl.program_id(0)
+    if table is not None:
+        if program < ahead:
+            _down(program, h_ptr, h_ptr, 0.0, table, ids, narrow, columns, B, K, REACH, None, TYPE, DEPENDENT)
+            return
+        program -= ahead
+    first = program * R
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     left = rows - first
@@ -182,10 +183,16 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K:
     offset = tl.zeros([R], tl.float32)
     if BIAS:
         offset = tl.load(bias_ptr + first + row, mask=there, other=0.0).to(tl.float32)
+    if table is not None:
+        up = _up(table, 0, columns, columns, first + row, there, RANKS, TYPE)
     _wait(DEPENDENT)
+    if table is not None:
+        _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+        if table is not None:
+            words = _begun(narrow, table, ids, b, 0, columns, columns, RANKS)
         to = x_ptr + b * rows.to(tl.int64) + first + row
         x = tl.load(to, mask=there, other=0.0)
         total = tl.zeros([R, C], tl.float32)
@@ -195,7 +202,10 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, B: tl.constexpr, K:
                 w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
-        tl.store(to, x + tl.sum(total, 1) + offset, mask=there)
+        y = tl.sum(total, 1) + offset
+        if table is not None:
+            y += _added(words, up, narrow, table, ids, b, 0, columns, columns, first + row, there, RANKS, MORE, TYPE)
+        tl.store(to, x + y, mask=there)
 
 
 @triton.jit
@@ -249,7 +259,7 @@ def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
 def norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0,
+    cap: float = 0.0, adapters: StepAdapters | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
@@ -261,7 +271,7 @@ def norm_product(
     launch_product(
         _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x, norm_weight,
         weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
-        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap,
+        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **launched(adapters, len(x), width),
     )  # fmt: skip
     return out, best, arg
 
@@ -269,23 +279,25 @@ def norm_product(
 @torch.no_grad()
 def norm_gate_up(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu",
+    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
 ) -> Tensor:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     rows, width = gate.shape
     launch_product(
         _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm_weight,
         gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
-        ACTIVATION=activation,
+        ACTIVATION=activation, **launched(adapters, len(x), width),
     )  # fmt: skip
     return out
 
 
 @torch.no_grad()
-def add_product(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+def add_product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+) -> Tensor:
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
-        bias, x, rows, B=len(h), BIAS=bias is not None,
+        bias, x, rows, B=len(h), BIAS=bias is not None, **launched(adapters, len(h), width),
     )  # fmt: skip
     return x

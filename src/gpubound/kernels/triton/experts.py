@@ -21,7 +21,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
-from .decode_product import _begin, _end, _row, _tile, _wait
+from ._step import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 

@@ -29,7 +29,7 @@ from ..plans import Job, job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners
 from ._launch import first_order_only, launch, options
-from .decode_product import _begin, _wait
+from ._step import _begin, _wait
 
 RANKS = 128  # of a tile
 # Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,

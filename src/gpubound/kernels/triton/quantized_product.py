@@ -21,7 +21,8 @@ from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._math import capped
 from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
-from .decode_product import _begin, _end, _gated, _norm_parts, _wait
+from ._step import _begin, _end, _wait
+from .decode_product import _gated, _norm_parts
 from .experts import _expert
 
 

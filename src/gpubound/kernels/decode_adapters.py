@@ -1,0 +1,126 @@
+"""Low-rank adapters inside the products of a decoding step (decode_product.py): y += h bᵀ, with h = scale · x aᵀ for the x that
+the product reads, norm included.
+
+The kernel's first programs compute a column of h for a row of x each. The others multiply by the weight meanwhile, and add h bᵀ
+to their sums at the end. What passes between them is `h`: a place there holds the bits of EMPTY, which no arithmetic gives,
+until its number is written. The next such product empties it again, so that the next step, too, finds none.
+
+A row has all adapters, none, or one of several: what is not its own is zero in its h.
+
+Legend: B rows, K inputs, O outputs of a weight, R ranks; x (B, K), a (R, K), b (O, R).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import require
+from .ops import draw, ints
+from .plans import power_of_two
+
+EMPTY = 0x7FA00000  # a signalling NaN: what is computed holds quiet ones alone
+NO_ADAPTER, EVERY_ADAPTER = -1, -2  # in place of a row's adapter
+
+
+class StepAdapter(NamedTuple):
+    """What one adapter adds to the product of one weight."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    owner: int = 0  # the number by which rows ask for it
+
+
+class StepAdapters(NamedTuple):
+    """All adapters of one product, in the order of its weights."""
+
+    parts: tuple[tuple[StepAdapter, ...], ...]  # those of each weight; of some there may be none
+    ids: Tensor  # int32 (B,): the adapter of each row, or NO_ADAPTER, or EVERY_ADAPTER
+    h: Tensor  # int32 (at least B, all ranks), EMPTY; not that of any other product in flight
+    before: Tensor  # int32: the `h` of the product before this one, which has ended when this one reads x; emptied here
+    table: Tensor | None = None  # `table_of(parts)`: addresses, good as long as no parameter moves
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Of h, for each weight."""
+        return tuple(sum(one.a.shape[0] for one in part) for part in self.parts)
+
+    @property
+    def form(self) -> tuple[int, bool]:
+        """What an example takes: the ranks of a weight in all, and whether they are fp32 under 16 bits, as most are."""
+        return power_of_two(max(self.columns)), self.dtype == torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(one.a.dtype for part in self.parts for one in part)
+
+    def added(self, number: int, x: Tensor) -> Tensor | float:
+        """What the product of weight `number` gets from x (B, K), in x's dtype: the definition."""
+        total: Tensor | float = 0.0
+        for a, b, scale, owner in self.parts[number]:
+            wanted = (self.ids == owner) | (self.ids == EVERY_ADAPTER)
+            h = torch.where(wanted[:, None], scale * (x @ a.to(x.dtype).t()), 0.0)
+            total = total + h @ b.to(x.dtype).t()
+        return total
+
+
+def table_of(parts: Sequence[Sequence[StepAdapter]]) -> Tensor:
+    """int64 (5, columns of h): for each column, the addresses of its row of a and its column of b, the bytes between b's rows,
+    its owner, and the bits of its scale."""
+    columns = []
+    for a, b, scale, owner in (one for part in parts for one in part):
+        size, bits = a.element_size(), torch.tensor(scale, dtype=torch.float32, device="cpu").view(torch.int32).item()
+        for rank in range(a.shape[0]):
+            starts = a.data_ptr() + rank * a.stride(0) * size, b.data_ptr() + rank * b.stride(1) * size
+            columns.append((*starts, b.stride(0) * size, owner, bits))
+    return torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous().to(parts_device(parts))
+
+
+def parts_device(parts: Sequence[Sequence[StepAdapter]]) -> torch.device:
+    return next(one.a.device for part in parts for one in part)
+
+
+def emptied(rows: int, columns: int, device: torch.device) -> Tensor:
+    """A new `h`."""
+    return torch.full((rows, columns), EMPTY, device=device, dtype=torch.int32)
+
+
+def check_adapters(op: str, adapters: StepAdapters | None, x: Tensor, weights: Sequence[Tensor | None]) -> None:
+    if adapters is None:
+        return
+    outputs = [w.shape[0] for w in weights if w is not None]
+    if len(adapters.parts) != len(outputs):
+        raise ValueError(
+            f"{op}: adapters.parts must name those of each of {len(outputs)} weights, got {len(adapters.parts)}; "
+            "give an empty tuple for a weight without any."
+        )
+    for rows, part in zip(outputs, adapters.parts):
+        for a, b, _, _ in part:
+            wanted = (a.shape[0], x.shape[1]), (rows, a.shape[0])
+            if (a.shape, b.shape) != wanted or a.dtype != adapters.dtype or b.dtype != adapters.dtype or a.stride(1) != 1:
+                raise ValueError(
+                    f"{op}: an adapter must have a {wanted[0]} with dense rows and b {wanted[1]}, all of one dtype, got "
+                    f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}."
+                )
+    require(op, "adapters.ids", adapters.ids, torch.int32, (len(x),), x.device, "each row of x has one of them, all, or none")
+    require(op, "adapters.h", adapters.h, torch.int32, ("rows", sum(adapters.columns)), x.device, "`emptied` makes it")
+    if len(adapters.h) < len(x) or adapters.h.data_ptr() == adapters.before.data_ptr():
+        raise ValueError(
+            f"{op}: adapters.h must have {len(x)} rows or more and not be adapters.before, got {len(adapters.h)}; two products "
+            "in flight may not share it."
+        )
+
+
+def draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, wide: bool) -> StepAdapters:
+    """For examples of two rows: the first has one adapter of two, the second both; the last weight has one alone."""
+    made = []
+    for number, rows in enumerate(outputs):
+        ranks = [rank] if number == len(outputs) - 1 else [max(1, rank // 2), max(1, rank - rank // 2)]
+        pairs = [(draw(g, r, inputs), draw(g, rows, r)) for r in ranks]
+        pairs = [(a.detach(), b.detach()) if wide else (a, b) for a, b in pairs]
+        made.append(tuple(StepAdapter(a, b, 0.5, owner) for owner, (a, b) in enumerate(pairs)))
+    device = torch.device("cpu")
+    columns = sum(one.a.shape[0] for part in made for one in part)
+    return StepAdapters(tuple(made), ints(1, EVERY_ADAPTER), emptied(2, columns, device), emptied(1, 1, device))

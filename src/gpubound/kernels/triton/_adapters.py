@@ -1,0 +1,122 @@
+"""Adapters inside a decoding step's product (decode_adapters.py): the programs in front compute h, all others add h bᵀ.
+
+Programs begin in the order of their numbers, and those in front wait for no other: so what the others wait for is on its way.
+A number of h is its own flag: one word, written once. Words are read past the L1, which may hold what was there before.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..decode_adapters import EMPTY, EVERY_ADAPTER, StepAdapters, table_of
+from ..plans import power_of_two
+from ._step import _gained, _row, _wait
+
+_EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
+REACH = 2048  # elements of a row of a that a program asks for at once
+HELD = 128  # ranks of b that a program holds while it multiplies
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+          GAIN: tl.constexpr, TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """A column of h for a row of x: the same code for each row, so that its bits are those that it gets alone."""
+    b, column = program % B, program // B
+    own, owner = tl.load(ids + b), tl.load(table + 3 * columns + column)
+    a_ptr = tl.load(table + column).to(tl.pointer_type(TYPE))
+    scale = tl.load(table + 4 * columns + column).to(tl.int32).to(tl.float32, bitcast=True)
+    col = tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
+    a = _row(a_ptr, col, K, EVEN)
+    _wait(DEPENDENT)
+    if (own == owner) | (own == _EVERY):
+        total, square = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+        for start in range(0, K, C):
+            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
+            total += a * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)
+            square += x * x
+            if start + C < K:
+                a = _row(a_ptr + start + C, col, K - start - C, EVEN)
+        y = tl.sum(total, 0)
+        if GAIN is not None:
+            y /= tl.sqrt(tl.sum(square, 0) / K + eps)
+        tl.atomic_xchg(h + b * columns + column, (y * scale).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _wanted(table, ids, b, column, there, columns):
+    """Which columns row b has."""
+    own = tl.load(ids + b + column * 0)  # as many as there are columns: the interpreter makes int32 of a scalar truth
+    return there & ((tl.load(table + 3 * columns + column, mask=there, other=-1) == own) | (own == _EVERY))
+
+
+@triton.jit
+def _begun(h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
+    """The words of row b in columns from `first` on, those that are not its own as zeros."""
+    column = first + tl.arange(0, RANKS)
+    wanted = _wanted(table, ids, b, column, column < last, columns)
+    return tl.load(h + b * columns + column, mask=wanted, other=0, volatile=True)
+
+
+@triton.jit
+def _up(table, first, last, columns, row, there, RANKS: tl.constexpr, TYPE: tl.constexpr):
+    """The rows `row` of b, in columns from `first` on."""
+    column = first + tl.arange(0, RANKS)
+    inside = column < last
+    start = tl.load(table + columns + column, mask=inside, other=0)
+    apart = tl.load(table + 2 * columns + column, mask=inside, other=0)
+    at = (start[None] + row.to(tl.int64)[:, None] * apart[None]).to(tl.pointer_type(TYPE))
+    return tl.load(at, mask=there[:, None] & inside[None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
+           TYPE: tl.constexpr):  # fmt: skip
+    """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
+    while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
+        words = _begun(h, table, ids, b, first, last, columns, RANKS)
+    y = tl.sum(up * words.to(tl.float32, bitcast=True)[None], 1)
+    if MORE:
+        for at in range(first + RANKS, last, RANKS):
+            words = _begun(h, table, ids, b, at, last, columns, RANKS)
+            while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
+                words = _begun(h, table, ids, b, at, last, columns, RANKS)
+            up = _up(table, at, last, columns, row, there, RANKS, TYPE)
+            y += tl.sum(up * words.to(tl.float32, bitcast=True)[None], 1)
+    return y
+
+
+@triton.jit
+def _empty(before, count, program, programs):
+    """`before` is emptied, a share by each program."""
+    lane = tl.arange(0, 128)
+    for at in range(program * 128, count, programs * 128):
+        tl.store(before + at + lane, tl.full([128], _EMPTY, tl.int32), mask=at + lane < count)
+
+
+def launched(adapters: StepAdapters | None, rows: int, inputs: int) -> dict[str, Any]:
+    """What a kernel gets for `rows` rows of x: of no adapters, nothing that it reads."""
+    if adapters is None:
+        return dict.fromkeys(("table", "ids", "narrow", "before", "TYPE")) | dict.fromkeys(
+            ("columns", "split", "second", "emptied", "ahead", "RANKS", "MORE", "REACH"), 0
+        )  # fmt: skip
+    counts = adapters.columns
+    ranks = power_of_two(max(counts))
+    return {
+        "table": table_of(adapters.parts) if adapters.table is None else adapters.table,
+        "ids": adapters.ids,
+        "narrow": adapters.h,
+        "before": adapters.before,
+        "TYPE": TYPES[adapters.dtype],
+        "columns": sum(counts),
+        "split": counts[0],
+        "second": sum(counts[:2]),
+        "emptied": adapters.before.numel(),
+        "ahead": sum(counts) * rows,
+        "RANKS": min(ranks, HELD),
+        "MORE": int(ranks > HELD),
+        "REACH": min(power_of_two(inputs), REACH),
+    }

@@ -1,0 +1,58 @@
+"""What the kernels of a decoding step share: how they are launched one into the other, and how they read x and weights.
+
+Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
+nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
+in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
+"""
+
+import triton
+import triton.language as tl
+
+from ..decode_product import EARLY, LATE
+
+AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
+
+
+@triton.jit
+def _begin(DEPENDENT: tl.constexpr):
+    if DEPENDENT == AT_ONCE:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _end(DEPENDENT: tl.constexpr):
+    if DEPENDENT == AFTER:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(DEPENDENT: tl.constexpr):
+    if DEPENDENT > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _tile(w_ptr, row, col, rows, columns, K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of a weight of row length K: `rows` and `columns` of it are left from w_ptr on. WHOLE: the tile lies inside."""
+    at = w_ptr + row[:, None] * K + col[None]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=(row < rows)[:, None] & (col < columns)[None], other=0.0)
+
+
+@triton.jit
+def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(x_ptr + col).to(tl.float32)
+    return tl.load(x_ptr + col, mask=col < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
+    """x times a norm's gain, which is GAIN + its weight."""
+    if GAIN is not None:
+        gain = _row(norm_ptr, col, K, EVEN)
+        if GAIN != 0.0:
+            gain += GAIN
+        x = x * gain
+    return x
