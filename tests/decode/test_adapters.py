@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.kernels import choose
 
 from . import cases
 
@@ -57,3 +58,135 @@ def test_what_the_kernels_do_not_take_is_a_counted_fallback():
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path
     assert of(fast) == cases.hugging_face(model, cases.PROMPT, NEW)
+
+
+KINDS = ["Llama", "Llama placed", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Mixtral", "Gemma2", "Gemma3", "Olmo2", "Phi3", "own"]
+
+
+def own_tokens(model, kind, prompt=cases.PROMPT):
+    return cases.greedy_by_forwards(model, prompt, NEW) if kind == "own" else cases.hugging_face(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_decodes_as_its_own_forward_does(kind, device):
+    model = adapt(cases.build(kind, device=device))
+    fast = gb.decoder(model, 2, cases.ROOM)
+    assert not fast.path and fast.certificate.logits_error is not None
+    assert of(fast) == own_tokens(model, kind)
+
+
+def test_the_tokens_are_those_of_the_merged_model(device):
+    model = adapt(cases.build("Llama", device=device))
+    fast = gb.decoder(model, 2, cases.ROOM)
+    found = fast.generate(cases.prompts(7, 19), max_new_tokens=NEW).tokens
+    gb.lora.merge(model)
+    assert gb.decoder(model, 2, cases.ROOM).generate(cases.prompts(7, 19), max_new_tokens=NEW).tokens == found
+    assert fast.generate(cases.prompts(7, 19), max_new_tokens=NEW).tokens == found  # bound anew, without adapters
+
+
+@pytest.mark.parametrize("settings", [{"speculate": 3}, {"cache": "int8"}, {"pages": 9}, {"k": 3}])
+def test_every_way_of_decoding(settings, device):
+    model = adapt(cases.build("Llama", device=device))
+    want = gb.decoder(model, 2, cases.ROOM).generate(cases.prompts(7, 19), max_new_tokens=NEW)
+    fast = gb.decoder(model, 2, cases.ROOM, **settings)
+    assert not fast.path
+    found = fast.generate(cases.prompts(7, 19), max_new_tokens=NEW)
+    if "cache" in settings:  # which rounds
+        assert fast.certificate.logits_error < 1.5 * fast.certificate.cache_error
+    else:
+        assert found.tokens == want.tokens
+
+
+def test_many_rows_and_long_prompts(device):
+    model = adapt(cases.build("Llama", device=device))
+    fast = gb.decoder(model, 12, cases.ROOM)
+    given = cases.prompts(*range(3, 15))
+    found = fast.generate(given, max_new_tokens=NEW).tokens
+    assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+
+
+def test_two_adapters_of_other_ranks_on_other_layers(device):
+    model = adapt(cases.build("Qwen2", device=device), 3, targets=["q_proj", "v_proj"])
+    adapt(model, 7, seed=5, targets=r"model\.layers\.1\..*(v|o|down)_proj", name="second")
+    fast = gb.decoder(model, 2, cases.ROOM)
+    both = of(fast)
+    assert not fast.path and both == own_tokens(model, "Qwen2")
+    gb.lora.disable(model, "default")
+    assert of(fast) == own_tokens(model, "Qwen2") != both
+    gb.lora.remove(model, "second")
+    assert of(fast) == own_tokens(model, "Qwen2")
+
+
+def test_one_adapted_product_alone(device):
+    """No other product empties what it leaves behind."""
+    model = adapt(cases.build("Llama", device=device), targets=r"model\.layers\.1\.mlp\.down_proj")
+    assert of(gb.decoder(model, 2, cases.ROOM)) == own_tokens(model, "Llama")
+
+
+def test_training_goes_on_and_the_next_token_sees_it(device):
+    model = adapt(cases.build("Llama", device=device))
+    fast = gb.decoder(model, 2, cases.ROOM)
+    before = of(fast)
+    bound = fast.body.layers
+    with torch.no_grad():
+        for p in gb.lora.parameters(model):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
+    assert of(fast) == own_tokens(model, "Llama") != before
+    assert fast.body.layers is bound
+
+
+def test_pefts_adapters_without_a_merge(device):
+    model = peft_model().to(device)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    fast = gb.decoder(model, 2, cases.ROOM)
+    assert not fast.path
+    found = []
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        found.append(of(fast))
+        assert found[-1] == own_tokens(model, "Llama")
+    with model.disable_adapter():
+        found.append(of(fast))
+        assert found[-1] == own_tokens(model, "Llama")
+    assert len(set(map(tuple, found))) == 3
+
+
+def test_an_adapter_that_no_kernel_adds_is_a_fallback(device):
+    model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=["lm_head", "q_proj"])
+    fast = gb.decoder(model, 1, cases.ROOM)
+    assert fast.path == "lm_head: it carries a low-rank adapter, and is no projection of a layer"
+    assert of(fast) == own_tokens(model, "Llama")
+
+
+def test_packed_weights_wait_until_adapters_are_merged():
+    model = adapt(cases.build("Llama"))
+    why = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None."
+    with pytest.raises(gb.GenerateError) as error:
+        gb.decoder(model, 1, cases.ROOM, weights="int8")
+    assert str(error.value) == f"decoder: weights: got 'int8', but {why}"
+    with gb.lora.disable(model):
+        fast = gb.decoder(model, 1, cases.ROOM, weights="int8")
+        of(fast)
+    with pytest.raises(gb.GenerateError):
+        of(fast)
+
+
+def test_a_cpus_own_step_adds_them_too(monkeypatch):
+    monkeypatch.setattr("gpubound.decode.host.fits", lambda device: device.type == "cpu")
+    model = adapt(cases.build("Phi3"))
+    fast = gb.decoder(model, 2, cases.ROOM)
+    assert fast.body.host and of(fast) == own_tokens(model, "Phi3")
+
+
+@pytest.mark.parametrize("kind, targets", [("Llama", "all-linear"), ("Qwen3", ["q_proj", "v_proj"]), ("Phi3", "all-linear")])
+def test_interpreted_kernels_give_the_same_tokens(kind, targets, monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+    model = adapt(cases.build(kind, num_hidden_layers=1), targets=targets)
+    given = cases.prompts(5, 3)
+    want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=3).tokens
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    fast = gb.decoder(model, 2, 16, k=1, verify=False)
+    assert fast.body.report()[0][1] == "triton: norm_product"
+    assert fast.generate(given, max_new_tokens=3).tokens == want

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
-from ..layers.stacked import Stacked, bare, describe, hooked
+from ..layers.linear_site import format_of
+from ..layers.stacked import Stacked, describe, foreign, hooked, site_of
+from ..lora.adapter import LowRank
+from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from .contract import Watched, model_tensors
@@ -58,6 +61,10 @@ class BoundModel:
         self.layers = reader.layers()
         self.dtype, self.device = self.embed.dtype, self.embed.device
 
+    @property
+    def adapted(self) -> bool:
+        return any(one.adapters for layer in self.layers for part in layer for one in part.linears())
+
     def moved(self) -> str | None:
         """The name of the first weight that is another tensor than when it was bound, or lies elsewhere; None if all stayed."""
         return self._watched.moved()
@@ -88,7 +95,7 @@ def _examine(model: nn.Module, max_length: int) -> Reader | str:
     reader = reader_of(model)
     if reader is None:
         return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
-    return _unreadable(model) or reader.refusal(max_length) or reader
+    return _unreadable(model) or reader.refusal(max_length) or _unread(model, reader) or reader
 
 
 def _settle(model: nn.Module) -> None:
@@ -106,32 +113,60 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
     why = None
     for number, block in enumerate(reader.trunk.layers):
         for at, group in enumerate(reader.together(block)):
-            biases = [layer.bias for layer in group if layer.bias is not None]
-            why = stacks[number, at].repack([weight_of(layer) for layer in group], biases) or why
+            sites = [site_of(layer) for layer in group]
+            biases = [site.bias for site in sites if site.bias is not None]
+            why = stacks[number, at].repack([site.weight for site in sites], biases) or why
     if (device := weight_of(reader.model.lm_head).device).type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()  # where they were: blocks too small for what comes
     return why
 
 
+def _of_adapters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of adapters, ours and PEFT's, whether they are on or not."""
+    sites = [(layer, site_of(layer)) for layer in filter(foreign, model.modules())]
+    theirs = [p for layer, site in sites for p in layer.parameters() if p is not site.weight and p is not site.bias]
+    return [*lora.parameters(model), *theirs]
+
+
+def _unread(model: nn.Module, reader: Reader) -> str | None:
+    """Why the kernels do not add what the model's adapters do."""
+    read = [low for layer in reader.layers() for part in layer for one in part.linears() for low in one.adapters]
+    known = {id(low.a) for low in read}
+    on: list[tuple[str, Tensor]] = [(key, pair.a) for key, adapters in adapted_layers(model) for pair in adapters.on()]
+    theirs = [(key, site_of(layer).extra) for key, layer in model.named_modules() if foreign(layer)]
+    on += [(key, low.parameters[0]) for key, extra in theirs for low in extra]
+    if missed := [key for key, a in on if id(a) not in known]:
+        return f"{missed[0]}: it carries a low-rank adapter, and is no projection of a layer"
+    kinds = sorted({type(low).__name__ for low in read} - {LowRank.__name__})
+    if kinds:
+        return f"one of its adapters is a {kinds[0]}, which a step has no kernel for"
+    if len(dtypes := {half.dtype for low in read for half in (low.a, low.b)}) > 1 or not dtypes <= set(DTYPES):
+        return f"its adapters are {' and '.join(sorted(map(str, dtypes)))}; the kernels take fp32, fp16 or bf16, one of them"
+    return "the rows of an adapter's a are not dense" if any(low.a.stride(1) != 1 for low in read) else None
+
+
+def _closed(layer: nn.Module) -> str | None:
+    """Why a projection's weight may not be read in its place."""
+    site = site_of(layer)
+    return site.why or (describe(getattr(layer, "base_layer", layer)) if format_of(site.weight).coded else None)
+
+
 def _unreadable(model: nn.Module) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
     for name, module in trunk.named_modules(prefix="model"):
-        if isinstance(module, nn.Linear) and not bare(module):
-            return f"{name}: {describe(module)}"
-        if not isinstance(module, nn.Linear) and name.endswith(("_proj",)):
-            return f"{name}: {describe(module)}"
-    if "forward" in vars(trunk.embed_tokens):
-        return "its embedding carries a low-rank adapter"
-    head: Any = model.lm_head
-    if not bare(head) and (type(head) is not LMLoss or hooked(head)):  # which is a linear layer that can give a loss, too
-        return f"lm_head: {describe(head)}"
+        if (isinstance(module, nn.Linear) or name.endswith("_proj")) and (why := _closed(module)):
+            return f"{name}: {why}"
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
-    if head.bias is not None:
+    head: Any = model.lm_head
+    own = type(head) is LMLoss and not hooked(head)  # which is a linear layer that can give a loss, too
+    if not own and (why := _closed(head)):
+        return f"lm_head: {why}"
+    if getattr(head, "bias", None) is not None:
         return "its head has a bias"
-    apart = {id(p) for p in lora.parameters(model)}  # of adapters that are merged or off: no kernel reads them
+    apart = set(map(id, _of_adapters(model)))
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
     kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
     if len(kinds) > 1:

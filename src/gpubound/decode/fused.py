@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import GenerateError
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import EARLY, LATE, Norm, capped_
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights
 from . import host
+from .adapters import names_of
 from .bind import BoundModel
 from .cache import PLAIN, Cache
 from .contract import Body, Build, check_room
@@ -33,6 +35,8 @@ PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where t
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
+
+UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
 
 # What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
 PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
@@ -61,7 +65,8 @@ class FusedBody(Body):
         held += (tables + 1) * build.max_length * s.head_dim * 4  # cos and sin each, and those of layers that do not turn
         check_room(held + 4 * B * self.vocab, self.device, build)
         self.cache = Cache(build, len(live.layers), s, live.dtype, self.device)
-        self.bench = Bench(s, self.cache, live.tables(build.max_length), B)
+        self.bench = Bench(s, self.cache, live.tables(build.max_length), B, build.tokens)
+        self.adapting = self.bench.adapting
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
@@ -79,10 +84,14 @@ class FusedBody(Body):
 
     def _take(self) -> None:
         """Take the weights as they are now. What was made of them before is dropped layer by layer."""
+        if self.live.adapted and not self.form.adds:
+            raise GenerateError(f"decoder: weights: got {self.form.kind!r}, but {UNADDED}.")
         self.form.begin(self.live.model, kept=self.host is not None)
+        self.adapting.begin(names_of(self.live.model))
         for number, weights in enumerate(self.live.layers):
             given = number, self.form, self.bench
             self.layers[number : number + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in weights))]
+        self.adapting.close()
         self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
@@ -96,9 +105,11 @@ class FusedBody(Body):
         Or after T tokens of each row at once, both (B, T) and T up to the body's `tokens`: the logits are (B T, V). To the
         products and norms, B T tokens are as many rows.
         """
+        rows = token.numel()
+        if self.host or not self.narrow(rows):
+            self.adapting.mark(len(token), rows // len(token), self.live.dtype)
         if self.host:
             return self.host.step(token, position)
-        rows = token.numel()
         x, mode = self.x[:rows], self.mode(rows)
         if self.live.shape.embedded != 1:
             x *= self.live.shape.embedded
@@ -162,6 +173,7 @@ class FusedBody(Body):
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
         end = start + ids.shape[1]
         x, pending = self.embedded(ids), None
+        self.adapting.mark(len(ids), ids.shape[1], self.live.dtype)
         for attention, mlp in self.layers:
             h, x = added(x, pending, attention.weights.norm)
             h, x = added(x, attention.prompt(h, start, end), mlp.weights.norm)

@@ -19,6 +19,7 @@ from ..kernels.accumulate import join_rows
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..models.decoding import AttentionWeights, DenseWeights, Linear
+from .adapters import AddedProduct
 from .layer import capped_attend
 
 if TYPE_CHECKING:
@@ -35,10 +36,23 @@ class HostLayer(NamedTuple):
 
     attention: AttentionWeights
     mlp: DenseWeights
-    qkv: list[Linear]
-    o: list[Linear]
-    gate_up: list[Linear]
-    down: list[Linear]
+    qkv: "HostProduct"
+    o: "HostProduct"
+    gate_up: "HostProduct"
+    down: "HostProduct"
+
+
+class HostProduct(NamedTuple):
+    parts: list[Linear]
+    sizes: list[int]  # of the results
+    added: AddedProduct | None
+
+    def of(self, x: Tensor) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = [F.linear(x, weight, bias) for weight, bias, _ in self.parts]
+        found = found[0].split(self.sizes, -1) if len(found) < len(self.sizes) else found
+        if self.added is not None:
+            self.added.add(x, *found)
+        return found
 
 
 class HostStep:
@@ -53,7 +67,7 @@ class HostStep:
     def take(self) -> None:
         """Take the body's weights as they are now."""
         self.layers = [
-            HostLayer(attention.weights, mlp.weights, *map(_joined, (*attention.products, *mlp.products)))
+            HostLayer(attention.weights, mlp.weights, *map(_product, (*attention.products, *mlp.products)))
             for attention, mlp in self.body.layers
         ]
 
@@ -71,19 +85,18 @@ class HostStep:
         row, there = (slice(None), high) if low == high else (torch.arange(rows), place)
         angles = [[table[place][:, None].to(body.live.dtype) for table in tables] for tables in body.bench.tables]
         x = body.embedded(token)
-        heads = [count * s.head_dim for count in (s.heads, s.kv_heads, s.kv_heads)]
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
-            q, k, v = attention.heads(_products(_normed(x, attention.norm), qkv, heads), s.head_dim, _normed)
+            q, k, v = attention.heads(qkv.of(_normed(x, attention.norm)), s.head_dim, _normed)
             if attention.table is not None:
                 q, k = (turn(x, *angles[attention.table]) for x in (q, k))
             keys, values = body.cache.k[number, :rows], body.cache.v[number, :rows]
             keys[row, :, there], values[row, :, there] = k, v
             start, mask = seen[attention.window]
             mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention.cap)
-            x = x + _normed(F.linear(mixed, *o[0]), attention.post_norm)
-            gate, up = _products(_normed(x, mlp.norm), gate_up, [len(mlp.gate.weight), len(mlp.up.weight)])
+            x = x + _normed(o.of(mixed)[0], attention.post_norm)
+            gate, up = gate_up.of(_normed(x, mlp.norm))
             gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
-            x = x + _normed(F.linear(gate, *down[0]), mlp.post_norm)
+            x = x + _normed(down.of(gate)[0], mlp.post_norm)
         logits = body.logits_of(_normed(x, body.live.norm))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.found[:rows]))
         body.arg[:rows] = self.found[:rows]
@@ -119,15 +132,13 @@ def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tenso
     return start, sees[:, None, None]
 
 
+def _product(product: Any) -> HostProduct:
+    return HostProduct(_joined(product), [len(weight) for weight in product.matrices()], product.added)
+
+
 def _joined(product: Any) -> list[Linear]:
     weights, biases = ([t.detach() for t in tensors] for tensors in (product.matrices(), product.biases))
     whole, bias = join_rows(weights), join_rows(biases) if biases else None
     if whole is None or (biases and bias is None):
         return list(map(Linear, weights, biases)) if biases else list(map(Linear, weights))
     return [Linear(whole, bias)]
-
-
-def _products(x: Tensor, parts: list[Linear], sizes: list[int]) -> Sequence[Tensor]:
-    """x times weights of these sizes, which `parts` holds joined or one by one."""
-    found = [F.linear(x, *layer) for layer in parts]
-    return found[0].split(sizes, -1) if len(found) < len(sizes) else found

@@ -25,7 +25,8 @@ from ..kernels.decode_product import Norm, capped_
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from ..layers.mlp import gated
-from ..models.decoding import AttentionWeights, DenseWeights, Shape
+from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
+from .adapters import Adapting
 from .cache import Cache
 
 SPLITS = 16  # programs over which the keys of a row and kv head may spread
@@ -35,11 +36,12 @@ SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 class Bench:
     """What all layers of a body work on: tables, cache, and buffers, made once so that graphs find them where they were."""
 
-    def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int) -> None:
+    def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int, tokens: int = 1) -> None:
         self.shape, self.cache, self.tables, self.rows = shape, cache, tables, rows
         self.dtype, self.device = cache.dtype, cache.k.device
         cos, sin = tables[0]
         self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
+        self.adapting = Adapting(rows // tokens, tokens, self.device)
         self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
         self._buffers: dict[tuple, Tensor] = {}
 
@@ -65,6 +67,12 @@ class Part:
         self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
         summed = weights.post_norm is not None
         self._sum = bench.buffer("sum", bench.rows, bench.shape.hidden) if summed else None  # zeros, as a step leaves it
+
+    def product(self, made: Any, *layers: Linear) -> Any:
+        """A format's product of these layers, which their adapters are added to."""
+        made.added = self.bench.adapting.added(*layers)
+        self.products.append(made)
+        return made
 
     def read(self, x: Tensor) -> Tensor:
         """What a product of many rows of the stream reads."""
@@ -98,7 +106,8 @@ class CachedAttention(Part):
     def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Bench) -> None:
         super().__init__(weights, number, form, bench)
         w, s, rows = weights, bench.shape, bench.rows
-        self.qkv, self.o = self.products = [form.stacked(w.q, w.k, w.v), form.stacked(w.o)]
+        self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
+        self.o = self.product(form.stacked(w.o), w.o)
         self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
         self._partial = bench.buffer("partial", rows, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2)
@@ -113,8 +122,12 @@ class CachedAttention(Part):
         self.close(x, mode)
 
     def wide_step(self, x: Tensor, position: Tensor) -> None:
-        self._attend(len(x), fused_linear(self.read(x), self.qkv.matrices(), self.qkv.biases or None), position, 0)
-        accumulate(self.target(x), self._mixed[: len(x)], self.o.matrices()[0], self.weights.o.bias)
+        h, mixed, w = self.read(x), self._mixed[: len(x)], self.weights
+        qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
+        add(self.qkv, h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
+        self._attend(len(x), qkv, position, 0)
+        accumulate(self.target(x), mixed, self.o.matrices()[0], w.o.bias)
+        add(self.o, mixed, self.target(x))
         self.close(x)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
@@ -124,7 +137,9 @@ class CachedAttention(Part):
         mask = _mask(start, end, self.weights.window, h.device)
         q, scale, cap = q.transpose(1, 2), self.bench.shape.scale, self.weights.cap
         mixed = capped_attend(q, k, v, mask, scale, cap) if cap else attend(q, k, v, mask, scale)
-        return normed(F.linear(mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias), self.weights.post_norm)
+        y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias)
+        add(self.o, mixed, y)
+        return normed(y, self.weights.post_norm)
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
@@ -136,7 +151,9 @@ class CachedAttention(Part):
         """(B, T, heads, D) each, q and k normed and turned."""
         s, w = self.bench.shape, self.weights
         biases = w.q.bias, w.k.bias, w.v.bias
-        q, k, v = w.heads(map(partial(F.linear, h), self.qkv.matrices(), biases), s.head_dim, normed)
+        rows = list(map(partial(F.linear, h), self.qkv.matrices(), biases))
+        add(self.qkv, h, *rows)
+        q, k, v = w.heads(rows, s.head_dim, normed)
         if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
@@ -163,7 +180,8 @@ class DenseMLP(Part):
 
     def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Bench) -> None:
         super().__init__(weights, number, form, bench)
-        self.gate_up, self.down = self.products = [form.gate_up(weights.gate, weights.up), form.stacked(weights.down)]
+        self.gate_up = self.product(form.gate_up(weights.gate, weights.up), weights.gate, weights.up)
+        self.down = self.product(form.stacked(weights.down), weights.down)
         self._gated = bench.buffer("gated", bench.rows, len(weights.gate.weight), dtype=bench.dtype)
         self.gate_up_bytes = self.gate_up.nbytes  # of which a step reads all
 
@@ -174,15 +192,23 @@ class DenseMLP(Part):
         self.close(x, mode)
 
     def wide_step(self, x: Tensor) -> None:
-        both = fused_linear(self.read(x), self.gate_up.matrices(), self.gate_up.biases or None)
-        accumulate(self.target(x), gated(self.weights.activation, both), self.down.matrices()[0], self.weights.down.bias)
+        h = self.read(x)
+        both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
+        add(self.gate_up, h, *both.chunk(2, -1))
+        y = gated(self.weights.activation, both)
+        accumulate(self.target(x), y, self.down.matrices()[0], self.weights.down.bias)
+        add(self.down, y, self.target(x))
         self.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
         """What is added to the stream, for normed h (B, T, hidden)."""
         w, (gate, up) = self.weights, self.gate_up.matrices()
-        y = gated(w.activation, F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias))
-        return normed(F.linear(y, self.down.matrices()[0], w.down.bias), w.post_norm)
+        both = F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias)
+        add(self.gate_up, h, *both)
+        h = gated(w.activation, *both)
+        y = F.linear(h, self.down.matrices()[0], w.down.bias)
+        add(self.down, h, y)
+        return normed(y, w.post_norm)
 
     def exact(self) -> DenseWeights:
         (gate, up), (down,) = self.gate_up.exact(), self.down.exact()
@@ -198,6 +224,12 @@ class DenseMLP(Part):
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:
         return []
+
+
+def add(product: Any, x: Tensor, *results: Tensor) -> None:
+    """What adapters add to the product of x with each of its layers, in place."""
+    if product.added is not None:
+        product.added.add(x, *results)
 
 
 def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:

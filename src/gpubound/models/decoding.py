@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles
+from ..layers.linear_site import adapters_of
+from ..layers.stacked import site_of
 from .placing import ACTIVATIONS as NAMES, activation_name
 from .rotary import FIXED, HFAngles, rope_types
 
@@ -27,6 +29,10 @@ Normed = Callable[[Tensor, Norm | None], Tensor]
 class Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
+    adapters: Sequence[Any] = ()  # LowRank ones (lora/adapter.py), each of which adds scale · x aᵀ bᵀ
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight, self.bias) if t is not None] + [t for low in self.adapters for t in (low.a, low.b)]
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,10 @@ class PartWeights:
 
     def tensors(self) -> list[Tensor]:
         """What a step reads whole."""
-        layers = (value for value in vars(self).values() if isinstance(value, Linear))
-        return self.norms() + [tensor for layer in layers for tensor in layer if tensor is not None]
+        return self.norms() + [tensor for layer in self.linears() for tensor in layer.tensors()]
+
+    def linears(self) -> list[Linear]:
+        return [value for value in vars(self).values() if isinstance(value, Linear)]
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,10 @@ class LayerWeights(NamedTuple):
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
-    return F.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+    y = F.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+    for low in layer.adapters:
+        y = y + low.scale * F.linear(F.linear(x, low.a.float()), low.b.float())
+    return y
 
 
 def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -281,11 +292,17 @@ def weight_of(module: Any) -> Tensor:
 
 
 def linear_of(layer: Any) -> Linear:
-    return Linear(weight_of(layer), layer.bias)
+    """A projection, PEFT's too, as it is now."""
+    site = site_of(layer)
+    return Linear(site.weight, site.bias, (*adapters_of(site.weight), *site.extra))
 
 
 def parts_of(layer: Any, counts: list[int]) -> list[Linear]:
-    """Several layers whose weights are one parameter: views of it."""
-    weights = weight_of(layer).detach().split(counts)
-    biases = [None] * len(counts) if layer.bias is None else layer.bias.detach().split(counts)
-    return list(map(Linear, weights, biases))
+    """Several layers whose weights are one parameter: views of it, and of what its adapters add."""
+    weight, bias, adapters = linear_of(layer)
+    found = []
+    for rows in torch.arange(len(weight), device="cpu").split(counts):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        lows = tuple(type(low)(low.a, low.b.detach()[part], low.scale) for low in adapters)
+        found.append(Linear(weight.detach()[part], None if bias is None else bias.detach()[part], lows))
+    return found

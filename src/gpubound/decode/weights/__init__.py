@@ -9,8 +9,8 @@ experts(gate_up, down)   those of a sparse MLP, stacked by expert
 
 Each of them has the products of a step under the names of their kernels; `matrices()` in the model's dtype for many rows at
 once, with `biases`; `exact()` in full for the judge; and `tensors()`, which a step reads. A format also says how the names of
-its kernels begin (`prefix`), with how many bytes they let their successors in at once (`early_bytes`), whether its copies are
-out of date (`changed`), and what it adds to the decoder's table (`report`).
+its kernels begin (`prefix`), whether they add what adapters do (`adds`), with how many bytes they let their successors in at
+once (`early_bytes`), whether its copies are out of date (`changed`), and what it adds to the decoder's table (`report`).
 """
 
 from typing import Any

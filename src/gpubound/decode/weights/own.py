@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...kernels import Norm, add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
 from ...models.decoding import Linear
+from ..adapters import AddedProduct, given
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """where the partial maxima of a product go, and their rows"""
@@ -17,6 +18,7 @@ class OwnWeights:
     kind: str | None = None
     prefix = ""  # of its kernels' names
     reads = "the live weights"
+    adds = True  # what adapters add to its products
     # Largest gate and up of a layer whose kernels let their successors in at once. H200, a whole step: 350m 398 us against 437
     # late, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
     early_bytes = 96 << 20
@@ -49,33 +51,35 @@ class OwnWeights:
 class OwnProduct:
     """Up to three weights that read one x."""
 
+    added: AddedProduct | None = None  # what adapters add: the layer's part says it
+
     def __init__(self, *layers: Linear) -> None:
         self.layers = layers
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         self.nbytes = sum(layer.weight.nbytes for layer in layers)
-        self._given: Any = tuple(zip(*layers, *[(None, None)] * (3 - len(layers))))  # weights, biases
+        self._given: Any = tuple(zip(*(layer[:2] for layer in layers), *[(None, None)] * (3 - len(layers))))  # weights, biases
 
     def norm_product(
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._given
-        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap)
+        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, given(self.added, len(x)))
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._given
-        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
+        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, given(self.added, len(x)))
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        add_product(h, *self.layers[0], x, mode)
+        add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)))
 
     def matrices(self) -> list[Tensor]:
-        return [layer.weight for layer in self.layers]
+        return [layer.weight.detach() for layer in self.layers]  # without their records: `added` is added apart
 
     def exact(self) -> Sequence[Linear]:
         return self.layers
 
     def tensors(self) -> list[Tensor]:
-        return [*self.matrices(), *self.biases]
+        return [*self.matrices(), *self.biases, *(self.added.tensors() if self.added else ())]
 
 
 class OwnExperts:

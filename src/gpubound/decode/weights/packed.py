@@ -28,11 +28,13 @@ from ...kernels import (
 from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
 from ...models.decoding import Linear
 from ...trace import notice
+from ..adapters import AddedProduct
 from .own import NO_MAXIMA, Maxima
 
 
 class PackedWeights:
     prefix = "quantized_"
+    adds = False
     # As of own weights, of packed bytes. Unpacking needs the multiprocessors that a waiting successor sits on: int4 at 8b (58
     # MB) 2.15 ms a token early and 1.91 late, int8 (117 MB) 2.65 and 2.43.
     early_bytes = 32 << 20
@@ -96,10 +98,12 @@ class PackedWeights:
 class PackedProduct:
     """Weights that read one x, packed as one: the rows of each below each other, or by `turns`."""
 
+    added: AddedProduct | None = None
+
     def __init__(
         self, form: PackedWeights, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
     ) -> None:
-        self.form, self.packed, self.turns = form, packed, turns
+        self.form, self.packed, self.turns, self.layers = form, packed, turns, layers
         self.counts = [len(layer.weight) for layer in layers]
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _together(self.biases, turns)
@@ -125,7 +129,7 @@ class PackedProduct:
 
     def exact(self) -> list[Linear]:
         unpacked = self._unpacked(self._empty(torch.float32))
-        return list(map(Linear, unpacked, self.biases)) if self.biases else list(map(Linear, unpacked))
+        return [layer._replace(weight=weight) for layer, weight in zip(self.layers, unpacked)]
 
     def tensors(self) -> list[Tensor]:
         return [*(self._kept or (self.packed.words, self.packed.scale)), *self.biases]

@@ -1,0 +1,108 @@
+"""A model's low-rank adapters (lora/) while it decodes: read where they lie, from one launch to the next, and never merged.
+
+In a step of few rows they are computed inside the kernels of the products (kernels/decode_adapters.py); beside a matrix they
+are two products of their own. A row has all adapters that are on, or one of them by name, or none: `Adapting.ids` says
+it on the device, so one graph serves them all.
+
+Legend: B rows, N tokens of them, a multiple of B; K inputs and O outputs of a weight.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.decode_adapters import EVERY_ADAPTER, NO_ADAPTER, StepAdapter, StepAdapters, emptied, table_of
+from ..kernels.lora import lora_down, lora_up
+from ..layers.stacked import foreign
+from ..lora.pairs import adapted_layers
+from ..models.decoding import Linear
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The names of a model's adapters, ours and PEFT's, by the id of their a."""
+    found = {id(own.a): name for _, adapters in adapted_layers(model) for name, own in adapters.pairs()}
+    for layer in filter(foreign, model.modules()):
+        halves: Any = layer.lora_A
+        found |= {id(half.weight): name for name, half in halves.items()}
+    return found
+
+
+class Adapting:
+    """What the adapters of all products of a body share: the rows' choices, and the order of the products."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+        """tokens: of a row that a step may take."""
+        self.ids = torch.full((rows,), EVERY_ADAPTER, device=device, dtype=torch.int32)
+        self.each = self.ids.repeat_interleave(tokens)  # the same for every token of a step
+        self.tokens, self.narrow, self.device = tokens, rows * tokens, device
+        self.begin({})
+
+    def begin(self, names: dict[int, str]) -> None:
+        """Products are taken from here on, until `close`, in the order in which a step computes them."""
+        self.names, self.owners, self.products = names, dict[str, int](), list["AddedProduct"]()
+        self.marks: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        for product, before in zip(self.products, [*self.products[-1:], *self.products]):
+            product.before = before.h
+
+    def added(self, *layers: Linear) -> "AddedProduct | None":
+        """What is added to the product of these layers; None: nothing."""
+        return AddedProduct(self, layers) if any(layer.adapters for layer in layers) else None
+
+    def number(self, a: Tensor) -> int:
+        return self.owners.setdefault(self.names[id(a)], len(self.owners))
+
+    def choose(self, names: Sequence[str | None] | None) -> None:
+        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on."""
+        every = [EVERY_ADAPTER] * len(self.ids)
+        chosen = [] if names is None else [NO_ADAPTER if name is None else self.owners[name] for name in names]
+        self.ids.copy_(torch.tensor(chosen + every[len(chosen) :], dtype=torch.int32, device="cpu"))
+        self.each.view(-1, self.tokens).copy_(self.ids[:, None])
+
+    def mark(self, rows: int, tokens: int, dtype: torch.dtype) -> None:
+        """Which of the `tokens` tokens of each of the first rows have which adapter: for the `AddedProduct.add` that follow."""
+        ids = self.ids[:rows].repeat_interleave(tokens)[:, None]
+        self.marks = {n: ((ids == n) | (ids == EVERY_ADAPTER)).to(dtype) for n in self.owners.values()} if self.products else {}
+
+
+class AddedProduct:
+    """The adapters of layers that are multiplied as one."""
+
+    before: Tensor
+
+    def __init__(self, adapting: Adapting, layers: Sequence[Linear]) -> None:
+        self.adapting = adapting
+        self.parts = tuple(
+            tuple(StepAdapter(low.a.detach(), low.b.detach(), low.scale, adapting.number(low.a)) for low in layer.adapters)
+            for layer in layers
+        )
+        self.table = table_of(self.parts)
+        self.h = emptied(adapting.narrow, self.table.shape[1], adapting.device)
+        self._alone = emptied(1, 1, adapting.device)
+        adapting.products.append(self)
+
+    def given(self, rows: int) -> StepAdapters:
+        """For a step's product of so many rows."""
+        before = self.before
+        if before is self.h:  # no other product empties it
+            self.h.fill_(self._alone[0, 0])
+            before = self._alone
+        return StepAdapters(self.parts, self.adapting.each[:rows], self.h, before, self.table)
+
+    def add(self, x: Tensor, *results: Tensor) -> None:
+        """To the products of x (..., K) with each of the layers, (..., O), in place."""
+        x = x.reshape(-1, x.shape[-1])
+        for part, y in zip(self.parts, results):
+            for a, b, scale, owner in part:
+                h = lora_down(x, a, scale).mul_(self.adapting.marks[owner])
+                lora_up(y if y.dim() == 2 else y.view(-1, y.shape[-1]), h, b)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for part in self.parts for one in part for t in (one.a, one.b)]
+
+
+def given(added: AddedProduct | None, rows: int) -> StepAdapters | None:
+    return None if added is None else added.given(rows)
