@@ -190,3 +190,76 @@ def test_interpreted_kernels_give_the_same_tokens(kind, targets, monkeypatch, de
     fast = gb.decoder(model, 2, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert fast.generate(given, max_new_tokens=3).tokens == want
+
+
+def three(device):
+    """A model with three adapters."""
+    model = adapt(cases.build("Llama", device=device), 4, name="x")
+    adapt(model, 2, seed=5, targets=["q_proj", "v_proj", "down_proj"], name="y")
+    return adapt(model, 3, seed=6, targets=r"model\.layers\.1\..*_proj", name="z")
+
+
+def assert_each_alone(model, names, given, found):
+    """What the model with that adapter alone finds likeliest after the prompt and each of the tokens."""
+    for name, prompt, tokens in zip(names, given, found, strict=True):
+        with gb.lora.disable(model):
+            if name is not None:
+                gb.lora.enable(model, name)
+            assert tokens == cases.likeliest(model, prompt, tokens)
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculate": 2}, {"pages": 20}])
+@pytest.mark.parametrize("rows", [4, 10])
+def test_each_row_has_its_own_adapter(rows, settings, device):
+    model = three(device)
+    given, names = cases.prompts(*range(3, 3 + rows)), (["x", "y", None, "z"] * 3)[:rows]
+    fast = gb.decoder(model, rows, cases.ROOM, **settings)
+    assert_each_alone(model, names, given, fast.generate(given, max_new_tokens=NEW, adapters=names).tokens)
+    every = of(fast)  # the next request has all of them again
+    assert every == cases.likeliest(model, cases.PROMPT, every)
+
+
+def test_adapters_make_a_difference_row_by_row(device):
+    model = three(device)
+    fast = gb.decoder(model, 4, cases.ROOM)
+    found = fast.generate([cases.PROMPT] * 4, max_new_tokens=NEW, adapters=["x", "y", "z", None]).tokens
+    assert len(set(map(tuple, found))) == 4
+    again = [of(fast, adapters=[name]) for name in ("x", "y", "z", None)]
+    assert again == found
+
+
+def test_one_adapter_for_all_prompts_and_n_of_each(device):
+    model = three(device)
+    fast = gb.decoder(model, 4, cases.ROOM)
+    given = cases.prompts(5, 9)
+    found = fast.generate(given, max_new_tokens=NEW, adapters=["y", None], n=2).tokens
+    assert_each_alone(model, ["y", "y", None, None], given[:1] * 2 + given[1:] * 2, found)
+    assert_each_alone(model, ["z", "z"], given, fast.generate(given, max_new_tokens=NEW, adapters="z").tokens)
+
+
+def test_an_adapter_that_was_added_later_may_be_asked_for(device):
+    model = three(device)
+    fast = gb.decoder(model, 1, cases.ROOM)
+    adapt(model, 4, seed=9, name="late")
+    assert_each_alone(model, ["late"], [cases.PROMPT], [of(fast, adapters=["late"])])
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (["x", "w"], "generate: adapters: got 'w', wanted one of those that are on: 'x', 'y', 'z'."),
+        (["x"], "generate: adapters: got 1 for 2 prompts, wanted a name or None for each."),
+    ],
+)
+def test_adapters_that_are_not_there(given, why):
+    with pytest.raises(ValueError) as error:
+        gb.decoder(three("cpu"), 2, cases.ROOM, verify=False).generate(cases.prompts(3, 4), adapters=given)
+    assert str(error.value) == why
+
+
+def test_the_models_own_forward_has_no_rows_of_their_own():
+    with pytest.raises(ValueError) as error:
+        gb.decoder(three("cpu"), 2, cases.ROOM, fused=False).generate([5], adapters="x")
+    assert str(error.value) == (
+        "generate: adapters: got 'x', but all rows are computed alike (fused=False was asked for); leave it out."
+    )

@@ -62,6 +62,11 @@ class Adapting:
         self.ids.copy_(torch.tensor(chosen + every[len(chosen) :], dtype=torch.int32, device="cpu"))
         self.each.view(-1, self.tokens).copy_(self.ids[:, None])
 
+    def report(self) -> list[tuple[str, str, str]]:
+        if not self.products:
+            return []
+        return [("adapters", ", ".join(self.owners), f"added to {len(self.products)} products, from where they lie")]
+
     def mark(self, rows: int, tokens: int, dtype: torch.dtype) -> None:
         """Which of the `tokens` tokens of each of the first rows have which adapter: for the `AddedProduct.add` that follow."""
         ids = self.ids[:rows].repeat_interleave(tokens)[:, None]

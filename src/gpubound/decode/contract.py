@@ -1,7 +1,7 @@
 """What a decoder asks of the body that runs its model, and what every body needs: memory enough, weights that stay in place."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -103,6 +103,7 @@ class Body(ABC):
     def score(self, ids: Tensor) -> Tensor:
         """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
         self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
+        self.choose(None)
         found, following = [], ids[1:, None].long()
         for logits in self.logits_after(ids[:-1]):
             some, following = following[: len(logits)], following[len(logits) :]
@@ -114,6 +115,14 @@ class Body(ABC):
 
     def check_request(self, limits: list[int]) -> None:  # noqa: B027 (most bodies have nothing to do)
         """That rows which may grow to so many tokens fit together."""
+
+    @property
+    def adapters(self) -> list[str] | None:
+        """The names by which a row may have an adapter of its own. None: all rows are computed alike."""
+        return None
+
+    def choose(self, names: Sequence[str | None] | None) -> None:  # noqa: B027 (most bodies have nothing to choose)
+        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on."""
 
     def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Called once before the first step of a batch."""

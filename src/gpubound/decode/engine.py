@@ -73,6 +73,8 @@ class FastDecoder:
         seed            with the same seed, a prompt gets the same tokens in any batch
         n               sequences per prompt
         logprobs        True: also the log-probability of each token under the model
+        adapters        a name for each prompt: that adapter alone is added to its rows; None for the model without any.
+                        Without it, every row has all adapters that are on
         """
         run = self.start(prompts, **settings)
         for _ in run.play():
@@ -88,6 +90,10 @@ class FastDecoder:
 
     def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
         """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
+        if settings.get("adapters") is not None:  # of which others may be on by now
+            self._check_free()
+            with self.plainly():
+                self._follow_weights()
         request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
         return ActiveRequest(self, request)
 
@@ -150,6 +156,7 @@ class FastDecoder:
         """Let the first rows stand behind prompts (B, T) of these lengths, which are without their last tokens."""
         rows = len(ids)
         self.slots.fill(request, rows, self.max_length)
+        self.body.choose(request.adapters)
         self.body.reserve(self.slots.rows.limit[:rows])
         prefill(ids, lengths)
         self.stepper.prefill(ids, lengths)

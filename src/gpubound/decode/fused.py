@@ -8,7 +8,7 @@ Legend: B rows, T tokens of a prompt.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -153,6 +153,13 @@ class FusedBody(Body):
     def same_kernels(self, rows: int) -> bool:
         return self.narrow(rows) and self.host is None
 
+    @property
+    def adapters(self) -> list[str] | None:
+        return list(self.adapting.owners)
+
+    def choose(self, names: Sequence[str | None] | None) -> None:
+        self.adapting.choose(names)
+
     def begin(self, token: Tensor) -> None:
         """Embed the first tokens; from then on the sampler does."""
         self.x[: len(token)] = F.embedding(token, self.live.embed)
@@ -236,7 +243,7 @@ class FusedBody(Body):
         weights = self.form.report(self.bench.kernels, read, whole, f", more than {NARROW} rows" * wide)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
-            return [*rows, *weights, *self._rounding()]
+            return [*rows, *self.adapting.report(), *weights, *self._rounding()]
         counted = Counter(row for layer in self.layers for part in layer for row in part.report())
         rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
@@ -244,7 +251,7 @@ class FusedBody(Body):
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
         special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_wide(wide))
-        return [*rows, *special, *weights, *self._rounding()]
+        return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
         """What the cache is, if it is no plain one, and what all the rounding costs."""

@@ -55,6 +55,7 @@ class Request:
     stops: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     logprobs: bool = False
+    adapters: tuple[str | None, ...] | None = None  # one a row; None: all rows have all that are on
 
     @property
     def lengths(self) -> list[int]:
@@ -70,13 +71,16 @@ def make_request(
     stop: Any = None,
     n: int = 1,
     logprobs: bool = False,
+    adapters: Any = None,
     **choice: Any,
 ) -> Request:
     """What `generate` was given, checked: of one that is not accepted, nothing has been launched."""
     check_count("n", n)
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
-    found = [prompt for prompt in read_prompts(prompts, tokenizer) for _ in range(n)]
+    given = read_prompts(prompts, tokenizer)
+    own = check_adapters(adapters, len(given), body)
+    found = [prompt for prompt in given for _ in range(n)]
     check_prompts(found, body.vocab, body.max_batch, body.max_length)
     body.check_request([min(len(p) + (max_new_tokens or body.max_length), body.max_length) for p in found])
     stop = ends if stop is None else stop
@@ -93,6 +97,7 @@ def make_request(
         check_stops([s for s in stops if not isinstance(s, str)], body.vocab),
         strings,
         logprobs,
+        None if own is None else tuple(name for name in own for _ in range(n)),
     )
 
 
@@ -128,6 +133,23 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
         raise ValueError("generate: a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids.")
     found = tokenizer.encode(text)
     return list(getattr(found, "ids", found))  # the tokenizers package gives an Encoding
+
+
+def check_adapters(given: Any, prompts: int, body: Body) -> list[str | None] | None:
+    """One for each prompt."""
+    if given is None:
+        return None
+    known = body.adapters
+    if known is None:
+        raise ValueError(f"generate: adapters: got {given!r}, but all rows are computed alike ({body.path}); leave it out.")
+    found = [given] * prompts if isinstance(given, str) else list(given)
+    if len(found) != prompts:
+        raise ValueError(f"generate: adapters: got {len(found)} for {prompts} prompts, wanted a name or None for each.")
+    for name in found:
+        if name is not None and name not in known:
+            on = f"those that are on: {', '.join(map(repr, known))}" if known else "None, for none is on"
+            raise ValueError(f"generate: adapters: got {name!r}, wanted one of {on}.")
+    return found
 
 
 def check_count(name: str, value: Any, also: str = "") -> None:
