@@ -14,7 +14,7 @@ from gpubound.layers.frozen import Base
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.llama.weights import load_hf, save_hf
 
-from ..place.models import assert_close, batch, place, tiny, tokens, training_run
+from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run
 from .test_add import adapted, refusal
 from .test_peft_layers import adapted as by_peft, losses_of_ours
 
@@ -57,7 +57,7 @@ def test_the_numbers_are_near_the_weights(format):
         assert (after[key] - p).norm() <= limit * p.norm()
 
 
-@pytest.mark.parametrize("order", ["plain", "placed", "adapters first"])
+@pytest.mark.parametrize("order", ["plain", "placed", "adapters first", "placed last"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_loss_and_gradients_are_those_of_the_numbers(format, order):
     """fp8 rounds x and g too: tests/layers/test_frozen.py holds it to its formula."""
@@ -71,8 +71,24 @@ def test_loss_and_gradients_are_those_of_the_numbers(format, order):
         adapted(model, base=format)
     assert len(bases(model)) == 14
     plain = in_numbers(model)
+    if order == "placed last":
+        place(model, strict=True)
     assert_close(training_run(model, batch()), training_run(plain, batch()))
     torch.testing.assert_close(model.eval()(tokens()).logits, plain.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_placed_afterwards(format, dtype):
+    """Verified by the numbers; from then on fp8's products are in 8 bits, q, k and v over one scale a token."""
+    model = adapted(wide(dtype=dtype), base=format)
+    want = model(tokens()).logits
+    found = rows(place(model, strict=True))
+    assert found["model.layers.0.self_attn"].kernel.startswith("q, k, v as one product")
+    assert found["model.layers.0.mlp"].kernel.startswith("gate and up as one product")
+    got = model(tokens()).logits
+    limit = 0.15 if format == "fp8" else 1e-5 if dtype == torch.float32 else 0.05
+    assert (got - want).norm() <= limit * want.norm()
 
 
 def test_fp8_trains_near_the_numbers():

@@ -11,7 +11,8 @@ at once and serves the next product: at any time it holds one product's weights.
 A format is a class here or in a file of its own, and named in FORMATS of lora/base.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Base(nn.Module):
     shape: tuple[int, int]
     dtype: torch.dtype  # of the weight before
     kind: type[Frozen]
+    rounds: bool = True  # x and dy, too, where the format multiplies in fewer bits
 
     def __init__(self, layer: nn.Linear, kind: type[Frozen]):
         super().__init__()
@@ -160,6 +162,19 @@ class Base(nn.Module):
         """A copy's weight has no record yet."""
         super().__setstate__(state)
         self.hang()
+
+
+@contextmanager
+def by_numbers(model: nn.Module) -> Iterator[None]:
+    """Inside, every product is with the numbers that codes stand for, and rounds nothing else: what a verification compares."""
+    before = [(module, module.rounds) for module in model.modules() if isinstance(module, Base)]
+    try:
+        for base, _ in before:
+            base.rounds = False
+        yield
+    finally:
+        for base, rounds in before:
+            base.rounds = rounds
 
 
 def _reload(base: Any, keys: Any) -> None:

@@ -56,14 +56,16 @@ class InFp8(Frozen):
         return scaled_product(g_q, turned, scale, scale.new_ones(1, len(turned)), g.dtype), [None] * len(wanted)
 
     def _in_8_bits(self, x: Tensor, joined: Joined) -> bool:
-        why = None
+        formats, why = [format_of(weight) for weight in joined.weights], None
+        if not all(type(format) is InFp8 and format.base.rounds for format in formats):
+            return False
         if x.is_cuda and not has_cores(x.device):
             why = "the GPU has no 8-bit tensor cores"
         elif x.is_cuda and x.dtype != torch.bfloat16:
             why = f"with a scale a row the product is in bfloat16, and x is {x.dtype}"
         if why is not None:
             fallback("fp8 base", f"{why}; its numbers are written out in {x.dtype}")
-        return why is None and x.numel() > 0 and all(type(format_of(weight)) is InFp8 for weight in joined.weights)
+        return why is None and x.numel() > 0
 
 
 def _scales(joined: Joined) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.choose import Call
+from ..layers.linear_site import format_of
 from ..layers.stacked import overlapping
 from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
 from ..models.registry import role_of, swaps_of
@@ -170,7 +171,9 @@ def quantised(module: nn.Module) -> str | None:
     if home in QUANTISERS:
         return f"{home}.{type(module).__name__} holds quantised weights"
     for name, p in module._parameters.items():
-        if p is not None and (p.dtype not in FLOATS or type(p.data) not in (Tensor, nn.Parameter)):
+        if p is None or format_of(p).coded:  # of gb.lora.quantize_base, which our products read
+            continue
+        if p.dtype not in FLOATS or type(p.data) not in (Tensor, nn.Parameter):
             return f"{type(module).__name__}'s {name} is quantised ({type(p.data).__name__}, {p.dtype})"
     for name, b in module._buffers.items():
         if b is not None and "weight" in name and b.dtype not in FLOATS:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import FallbackError, GpuboundError
 from ..layers import recompute
+from ..layers.frozen import by_numbers
 from ..models.placing import Case, mode, noise
 
 FACTOR = 2.0
@@ -71,7 +72,7 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
     """What comes out in eval mode (dropout off) with fixed upstream gradients. Leaves no trace on the parameters."""
     named: Named = {}
     with bare(module, all_train=True), torch.enable_grad(), mode(module, training=False):
-        parameters = dict(module.named_parameters())
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}  # codes have no gradient
         for number, case in enumerate(cases):
             x, keywords = case(dtype)
             x.requires_grad_()
@@ -147,13 +148,14 @@ def said(error: BaseException) -> str:
 def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
     """No parameter has an accumulator, and with `all_train` every one trains, for as long as the block lasts.
 
-    What a large batch computes again in backward is computed again here too: its way is the longer one.
+    What a large batch computes again in backward is computed again here too: its way is the longer one. Weights in codes are
+    taken as their numbers: x in 8 bits, over a scale for one product or for several as one, is not the same number.
     """
     before = [(p, p.requires_grad, p.__dict__.pop("main_grad", None)) for p in module.parameters()]
     try:
         for p, _, _ in before if all_train else ():
             p.requires_grad_(p.is_floating_point())
-        with recompute.recomputing(module, 0):
+        with recompute.recomputing(module, 0), by_numbers(module):
             yield
     finally:
         for p, trains, main in before:
