@@ -48,7 +48,9 @@ def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
     assert {n.removeprefix("step.m.") for n in kept if n.startswith("step.m.")} == trained
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str
+)
 def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
     """Dropout's masks, too."""
     whole, records = train(adapting(corpus, base, tmp_path / "whole", evaluate_every=5, **options))
@@ -110,6 +112,22 @@ def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
     assert torch.equal(logits_of(run.model), want), "the run goes on with its adapters"
 
 
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_over_a_base_in_fewer_bits(corpus, base, tmp_path, format):
+    """A checkpoint holds no codes, and what is merged computes what was trained: the rounded base and its adapters."""
+    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=20, lora={"rank": 4, "alpha": 8, "base": format}))
+    assert run.model.model.layers[0].mlp.up_proj.weight.dtype is not torch.float32
+    kept = [name for name in run.checkpoints.latest().tensors() if name.startswith("model.")]
+    assert len(kept) == 2 * 2 * 7 and all(".lora." in name for name in kept)
+    want = logits_of(run.model)
+    torch.testing.assert_close(logits_of(load_hf(run.export(tmp_path / "merged", merge=True))), want, rtol=1e-4, atol=1e-5)
+    ours = load_hf(base)
+    lora.load(ours, run.export(tmp_path / "adapter"))
+    assert not torch.allclose(logits_of(ours), want, atol=1e-5), "the base has numbers there"
+    lora.quantize_base(ours, format)
+    torch.testing.assert_close(logits_of(ours), want, rtol=1e-4, atol=1e-5)
+
+
 def test_another_base_is_refused(corpus, base, tmp_path):
     copy = shutil.copytree(base, tmp_path / "base")
     train(adapting(corpus, copy, tmp_path / "run", steps=4))
@@ -133,7 +151,7 @@ def test_a_target_that_is_not_there_is_refused_before_a_corpus_is_built(base, tm
     options = {"model": str(base), "data": (str(tmp_path / "chats.jsonl"),), "lora": {"rank": 4, "targets": ["q_prj"]}}
     with pytest.raises(ValueError) as error:
         prepare(recipe("", tmp_path / "run", **options), progress=False)
-    assert str(error.value).startswith("lora.add: no layer of Decoder is named 'q_prj'; its linear layers end in down_proj, ")
+    assert str(error.value).startswith("lora.add: no layer of Decoder is named 'q_prj'; ")
     assert not (tmp_path / "run").exists()
 
 
@@ -162,6 +180,7 @@ def test_its_options_are_those_of_add():
         ({"rank": 8, "dropout": 1}, "dropout must be from 0 up to, not including, 1, got 1."),
         ({"rank": 8, "rslora": "yes"}, "rslora must be true or false, got 'yes'."),
         ({"rank": 8, "init": "pissa"}, "init must be true, false or gaussian, got 'pissa'."),
+        ({"rank": 8, "base": "nf3"}, "base must be one of nf4, int8, fp8, got 'nf3'."),
     ],
 )
 def test_a_wrong_section(section, sentence):
@@ -182,7 +201,10 @@ def test_a_wrong_section(section, sentence):
             {"optimizer": "muon"},
             "got optimizer muon, which moves the weights of whole layers, and these are frozen; take adamw.",
         ),
-        ({"precision": "fp8"}, "got precision fp8, which rounds weights that train, and these are frozen; take bf16."),
+        (
+            {"precision": "fp8"},
+            "got precision fp8, which rounds weights that train, and these are frozen; take bf16, and base: fp8 in lora.",
+        ),
     ],
 )
 def test_what_does_not_go_with_adapters(changes, sentence):
@@ -210,3 +232,6 @@ def test_the_work_of_a_token(base):
     assert work_of(model, sizes(model)).flops_per_token(10) == (
         6 * 4 * (64 + 128) + 4 * (every - first) + 2 * first + (6 + 2) * 64 * 10
     )
+    before = work_of(model, sizes(model))
+    lora.quantize_base(model, "nf4")
+    assert work_of(model, sizes(model)) == before, "codes stand for as many numbers"

@@ -93,7 +93,7 @@ def open_saved(
     if adapter is not None:
         lora.load(model, adapter, name="given")
     if lora.parameters(model):
-        merge(model, for_good=True)
+        merge(model)
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
     return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), device, begun)
 
@@ -168,6 +168,8 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
             weights |= {name.removeprefix(part): file.get_tensor(name) for name in names if name.startswith(part)}
         stored = file.get_tensor(next(name for name in names if name.startswith("model."))).dtype
     model = build_model(recipe, tokenizer, device)
+    if recipe.adapters is not None:
+        recipe.adapters.add(model)
     first: dict[int, str] = {}
     for name, tensor in kept_state(model).items():  # an average holds a tied weight under its first name alone
         weights[name] = weights[first.setdefault(tensor.data_ptr(), name)]

@@ -26,7 +26,7 @@ from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
-from ..train.work import work_of
+from ..train.work import size_of, work_of
 from ..version import __version__
 from ..words import quantity
 
@@ -87,7 +87,7 @@ def train(
     tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
     tape.tell(mfu=scale.formula, verdict=None, finished=False, sample=None)
     say(run.placement.summary)
-    size, left = sum(p.numel() for p in run.model.parameters()), max(run.steps - first, 0)
+    size, left = sum(map(size_of, run.model.parameters())), max(run.steps - first, 0)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     parameters = f"{quantity(size)} parameters" + (f", {quantity(trained)} of them trained" if trained < size else "")
     after = f" after step {first:,}" if first else ""

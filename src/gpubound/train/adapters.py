@@ -3,9 +3,8 @@
 A checkpoint holds the adapters alone, and says by checksums which base they belong to. The base stays in its folder.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..errors import DataError
+from ..layers.frozen import Base
+from ..lora.base import FORMATS
 from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
@@ -35,6 +36,7 @@ class Lora:
     dropout: float = 0.0
     rslora: bool = False
     init: bool | str = True
+    base: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Lora":
@@ -57,6 +59,8 @@ class Lora:
             raise ValueError(f"{WHERE}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
         if isinstance(self.init, str) and self.init != "gaussian":
             raise ValueError(f"{WHERE}: init must be true, false or gaussian, got {self.init!r}.")
+        if self.base is not None and self.base not in FORMATS:
+            raise ValueError(f"{WHERE}: base must be one of {', '.join(FORMATS)}, got {self.base!r}.")
 
     def check_beside(self, model: str, optimizer: str, precision: str) -> None:
         """Refuse what the rest of a recipe may not be with adapters."""
@@ -70,16 +74,33 @@ class Lora:
                 f"{WHERE}: got optimizer muon, which moves the weights of whole layers, and these are frozen; take adamw."
             )
         if precision == "fp8":
-            raise ValueError(f"{WHERE}: got precision fp8, which rounds weights that train, and these are frozen; take bf16.")
+            raise ValueError(
+                f"{WHERE}: got precision fp8, which rounds weights that train, and these are frozen; take bf16, "
+                f"and base: fp8 in lora."
+            )
 
     def add(self, model: nn.Module) -> None:
+        """To a model that has been placed, if it is to be: frozen weights in fewer bits cannot be."""
         lora.add(model, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+    def merged(self, base: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+        """The base, which was read anew in its own dtype, with the adapters of `state` in its weights."""
+        self.add(base)
+        load_kept_state(base, state)
+        merge(base)
+        return base
+
+    def check_model(self, outline: nn.Module) -> None:
+        """What lora.add refuses, on a model without weights."""
+        replace(self, base=None).add(outline)
 
 
 def kept_state(model: nn.Module) -> dict[str, Tensor]:
-    """What of the model's state a run may change: all but the frozen parameters."""
+    """What of the model's state a run may change: all but the frozen parameters and what their codes are read by."""
     state = model.state_dict(keep_vars=True)
-    return {name: t.detach() for name, t in state.items() if not isinstance(t, nn.Parameter) or t.requires_grad}
+    coded = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Base))
+    frozen = {name for name, t in state.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    return {name: t.detach() for name, t in state.items() if name not in frozen and not name.startswith(coded)}
 
 
 @torch.no_grad()
@@ -104,18 +125,9 @@ def check_base(folder: str | Path, found: Checkpoint) -> None:
         )
 
 
-def merge(model: nn.Module, for_good: bool = False) -> None:
-    """Make the adapters part of the weights, and say what that cost."""
+def merge(model: nn.Module) -> None:
+    """Make the adapters part of the weights for good, and say what that cost. Weights in codes become numbers first."""
+    lora.dequantize_base(model)
     dtype = str(next(p for p in model.parameters() if not p.requires_grad).dtype).removeprefix("torch.")
-    error = lora.merge(model, for_good=for_good)
+    error = lora.merge(model, for_good=True)
     notice(f"lora: merged into weights in {dtype}, whose rounding took {error:.1%} of what the adapters add.")
-
-
-@contextmanager
-def merged(model: nn.Module) -> Iterator[None]:
-    """Inside, the adapters are part of the weights."""
-    merge(model)
-    try:
-        yield
-    finally:
-        lora.unmerge(model)

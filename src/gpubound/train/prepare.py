@@ -50,7 +50,7 @@ def prepare(
     check_model(recipe.model)
     check_data(recipe)
     if recipe.adapters is not None:
-        recipe.adapters.add(family_of(recipe.model).outline(recipe.model))
+        recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
     found = _found(checkpoints, resume)
     if found is not None:
         old = _recipe(found)
@@ -72,6 +72,8 @@ def prepare(
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, tokenizer, device)
     placement = place(model, device)
+    if recipe.adapters is not None:
+        recipe.adapters.add(model)
     base = base_of(recipe.model) if recipe.adapters else {}
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base)
     run.enter(found.facts["phase"] if found else 0)
@@ -111,8 +113,6 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> n
             f"{recipe.model} knows {known} tokens, the corpus has {tokenizer.vocab_size}; "
             f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
         )
-    if recipe.adapters is not None:
-        recipe.adapters.add(model)
     return model
 
 
@@ -133,6 +133,8 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
 
     def train(recipe: Recipe) -> None:
         model = build_model(recipe, tokenizer, device).train()
+        if recipe.adapters is not None:
+            recipe.adapters.add(model)
         step = recipe.make_step(model, recipe.new_objective(), device)
         feed = replace(stage, recipe=recipe).feed(device)
         try:

@@ -19,7 +19,7 @@ from ..corpus import Tokenizer
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..place import Placement
-from .adapters import kept_state, load_kept_state, merged
+from .adapters import kept_state, load_kept_state
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
 from .loop import Loop, Record, Stop
@@ -200,12 +200,14 @@ class Run:
         Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of.
         """
         with self.best_weights():
-            if self.recipe.adapters and not merge:
-                lora.save(self.model, path)
+            family, adapters, model = family_of(self.recipe.model), self.recipe.adapters, self.model
+            if adapters and not merge:
+                lora.save(model, path)
                 self.tokenizer.save(path)
                 return Path(path)
-            with merged(self.model) if self.recipe.adapters else nullcontext():
-                return family_of(self.recipe.model).save(self.model, path, self.tokenizer)
+            if adapters:
+                model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(model))
+            return family.save(model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""

@@ -1,9 +1,11 @@
 """How much arithmetic it takes to train a model on one token, where some of its weights may be frozen."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
+from ..layers.linear_site import shape_of
 from ..models.registry import Sizes
 from .recompute import blocks_of
 
@@ -23,6 +25,11 @@ class TokenWork:
         return sum(passes * number for passes, number, _ in self.weights) + inside
 
 
+def size_of(parameter: nn.Parameter) -> int:
+    """How many numbers it stands for; one in codes has fewer elements."""
+    return math.prod(shape_of(parameter))
+
+
 def work_of(model: nn.Module, sizes: Sizes) -> TokenWork:
     """Of a model that trains as a whole, or of one whose adapters alone do.
 
@@ -33,7 +40,7 @@ def work_of(model: nn.Module, sizes: Sizes) -> TokenWork:
         return TokenWork([(6, sizes.product_parameters, "parameters in products")], [(6, sizes.layers)], sizes.width)
     blocks = blocks_of(model)
     first = next((i for i, block in enumerate(blocks) if any(p.requires_grad for p in block.parameters())), len(blocks))
-    below = sum(p.numel() for block in blocks[:first] for p in block.parameters() if p.dim() > 1)
+    below = sum(size_of(p) for block in blocks[:first] for p in block.parameters() if p.dim() > 1)
     weights = [
         (6, trained, "parameters of adapters"),
         (4, sizes.product_parameters - below, "frozen parameters in products"),
