@@ -29,8 +29,27 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
+
+
+def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
+    """A step's product with adapters, launched into the kernel before it."""
+    from gpubound.kernels.ops import OPS
+
+    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
+    return *arguments[:at], dependent, *arguments[at + 1 :]
+
+
 # Cases that take kernels or plans which an op's self-test does not.
 MORE = {
+    "add_product with adapters": ("add_product", lambda: adapted("add_product", 16, True, dependent=1, at=4)),
+    "norm_gate_up with adapters": (
+        "norm_gate_up",
+        lambda: adapted("norm_gate_up", 0.0, "silu", 16, True, dependent=2, at=7),
+    ),
+    "norm_product with adapters": (
+        "norm_product",
+        lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11),
+    ),
     "group_norm of groups larger than a tile": (
         "group_norm",
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
@@ -103,7 +122,7 @@ def arguments_of(case: str) -> tuple[str, tuple]:
     if case not in MORE:
         return case, OPS[case].example(torch.Generator().manual_seed(0))
     op, draw = MORE[case]
-    return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in draw())
+    return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in draw())
 
 
 def main(cases: list[str]) -> None:

@@ -25,6 +25,7 @@ SHAPES: dict[str, list[tuple]] = {
     "add_rms_norm": NORMS,
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],
+    "add_product": [(), (16, True), (256, False)],
     "decode_attention": [
         (8, 4, 64),
         (8, 4, 128),
@@ -40,8 +41,8 @@ SHAPES: dict[str, list[tuple]] = {
     "lora_gradients": [(768, 768, 16, False), (2048, 2048, 32, True), (4096, 4096, 64, False), (4096, 4096, 130, False)],
     "lora_product": [(False, 16, False, True), (False, 16, False, False), (True, 64, False, True), (True, 130, False, False)],
     "lora_up": [(16, False), (64, True), (130, False)],
-    "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
-    "norm_product": [(), (1.0, 30.0), (None, 0.0)],
+    "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
+    "norm_product": [(), (1.0, 30.0), (None, 0.0), (0.0, 0.0, 16, True), (None, 0.0, 256, False)],
     "norm_rows": [(), (1.0,)],
     "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
