@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode import engine
+from gpubound.decode.bind import bind
 from gpubound.kernels import choose
 
 from . import cases
@@ -263,3 +265,15 @@ def test_the_models_own_forward_has_no_rows_of_their_own():
     assert str(error.value) == (
         "generate: adapters: got 'x', but all rows are computed alike (fused=False was asked for); leave it out."
     )
+
+
+def test_the_kernels_that_steps_ask_for_are_tested_early(monkeypatch):
+    model, asked = adapt(cases.build("Qwen2"), targets=["q_proj", "v_proj", "down_proj", "up_proj"]), set()
+
+    def noted(op, x, unable=None, shape=()):
+        asked.add((op, tuple(shape)))
+        return choose.implementation(op, x, unable, shape)
+
+    monkeypatch.setattr("gpubound.kernels.decode_product.implementation", noted)
+    of(gb.decoder(model, 1, cases.ROOM))
+    assert {call for call in asked if call[0] != "norm_rows"} <= set(engine._calls(bind(model), None))

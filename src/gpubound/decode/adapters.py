@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.decode_adapters import EVERY_ADAPTER, NO_ADAPTER, StepAdapter, StepAdapters, emptied, table_of
+from ..kernels.decode_adapters import (
+    EMPTY,
+    EVERY_ADAPTER,
+    NO_ADAPTER,
+    StepAdapter,
+    StepAdapters,
+    emptied,
+    form_of_parts,
+    table_of,
+)
 from ..kernels.lora import lora_down, lora_up
 from ..layers.stacked import foreign
 from ..lora.pairs import adapted_layers
@@ -29,6 +38,12 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return found
 
 
+def form_of_layers(*layers: Linear) -> tuple:
+    """What an example takes of the product of these layers; nothing where no adapter adds to it."""
+    lows = [low for layer in layers for low in layer.adapters]
+    return form_of_parts([sum(len(low.a) for low in layer.adapters) for layer in layers], lows[0].a.dtype) if lows else ()
+
+
 class Adapting:
     """What the adapters of all products of a body share: the rows' choices, and the order of the products."""
 
@@ -37,6 +52,7 @@ class Adapting:
         self.ids = torch.full((rows,), EVERY_ADAPTER, device=device, dtype=torch.int32)
         self.each = self.ids.repeat_interleave(tokens)  # the same for every token of a step
         self.tokens, self.narrow, self.device = tokens, rows * tokens, device
+        self._chosen: list[int] = []
         self.begin({})
 
     def begin(self, names: dict[int, str]) -> None:
@@ -57,9 +73,12 @@ class Adapting:
 
     def choose(self, names: Sequence[str | None] | None) -> None:
         """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on."""
-        every = [EVERY_ADAPTER] * len(self.ids)
         chosen = [] if names is None else [NO_ADAPTER if name is None else self.owners[name] for name in names]
-        self.ids.copy_(torch.tensor(chosen + every[len(chosen) :], dtype=torch.int32, device="cpu"))
+        if chosen == self._chosen:
+            return
+        self._chosen = chosen
+        ids = torch.tensor(chosen + [EVERY_ADAPTER] * (len(self.ids) - len(chosen)), dtype=torch.int32, device="cpu")
+        self.ids.copy_(ids.pin_memory() if self.device.type == "cuda" else ids, non_blocking=True)
         self.each.view(-1, self.tokens).copy_(self.ids[:, None])
 
     def report(self) -> list[tuple[str, str, str]]:
@@ -93,7 +112,7 @@ class AddedProduct:
         """For a step's product of so many rows."""
         before = self.before
         if before is self.h:  # no other product empties it
-            self.h.fill_(self._alone[0, 0])
+            self.h.fill_(EMPTY)
             before = self._alone
         return StepAdapters(self.parts, self.adapting.each[:rows], self.h, before, self.table)
 

@@ -18,9 +18,11 @@ from ..kernels.choose import Call, hasten
 from ..kernels.decode_product import form
 from ..lora.peft_layers import base_of
 from ..models import Decoder
+from ..models.decoding import DenseWeights
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..trace import fallback, notice
+from .adapters import form_of_layers
 from .bind import BoundModel, bind
 from .cache import CacheLayout
 from .certify import DecoderCertificate, certify
@@ -266,4 +268,11 @@ def _calls(live: BoundModel, weights: str | None) -> list[Call]:
     if live.reader.routers():
         found += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
     activation = live.reader.activation()
-    return [*found, (gate_up, form(norm, activation))]
+    found.append((gate_up, form(norm, activation)))
+    for attention, mlp in live.layers if live.adapted else ():
+        found.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
+        found.append((add, form_of_layers(attention.o)))
+        if isinstance(mlp, DenseWeights):
+            found.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
+            found.append((add, form_of_layers(mlp.down)))
+    return found

@@ -48,13 +48,8 @@ class StepAdapters(NamedTuple):
         return tuple(sum(one.a.shape[0] for one in part) for part in self.parts)
 
     @property
-    def form(self) -> tuple[int, bool]:
-        """What an example takes: the ranks of a weight in all, and whether they are fp32 under 16 bits, as most are."""
-        return power_of_two(max(self.columns)), self.dtype == torch.float32
-
-    @property
     def dtype(self) -> torch.dtype:
-        return next(one.a.dtype for part in self.parts for one in part)
+        return dtype_of(self.parts)
 
     def added(self, number: int, x: Tensor) -> Tensor | float:
         """What the product of weight `number` gets from x (B, K), in x's dtype: the definition."""
@@ -64,6 +59,20 @@ class StepAdapters(NamedTuple):
             h = torch.where(wanted[:, None], scale * (x @ a.to(x.dtype).t()), 0.0)
             total = total + h @ b.to(x.dtype).t()
         return total
+
+
+def form_of(adapters: StepAdapters | None) -> tuple:
+    """What an example takes of a product's adapters."""
+    return () if adapters is None else form_of_parts(adapters.columns, adapters.dtype)
+
+
+def form_of_parts(ranks: Sequence[int], dtype: torch.dtype) -> tuple[int, bool]:
+    """The ranks of a weight in all, and whether the adapters are fp32 under 16 bits, as most are."""
+    return power_of_two(max(ranks)), dtype == torch.float32
+
+
+def dtype_of(parts: Sequence[Sequence[StepAdapter]]) -> torch.dtype:
+    return next(one.a.dtype for part in parts for one in part)
 
 
 def table_of(parts: Sequence[Sequence[StepAdapter]]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import require
 from .choose import implementation
-from .decode_adapters import StepAdapters, check_adapters, draw_adapters
+from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
 from .ops import definition, draw
 
 WRITTEN = "it is written in place"
@@ -98,7 +98,7 @@ def norm_product(
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
     check_adapters("norm_product", adapters, x, weights)
-    kernel = implementation("norm_product", weight, None, form(norm, cap, adapters=adapters))
+    kernel = implementation("norm_product", weight, None, form(norm, cap, added=form_of(adapters)))
     kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters)
     return out
 
@@ -149,7 +149,7 @@ def norm_gate_up(
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
     check_adapters("norm_gate_up", adapters, x, [gate, up])
-    kernel = implementation("norm_gate_up", gate, None, form(norm, activation, adapters=adapters))
+    kernel = implementation("norm_gate_up", gate, None, form(norm, activation, added=form_of(adapters)))
     return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
 
 
@@ -177,7 +177,7 @@ def add_product(
     check_biases("add_product", (bias,), [weight])
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     check_adapters("add_product", adapters, h, [weight])
-    kernel = implementation("add_product", weight, None, () if adapters is None else adapters.form)
+    kernel = implementation("add_product", weight, None, form_of(adapters))
     return kernel(h, weight, bias, x, dependent, adapters)
 
 
@@ -251,10 +251,10 @@ def check_activation(op: str, activation: str) -> None:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
 
 
-def form(norm: Norm | None, *rest: Any, adapters: StepAdapters | None = None) -> tuple:
-    """What an example takes of a call: nothing for the usual form, which most calls have."""
-    if adapters is not None:
-        return None if norm is None else norm.offset, *rest, *adapters.form
+def form(norm: Norm | None, *rest: Any, added: tuple = ()) -> tuple:
+    """What an example takes of a call: nothing for the usual form, which most calls have. added: `form_of` its adapters."""
+    if added:
+        return None if norm is None else norm.offset, *rest, *added
     if norm is None:
         return None, *rest
     return (norm.offset, *rest) if norm.offset or rest not in ((), (0.0,), ("silu",)) else ()
