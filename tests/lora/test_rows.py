@@ -83,8 +83,10 @@ def test_adapters_that_drop_differently():
         assert differ.tolist() == [i > 0 for i in IDS.tolist()]
 
 
-def test_micro_batches_with_other_rows_are_one_batch():
+@pytest.mark.parametrize("interpret", ["0", "1"], ids=["definitions", "kernels"])
+def test_micro_batches_with_other_rows_are_one_batch(interpret, monkeypatch):
     """Into fp32 accumulators: the gradients of all adapters of a weight come from one product."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
     model, x, g = adapted(Projections()), draw(6, 5, K), draw(6, 5, 32, seed=9)
     leaves = gb.lora.parameters(model)
     want = torch.autograd.grad(formula(model, x, IDS), leaves, g)
