@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpubound import lora
+from gpubound.cli.saved import open_saved
 from gpubound.errors import DataError
 from gpubound.models import load_hf
 from gpubound.train.adapters import Lora
@@ -121,6 +122,7 @@ def test_over_a_base_in_fewer_bits(corpus, base, tmp_path, format):
     assert len(kept) == 2 * 2 * 7 and all(".lora." in name for name in kept)
     want = logits_of(run.model)
     torch.testing.assert_close(logits_of(load_hf(run.export(tmp_path / "merged", merge=True))), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of(open_saved(tmp_path / "run", torch.device("cpu")).model), want, rtol=1e-4, atol=1e-5)
     ours = load_hf(base)
     lora.load(ours, run.export(tmp_path / "adapter"))
     assert not torch.allclose(logits_of(ours), want, atol=1e-5), "the base has numbers there"

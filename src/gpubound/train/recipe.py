@@ -49,8 +49,8 @@ class Recipe:
     model: str = "10m"
     """A preset (see --list), a preset's name with -tiny added to try a recipe, or a Hugging Face folder to train further."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Train low-rank adapters over the frozen model of a Hugging Face folder: their rank, alpha, targets, dropout, rslora and
-    init, as gpubound.lora.add takes them. Only in a config file. Without it every weight is trained."""
+    """Train low-rank adapters over the frozen model of a Hugging Face folder: their rank, alpha, targets, dropout, rslora, init
+    and base, as gpubound.lora.add takes them. Only in a config file. Without it every weight is trained."""
     data: tuple[str, ...] = (STDLIB,)
     """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
     source of this Python or of its torch."""
