@@ -62,6 +62,17 @@ def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
     assert_same(second, whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"recompute": "blocks", "lora": {"rank": 4}}, {"precision": "fp16"}], ids=str)
+def test_resumed_bit_for_bit_on_a_gpu(corpus, base, tmp_path, options):
+    options = {"device": "cuda", "evaluate_every": 5} | options
+    whole, _ = train(adapting(corpus, base, tmp_path / "whole", **options))
+    assert whole.step.captured
+    train(adapting(corpus, base, tmp_path / "halved", **options), until=7)
+    second, _ = train(adapting(corpus, base, tmp_path / "halved", **options), resume=True)
+    assert_same(second, whole)
+
+
 def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
     options = {"model": str(base), "lora": RANK, **two_phases}
     del options["vocabulary"]
