@@ -214,6 +214,22 @@ def test_beside_a_training_step_that_was_made_before():
     step.close()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_call_that_broke(error):
+    model, x = adapted(Projections()), draw(6, 5, K)
+
+    def broken(*_):
+        raise error
+
+    with gb.lora.rows(model, NAMES):
+        hook = model.register_forward_pre_hook(broken)
+        with pytest.raises(error):
+            model(x, adapter_ids=IDS)
+        hook.remove()
+        other = IDS.flip(0)
+        torch.testing.assert_close(model(x, adapter_ids=other), formula(model, x, other), rtol=1e-4, atol=1e-5)
+
+
 def refusal(call):
     with pytest.raises(ValueError) as error:
         call()

@@ -87,8 +87,10 @@ class Routing:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = kwargs.pop(KEY, None)
-        if self._inside is None:
+        outermost = self._inside in (None, module)  # a call that Ctrl-C has ended never left
+        if outermost:
             self._inside = module
+        if outermost or given is not None:
             self._now = self.ids if given is None else given
             if self._now is None:
                 raise ValueError(
