@@ -139,3 +139,23 @@ def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
     monkeypatch.setattr(module, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
     with pytest.raises(gb.GenerateError, match="they do not compute this model"):
         served(max_batch=1)
+
+
+def test_adapters_inside_the_products_of_a_graph(monkeypatch):
+    """Programs that wait for what others compute beside them: the same tokens each time, alone and beside others."""
+    model = served(verify="quick").model
+    for number, name in enumerate(("x", "y")):
+        torch.manual_seed(number)
+        gb.lora.add(model, 16 >> number, alpha=8, init=False, name=name)
+    with gb.strict():
+        fast = gb.decoder(model, 8, 512)
+    given, names = cases.prompts(*range(5, 13)), ["x", None, "y", "x", "y", "y", None, "x"]
+    how = {"max_new_tokens": 75, "adapters": names}
+    found = fast.generate(given, **how).tokens
+    assert [fast.generate(given, **how).tokens for _ in range(5)] == [found] * 5
+    alone = [fast.generate([prompt], max_new_tokens=75, adapters=[name]).tokens[0] for prompt, name in zip(given, names)]
+    assert alone == found
+    assert fast.generate([given[0]] * 3, max_new_tokens=75, adapters=["x", "y", None]).tokens[0] == found[0]
+    eagerly(fast, monkeypatch)
+    assert fast.generate(given, **how).tokens == found
+    assert fast.generate(given, max_new_tokens=75).tokens != found  # all adapters on every row
