@@ -131,3 +131,14 @@ def test_trained_adapters_are_read_where_they_lie(device):
     adapters.parts[0][0].b.mul_(2)
     out = kernels.norm_product(x, None, weight, adapters=adapters)
     same("y", out.double(), x.double() @ weight.double().t() + plain(adapters, 0, x), 1e-5)
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_an_adapter_that_has_diverged_spoils_no_row_of_another(device, source, half):
+    x, weight = draw(device, torch.float32, 3, 48), draw(device, torch.float32, 32, 48, seed=2)
+    adapters = adapters_of(device, 48, (32,), [0, 1, NO_ADAPTER], (4, 8))
+    getattr(adapters.parts[0][1], half).fill_(float("nan"))
+    out = torch.zeros(3, 32, device=device)
+    load(source, "norm_product")(x, None, weight, None, None, None, None, None, out, None, None, 0, 0.0, adapters)
+    assert out.isnan().any(1).tolist() == [False, True, False]

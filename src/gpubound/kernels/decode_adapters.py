@@ -55,9 +55,8 @@ class StepAdapters(NamedTuple):
         """What the product of weight `number` gets from x (B, K), in x's dtype: the definition."""
         total: Tensor | float = 0.0
         for a, b, scale, owner in self.parts[number]:
-            wanted = (self.ids == owner) | (self.ids == EVERY_ADAPTER)
-            h = torch.where(wanted[:, None], scale * (x @ a.to(x.dtype).t()), 0.0)
-            total = total + h @ b.to(x.dtype).t()
+            wanted = ((self.ids == owner) | (self.ids == EVERY_ADAPTER))[:, None]
+            total = total + torch.where(wanted, scale * (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t(), 0.0)
         return total
 
 

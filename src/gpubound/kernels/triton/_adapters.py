@@ -73,19 +73,24 @@ def _up(table, first, last, columns, row, there, RANKS: tl.constexpr, TYPE: tl.c
 
 
 @triton.jit
+def _widened(up, words):
+    """up times h. What a row does not have adds nothing, whatever it holds: one that has diverged spoils no other's rows."""
+    return tl.sum(tl.where(words[None] == 0, 0.0, up * words.to(tl.float32, bitcast=True)[None]), 1)
+
+
+@triton.jit
 def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
     """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
     while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
         words = _begun(h, table, ids, b, first, last, columns, RANKS)
-    y = tl.sum(up * words.to(tl.float32, bitcast=True)[None], 1)
+    y = _widened(up, words)
     if MORE:
         for at in range(first + RANKS, last, RANKS):
             words = _begun(h, table, ids, b, at, last, columns, RANKS)
             while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
                 words = _begun(h, table, ids, b, at, last, columns, RANKS)
-            up = _up(table, at, last, columns, row, there, RANKS, TYPE)
-            y += tl.sum(up * words.to(tl.float32, bitcast=True)[None], 1)
+            y += _widened(_up(table, at, last, columns, row, there, RANKS, TYPE), words)
     return y
 
 
