@@ -6,7 +6,9 @@ from torch import nn
 
 import gpubound as gb
 from gpubound import measure
+from gpubound.cli import session
 from gpubound.errors import MeasureError
+from gpubound.monitor import Tape
 from gpubound.train.adapters import kept_state
 from gpubound.train.price import Price, frozen_alone
 
@@ -59,22 +61,28 @@ def test_a_model_without_such_a_norm():
     )
 
 
-def test_it_is_told_at_the_end_of_a_run(monkeypatch, capsys):
-    from gpubound.cli import session
-
+def test_it_is_told_at_the_end_of_a_run(tmp_path):
     told = Price(*(measure.Timing.of([seconds], "device events") for seconds in (3e-3, 2e-3)))
-    run = type("Run", (), {"price": lambda self: told})()
-    assert session.tell_price(run) == pytest.approx(1.5)
-    assert "LoRA step = 1.50 x (frozen forward + dX): " in capsys.readouterr().err
+    run, tape = type("Run", (), {"price": lambda self: told})(), Tape.create(tmp_path)
+    outcome = session.priced(run, session.Outcome(tape, "8 steps.", failed=False))
+    assert outcome.verdict == f"8 steps. {told}." and outcome.tape.about["price"] == pytest.approx(1.5)
+
+
+def test_what_cannot_be_measured_is_left_out(tmp_path, said):
+    def price(self):
+        raise MeasureError("no norm.\nNone at all.")
+
+    before = session.Outcome(Tape.create(tmp_path), "8 steps.", failed=False)
+    assert session.priced(type("Run", (), {"price": price})(), before) is before
+    assert "the price of the adapters is left out: no norm.\n" in said()
 
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_tells_it(corpus, base, tmp_path, capsys):
-    from gpubound.cli.session import train as train_said
     from gpubound.train.prepare import prepare
 
     options = {"model": str(base), "lora": {"rank": 4, "dropout": 0.1}, "device": "cuda", "steps": 8}
     run = prepare(recipe(corpus, tmp_path, **options), progress=False)
-    outcome = train_said(run, "run")
+    outcome = session.train(run, "run")
     assert "x (frozen forward + dX): " in capsys.readouterr().err
     assert outcome.tape.about["price"] > 0

@@ -110,7 +110,7 @@ def train(
         with run.best_weights():
             tape.tell(sample=sample(run))
     if run.recipe.adapters and run.finished and not outcome.failed and run.device.type == "cuda":
-        tape.tell(price=tell_price(run))
+        outcome = priced(run, outcome)
     tape.tell(
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
@@ -118,17 +118,6 @@ def train(
     )
     say(f"{title}: {outcome.verdict}", needed=outcome.failed)
     return outcome
-
-
-def tell_price(run: Run) -> float | None:
-    """What a step costs beside the frozen model's, said and given. On a CPU nobody asks."""
-    try:
-        price = run.price()
-    except (MeasureError, torch.OutOfMemoryError) as error:
-        notice(f"the price of the adapters is left out: {str(error).splitlines()[0]}")
-        return None
-    say(str(price))
-    return price.ratio
 
 
 class Scale:
@@ -209,6 +198,17 @@ def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
     parts.append("no fallback" if not total else f"{total} fallbacks")
     text = ", ".join(parts) + "."
     return Outcome(tape, f"FAILED, the training is not sound (try a lower lr or clip): {text}" if failed else text, failed)
+
+
+def priced(run: Run, outcome: Outcome) -> Outcome:
+    """What a step with adapters costs beside the frozen model's, behind the verdict. On a CPU nobody asks."""
+    try:
+        price = run.price()
+    except (MeasureError, torch.OutOfMemoryError) as error:
+        notice(f"the price of the adapters is left out: {str(error).splitlines()[0]}")
+        return outcome
+    outcome.tape.tell(price=price.ratio)
+    return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {price}.")
 
 
 def finish(tape: Tape) -> Any:
