@@ -255,3 +255,6 @@ def test_a_weight_as_numbers_again():
         layer.weight is weight and weight.dtype == torch.float32 and record_of(weight) is None and "base" not in layer._modules
     )
     torch.testing.assert_close(layer(x), want)
+    again = layer_in(InNf4).to(torch.bfloat16)
+    again.base.dissolve()
+    assert again.weight.dtype == again.bias.dtype == torch.bfloat16, "as the model is now"

@@ -118,23 +118,25 @@ class Base(nn.Module):
     Its buffers are bytes, whatever they mean: `.to(torch.bfloat16)` rounds every floating-point number that it finds.
     """
 
+    like: Tensor
     _layer: tuple[nn.Linear]
     _weight: nn.Parameter
     shape: tuple[int, int]
-    dtype: torch.dtype  # of the weight before
     kind: type[Frozen]
     rounds: bool = True  # x and dy, too, where the format multiplies in fewer bits
 
     def __init__(self, layer: nn.Linear, kind: type[Frozen]):
         super().__init__()
         weight = layer.weight
-        shape, dtype = tuple(weight.shape), weight.dtype
+        shape = tuple(weight.shape)
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=weight, shape=shape, dtype=dtype, kind=kind)
+        self.__dict__.update(_layer=(layer,), _weight=weight, shape=shape, kind=kind)
         codes, others = kind.encode(weight.detach())
         for name, tensor in others.items():
             if tensor is not codes:
                 self.register_buffer(name, tensor.contiguous().view(torch.uint8))
+        # of the weight's dtype, which `.to()` changes with the model's
+        self.register_buffer("like", torch.empty(0, device=weight.device, dtype=weight.dtype), persistent=False)
         weight.requires_grad_(False)
         weight.grad = None
         weight.data = codes
@@ -152,7 +154,7 @@ class Base(nn.Module):
     def dissolve(self, dtype: torch.dtype | None = None) -> None:
         """The weight as numbers again."""
         weight = self._weight
-        numbers = written([weight], dtype or self.dtype)
+        numbers = written([weight], dtype or self.like.dtype)
         weight.data = numbers
         made_record(weight).format = None
         drop_record(weight)

@@ -40,7 +40,7 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """The weights that `quantize_base` put into codes as numbers again, in `dtype` or the one they had. Rounding stays."""
+    """The weights that `quantize_base` put into codes as numbers again, in `dtype` or the model's. Rounding stays."""
     _check_closed(model, "lora.dequantize_base")
     undo = multiply_by_records(model, everywhere=True)
     _forget_stacks(model)

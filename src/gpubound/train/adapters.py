@@ -80,7 +80,6 @@ class Lora:
             )
 
     def add(self, model: nn.Module) -> None:
-        """To a model that has been placed, if it is to be: frozen weights in fewer bits cannot be."""
         lora.add(model, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def merged(self, base: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
