@@ -107,10 +107,18 @@ REFUSED = {
         "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of a layer of LlamaForCausalLM; load it on "
         "the model that it was trained on.",
     ),
-    "another kind": (option(use_dora=True), "{c}: use_dora is True, and only plain LoRA is read here; load it with PEFT."),
+    "another kind": (
+        option(lora_bias=True),
+        "{c}: lora_bias is True, and only plain LoRA and DoRA are read here; load it with PEFT.",
+    ),
+    "DoRA without its lengths": (
+        option(use_dora=True),
+        "{w}: the adapter of model.layers.0.self_attn.v_proj has A (4, 32) and B (16, 4) and magnitudes None, wanted (4, 32) "
+        "and (16, 4) and (16,) for a weight of 16 x 32; load it on the model that it was trained on.",
+    ),
     "another method": (
         option(peft_type="IA3"),
-        "{c}: peft_type is 'IA3', and only plain LoRA is read here; load it with PEFT.",
+        "{c}: peft_type is 'IA3', and only plain LoRA and DoRA are read here; load it with PEFT.",
     ),
     "no safetensors": (
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 40),
@@ -142,5 +150,5 @@ def test_over_other_layers_is_refused(tmp_path):
 def test_two_sorts_in_one_file_are_refused(tmp_path):
     model = adapted(tiny(), targets=["q_proj"])
     adapted(model, targets=["v_proj"], dropout=0.5)
-    with pytest.raises(ValueError, match=r"differs from model\.layers\.0\.self_attn\.q_proj in rslora or dropout"):
+    with pytest.raises(ValueError, match=r"differs from model\.layers\.0\.self_attn\.q_proj in rslora, dora or dropout"):
         gb.lora.save(model, tmp_path)

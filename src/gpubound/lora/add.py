@@ -10,7 +10,7 @@ from ..layers.stacked import multiply_by_records
 from .base import kind_of, quantize_base
 from .pairs import Adapters, Pair, check_not_chosen, pairs
 from .per_row import BELOW, make_one
-from .targets import KINDS, by, chosen, layers_of
+from .targets import DORA, KINDS, by, chosen, layers_of
 
 
 def add(
@@ -20,6 +20,7 @@ def add(
     targets: str | Sequence[str] = "all-linear",
     dropout: float = 0.0,
     rslora: bool = False,
+    dora: bool = False,
     init: bool | str = True,
     name: str = "default",
     base: str | None = None,
@@ -30,6 +31,7 @@ def add(
     targets  "all-linear": every nn.Linear but the head; "all-linear-and-conv": every nn.Conv2d, too; the ends of names
              ("q_proj"); or a regular expression of whole names
     rslora   alpha / √rank instead
+    dora     rows of the adapted weight get lengths of their own, which train, too (dora.py): for nn.Linear
     init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too
     name     several adapters may lie on one layer under different names; all that are on are added
     base     "nf4", "int8" or "fp8": what `quantize_base` then puts the frozen weights into
@@ -42,11 +44,12 @@ def add(
         kind_of(base, "lora.add")
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
-    options = {key: AdapterOptions(layer, rank, alpha, dropout, rslora) for key, layer in layers.items()}
-    for own in attach(model, options, name, "lora.add").values():
-        own.begin(init)
+    options = {key: AdapterOptions(layer, rank, alpha, dropout, rslora, dora) for key, layer in layers.items()}
+    made = attach(model, options, name, "lora.add")
     if base is not None:
         quantize_base(model, base)
+    for key, own in made.items():
+        own.begin(init, layers[key].weight)
     return list(layers)
 
 
@@ -58,10 +61,17 @@ class AdapterOptions(NamedTuple):
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
+
+    @property
+    def pair(self) -> type[Pair]:
+        return DORA[type(self.layer)] if self.dora else KINDS[type(self.layer)].PAIR
 
     def check(self, key: str, name: str, who: str) -> None:
         kind = KINDS[type(self.layer)]
-        most = kind.PAIR.most_rank(self.layer.weight)
+        if self.dora and type(self.layer) not in DORA:
+            raise ValueError(f"{who}: dora is for nn.Linear, and {key} is none; adapt it in a call of its own.")
+        most = self.pair.most_rank(self.layer.weight)
         if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
@@ -69,7 +79,7 @@ class AdapterOptions(NamedTuple):
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
-        if self.dropout and not kind.PAIR.DROPS:
+        if self.dropout and not self.pair.DROPS:
             raise ValueError(f"{who}: {key} takes no dropout, got {self.dropout}; adapt experts in a call of their own.")
         if name in (kind.of(self.layer) or ()):
             raise ValueError(
@@ -94,7 +104,7 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
         if (adapters := kind.of(found.layer)) is None:
             adapters = kind(found.layer)
             adapters.enter()
-        made[key] = own = adapters.PAIR(found.layer.weight, *found[1:])
+        made[key] = own = found.pair(found.layer.weight, *found[1:5])
         own.train(found.layer.training)
         adapters[name] = own
         adapters.hang()
@@ -126,7 +136,7 @@ def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:
 
 def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
     """The parameters of the adapters, or of those called `name`: what an optimizer is given."""
-    return [p for _, _, own in pairs(model, name, "lora.parameters") for p in (own.a, own.b)]
+    return [p for _, _, own in pairs(model, name, "lora.parameters") for p in own.parameters()]
 
 
 def remove(model: nn.Module, name: str | None = None) -> None:

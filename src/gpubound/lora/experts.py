@@ -60,14 +60,14 @@ class ExpertPair(Pair):
     def rank(self) -> int:
         return self.a.shape[1]
 
-    def begin(self, init: bool | str) -> None:
+    def begin(self, init: bool | str, weight: Tensor) -> None:
         """PEFT draws both as the matrices of its files, which have the ranks of all experts side by side."""
         experts, rank, inputs = self.a.shape
         nn.init.normal_(self.a, std=1 / rank) if init == "gaussian" else _uniform(self.a, inputs)
         _uniform(self.b, experts * rank) if init is False else nn.init.zeros_(self.b)
 
-    def added(self, dtype: torch.dtype) -> Tensor:
-        return self.scale * (self.b.to(dtype) @ self.a.to(dtype))
+    def added(self, weight: Tensor) -> Tensor:
+        return self.scale * (self.b.to(weight.dtype) @ self.a.to(weight.dtype))
 
     def filed(self, half: str) -> Tensor:
         """A (E R, K), and B (O, R E), in which a rank has the experts side by side."""

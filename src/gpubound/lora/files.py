@@ -1,7 +1,7 @@
 """Adapters in PEFT's files, both ways: adapter_config.json, and adapter_model.safetensors with a and b by their layers' names.
 
 What is written loads with `PeftModel.from_pretrained` on the same model, to the same logits; what PEFT wrote loads here, if it
-is plain LoRA. Everything is checked before the model is changed.
+is plain LoRA or DoRA. Everything is checked before the model is changed.
 """
 
 import json
@@ -19,14 +19,15 @@ from ..files import read_json, reading, regular, replacing, write_whole
 from ..layers.linear_site import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
+from .dora import DoraPair
 from .experts import ExpertStack
 from .pairs import Pair, adapted_layers, pairs
-from .targets import KINDS, by, layers_of, unfit
+from .targets import DORA, KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-UNUSUAL = (  # options of PEFT's that are off in plain LoRA, by which alone the files are read here
-    "use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
+UNUSUAL = (  # options of PEFT's that are off in what is read here
+    "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
     "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
 
@@ -53,10 +54,10 @@ def _config(model: nn.Module, found: dict[str, Pair], layers: dict[str, Any]) ->
     modules = [key for key in found if key not in stacks]
     first = next(iter(found.values()))
     for key, own in found.items():
-        if (own.rslora, own.dropout.p) != (first.rslora, first.dropout.p):
+        if (own.rslora, own.dropout.p, type(own) is DoraPair) != (first.rslora, first.dropout.p, type(first) is DoraPair):
             raise ValueError(
-                f"lora.save: {key} differs from {next(iter(found))} in rslora or dropout, for which PEFT's files have one "
-                f"value; give them different names, and save each."
+                f"lora.save: {key} differs from {next(iter(found))} in rslora, dora or dropout, for which PEFT's files have "
+                f"one value; give them different names, and save each."
             )
     return {
         "peft_type": "LORA",
@@ -67,6 +68,7 @@ def _config(model: nn.Module, found: dict[str, Pair], layers: dict[str, Any]) ->
         "lora_alpha": first.alpha,
         "lora_dropout": first.dropout.p,
         "use_rslora": first.rslora,
+        "use_dora": type(first) is DoraPair,
         "target_modules": _ends(modules, [key for key, _ in model.named_modules()]),
         "target_parameters": _ends(stacks, list(layers_of(model, (ExpertStack,)))) or None,
         "rank_pattern": {f"^{re.escape(key)}": own.rank for key, own in found.items() if own.rank != first.rank},
@@ -95,9 +97,8 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     folder = Path(path)
     config, tensors = _read(folder)
     layers = {key: layer for key, layer in layers_of(model).items() if not unfit(model, layer) and _in_file(config, key, layer)}
-    kinds = {key: KINDS[type(layer)] for key, layer in layers.items()}
-    paths = {key: f"{PREFIX}{kind.filed_under(key, layers)}" for key, kind in kinds.items()}
-    known = {f"{paths[key]}.{half}": (key, half) for key, kind in kinds.items() for half in kind.PAIR.HALVES}
+    paths = {key: f"{PREFIX}{KINDS[type(layer)].filed_under(key, layers)}" for key, layer in layers.items()}
+    known = {f"{paths[key]}.{half}": (key, half) for key, layer in layers.items() for half in _pair(config, layer).HALVES}
     halves: dict[str, dict[str, Tensor]] = {}
     for word, tensor in sorted(tensors.items()):
         if _is_base(folder, word, tensor, layers):
@@ -110,10 +111,10 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
         key, half = known[word]
         halves.setdefault(key, {})[half] = tensor
     options = {key: _options(folder, config, key, layers[key], own) for key, own in halves.items()}
-    there = {key: adapters[name].rank for key, adapters in adapted_layers(model) if name in adapters}
+    there = {key: (adapters[name].rank, type(adapters[name])) for key, adapters in adapted_layers(model) if name in adapters}
     if not there:
         attach(model, options, name, "lora.load")
-    elif there != {key: own.rank for key, own in options.items()}:
+    elif there != {key: (own.rank, own.pair) for key, own in options.items()}:
         raise DataError(
             f"{folder / WEIGHTS}: holds adapters of other layers or ranks than the model's {name!r}; load it under another "
             f"name."
@@ -121,13 +122,19 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     for key, adapters, own in pairs(model, name, "lora.load"):
         for half in own.HALVES:
             own.take(half, halves[key][half])
-        own.alpha, own.dropout.p, own.rslora = options[key][2:]
+        own.alpha, own.dropout.p, own.rslora = options[key][2:5]
         adapters.hang()
     return list(halves)
 
 
+def _pair(config: dict[str, Any], layer: Any) -> type[Pair]:
+    return DORA[type(layer)] if config.get("use_dora") else KINDS[type(layer)].PAIR
+
+
 def _in_file(config: dict[str, Any], key: str, layer: Any) -> bool:
     """Parameters are adapted where the config names them. What modules are shows in the tensors' names."""
+    if config.get("use_dora") and type(layer) not in DORA:
+        return False
     named = config.get("target_parameters") or ()
     return not isinstance(layer, ExpertStack) or any(key == name or key.endswith(f".{name}") for name in named)
 
@@ -152,7 +159,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for option, usual in wanted.items():
         if (config.get(option, usual) or None) != usual:
             raise DataError(
-                f"{folder / CONFIG}: {option} is {config[option]!r}, and only plain LoRA is read here; load it with PEFT."
+                f"{folder / CONFIG}: {option} is {config[option]!r}, and only plain LoRA and DoRA are read here; load it with "
+                f"PEFT."
             )
     file = folder / WEIGHTS
     try:
@@ -164,17 +172,19 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: dict[str, Tensor]) -> AdapterOptions:
     rank = _of(config, "rank_pattern", key, config.get("r"))
-    kind = KINDS[type(layer)].PAIR
-    got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
+    kind = _pair(config, layer)
     example = kind(torch.empty(shape_of(layer.weight), device="meta"), rank, 1.0, 0.0, False)
+    got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
     wanted = [tuple(example.filed(half).shape) for half in kind.HALVES]
     if got != wanted:
+        halves = " and ".join(f"{letter} {shape}" for letter, shape in zip(("A", "B", "magnitudes"), got))
         raise DataError(
-            f"{folder / WEIGHTS}: the adapter of {key} has A {got[0]} and B {got[1]}, wanted {wanted[0]} and {wanted[1]} for a "
+            f"{folder / WEIGHTS}: the adapter of {key} has {halves}, wanted {' and '.join(map(str, wanted))} for a "
             f"weight of {by(shape_of(layer.weight))}; load it on the model that it was trained on."
         )
     alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
-    return AdapterOptions(layer, rank, alpha, config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")))
+    drops, rslora, dora = config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    return AdapterOptions(layer, rank, alpha, drops, rslora, dora)
 
 
 def _of(config: dict[str, Any], pattern: str, key: str, otherwise: Any) -> Any:

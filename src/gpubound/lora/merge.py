@@ -47,8 +47,9 @@ def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
     if keep and adapters.original is None:
         adapters.keep(weight.detach().to("cpu", copy=True))
     wide = torch.promote_types(weight.dtype, torch.float32)
-    added = sum((pair.added(wide) for pair in own), torch.zeros((), device=weight.device))
     before = weight.detach().to(wide, copy=True)
+    base = before if adapters.original is None else adapters.original.to(before)
+    added = sum((pair.added(base) for pair in own), torch.zeros((), device=weight.device))
     weight.copy_(before + added)
     for pair in own:
         pair.merged = True

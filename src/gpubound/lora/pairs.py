@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record
-from ..layers.linear_site import shape_of
+from ..layers.linear_site import Adapter, shape_of
 from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
 from .per_row import PerRow
@@ -61,7 +61,7 @@ class Pair(nn.Module):
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def begin(self, init: bool | str) -> None:
+    def begin(self, init: bool | str, weight: Tensor) -> None:
         """PEFT's ways to begin: True and "gaussian" add nothing at first, False adds noise."""
         if init == "gaussian":
             nn.init.normal_(self.a, std=1 / self.rank)
@@ -72,10 +72,14 @@ class Pair(nn.Module):
         else:
             nn.init.zeros_(self.b)
 
-    def added(self, dtype: torch.dtype) -> Tensor:
-        """What it adds to the layer's weight."""
-        a, b = self.a.to(dtype), self.b.to(dtype)
+    def added(self, weight: Tensor) -> Tensor:
+        """What it adds to the layer's weight, of which this is a copy, in fp32 or wider."""
+        a, b = self.a.to(weight.dtype), self.b.to(weight.dtype)
         return (self.scale * (b.flatten(1) @ a.flatten(1))).view(b.shape[0], *a.shape[1:])
+
+    def part(self, weight: Tensor) -> Adapter:
+        """What it is in the weight's record."""
+        return LowRank(self.a, self.b, self.scale, self.dropout)
 
     def filed(self, half: str) -> Tensor:
         """A half as PEFT's files have it."""
@@ -96,7 +100,7 @@ class Adapters(nn.ModuleDict):
 
     _layer: tuple[nn.Module]
     _weight: nn.Parameter
-    _hung: tuple[LowRank, ...]
+    _hung: tuple[Adapter, ...]
     routing: Any  # which rows have which of them (rows.py); None: all that are on are added to all rows
     original: Tensor | None  # the weight before an adapter was merged into it, and its version since: merge.py
     written: int
@@ -149,20 +153,20 @@ class Adapters(nn.ModuleDict):
     def hang(self) -> None:
         record = made_record(self._weight)
         others = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
-        self.__dict__["_hung"] = tuple(self._lows())
+        self.__dict__["_hung"] = tuple(self._parts())
         record.adapters = (*others, *self._hung)
         drop_record(self._weight)
 
-    def _lows(self) -> Iterator[LowRank]:
+    def _parts(self) -> Iterator[Adapter]:
         """Those that are on; in one, by their dropout, those of which each row has its own."""
         names = () if self.routing is None else self.routing.names
-        alike: dict[float, list[tuple[int, LowRank]]] = {}
+        alike: dict[float, list[tuple[int, Any]]] = {}
         for name, pair in ((name, pair) for name, pair in self.pairs() if pair.adds):
-            low = LowRank(pair.a, pair.b, pair.scale, pair.dropout)
+            part = pair.part(self._weight)
             if name in names:
-                alike.setdefault(pair.dropout.p, []).append((names.index(name), low))
+                alike.setdefault(pair.dropout.p, []).append((names.index(name), part))
             else:
-                yield low
+                yield part
         for members in alike.values():
             places, lows = zip(*sorted(members, key=lambda member: member[0]))
             yield PerRow(lows, places, self.routing)

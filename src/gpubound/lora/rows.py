@@ -198,6 +198,8 @@ def _unfit(key: str, adapters: Adapters, own: Pair) -> str | None:
         return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
     if type(adapters.layer) is not nn.Linear:
         return f"is of an nn.{type(adapters.layer).__name__}, and rows choose from adapters of nn.Linear alone"
+    if type(own) is not Pair:
+        return "is DoRA, and rows choose from plain LoRA alone"
     if adapters.routing is not None:
         return "is one that rows choose from already; call close() of what gb.lora.rows returned first"
     if own.merged:

@@ -7,7 +7,6 @@ Legend: V words, O columns, R ranks; a (V, R), b (O, R).
 
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,13 +29,13 @@ class TablePair(Pair):
     def rank(self) -> int:
         return self.a.shape[1]
 
-    def begin(self, init: bool | str) -> None:
+    def begin(self, init: bool | str, weight: Tensor) -> None:
         """PEFT's two ways: a zero and b at random, or both at random."""
         nn.init.normal_(self.a) if init is False else nn.init.zeros_(self.a)
         nn.init.normal_(self.b)
 
-    def added(self, dtype: torch.dtype) -> Tensor:
-        return self.scale * (self.a.to(dtype) @ self.b.to(dtype).t())
+    def added(self, weight: Tensor) -> Tensor:
+        return self.scale * (self.a.to(weight.dtype) @ self.b.to(weight.dtype).t())
 
     def filed(self, half: str) -> Tensor:
         value = super().filed(half)

@@ -10,8 +10,9 @@ from ..layers.linear_site import format_of, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
 from .convolution import ConvAdapters
+from .dora import DoraPair
 from .experts import ExpertAdapters, ExpertStack, expert_stacks
-from .pairs import Adapters
+from .pairs import Adapters, Pair
 from .table import TableAdapters
 
 KINDS: dict[type, type[Adapters]] = {
@@ -21,6 +22,9 @@ KINDS: dict[type, type[Adapters]] = {
     ExpertStack: ExpertAdapters,
 }
 """The layers that are adapted, and what holds their adapters."""
+
+DORA: dict[type, type[Pair]] = {nn.Linear: DoraPair}
+"""Those that can have DoRA."""
 
 ALL: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
