@@ -183,6 +183,14 @@ def test_it_is_a_counted_fallback():
     assert sum(trace.fallbacks.values()) == len(gb.lora.parameters(model)) // 3
 
 
+def test_a_decoder_runs_the_model_as_it_is():
+    model = with_dora(tiny(), targets=["q_proj"]).eval()
+    with gb.strict(), pytest.raises(gb.FallbackError, match="one of its adapters is a Dora, which a step has no kernel for"):
+        gb.decoder(model, max_length=16)
+    want = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    assert gb.decoder(model, max_length=16).generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
+
+
 def test_compiled_code_sees_it():
     class Calls(nn.Module):
         def __init__(self):

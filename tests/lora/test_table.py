@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gpubound as gb
-from gpubound.decode import bind
 from gpubound.kernels.accumulate import main_gradient
 from gpubound.train import Accumulators
 
@@ -172,11 +171,17 @@ def test_captured_is_eager_bit_for_bit():
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_the_fused_decoder_refuses_what_it_does_not_see(target):
-    model = with_table(tiny(), targets=[target])
-    assert "a low-rank adapter" in bind._unreadable(model)
+def test_a_decoder_follows_them(target):
+    """By kernels once they are merged, and before by whatever can."""
+    model = with_table(tiny(), targets=[target]).eval()
+    want = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
+    if target == "embed_tokens":
+        with gb.strict(), pytest.raises(gb.FallbackError, match="model.embed_tokens: it carries a low-rank adapter"):
+            gb.decoder(model, max_length=16)
+    assert gb.decoder(model, max_length=16).generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
     gb.lora.merge(model)
-    assert bind._unreadable(model) is None
+    with gb.strict():
+        assert gb.decoder(model, max_length=16).generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
 
 
 # --- PEFT ---

@@ -26,7 +26,7 @@ class Dora(Adapter):
     """What one of them is: `LowRank` with lengths m (O,)."""
 
     def __init__(self, pair: "DoraPair", weight: Tensor):
-        self.parameters = pair.a, pair.b, pair.m
+        self.parameters = self.a, self.b, self.m = pair.a, pair.b, pair.m
         self.scale, self.dropout, self.weight = pair.scale, pair.dropout, weight
 
     @property

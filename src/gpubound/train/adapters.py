@@ -35,6 +35,7 @@ class Lora:
     targets: str | tuple[str, ...] = "all-linear"
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     init: bool | str = True
     base: str | None = None
 
