@@ -31,7 +31,7 @@ from ..models import load_hf
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.llama.weights import config_of
-from ..train.adapters import check_base, kept_state, load_kept_state, merge
+from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
@@ -161,7 +161,7 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
     facts, weights = found.facts["recipe"], dict[str, Tensor]()
     recipe = Recipe(model=facts["model"], seq=facts["seq"], lora=facts.get("lora", {}))
     if recipe.lora:
-        check_base(recipe.model, found)
+        check_base(recipe.model, base_of(recipe.model), found)
     with safe_open(found.path / TENSORS, framework="pt", device=str(device)) as file:  # which holds moments and masters, too
         names = list(file.keys())
         for part in ("model.", "average."):

@@ -115,9 +115,9 @@ def base_of(folder: str | Path) -> dict[str, int]:
     return {file.name: checksum(file) for file in (Path(folder, "config.json"), *weight_files(Path(folder)))}
 
 
-def check_base(folder: str | Path, found: Checkpoint) -> None:
-    """DataError when `folder` does not hold the base that the adapters in `found` were trained on."""
-    was, now = found.facts["base"], base_of(folder)
+def check_base(folder: str | Path, now: dict[str, int], found: Checkpoint) -> None:
+    """DataError when `now`, of `folder`, is not the base that the adapters in `found` were trained on."""
+    was = found.facts["base"]
     if changed := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
         raise DataError(
             f"{found.path}: its adapters were trained on another base than {folder} holds now: {', '.join(changed)} changed; "

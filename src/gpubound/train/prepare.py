@@ -52,13 +52,14 @@ def prepare(
     if recipe.adapters is not None:
         recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
     found = _found(checkpoints, resume)
+    base = base_of(recipe.model) if recipe.adapters else {}
     if found is not None:
         old = _recipe(found)
         if auto_batch:  # it was tried when the run began
             recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
         check_same(found, old, recipe)
         if recipe.adapters is not None:
-            check_base(recipe.model, found)
+            check_base(recipe.model, base, found)
     stages = [
         Stage(name, own, *hold_out(corpus, own.validation))
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
@@ -74,7 +75,6 @@ def prepare(
     placement = place(model, device)
     if recipe.adapters is not None:
         recipe.adapters.add(model)
-    base = base_of(recipe.model) if recipe.adapters else {}
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
