@@ -232,9 +232,10 @@ def test_placed_weights_that_were_joined_are_let_go():
     assert all(stack._weight.dtype == torch.int32 for stack in stacks) and not any(stack.fallbacks for stack in stacks)
 
 
-def test_what_stays_as_it_is_is_said(fallbacks):
+def test_what_stays_as_it_is_is_said(fallbacks, capsys):
     model = tiny("llama tied", hidden_size=64, intermediate_size=72, head_dim=16)
     assert len(gb.lora.quantize_base(model, "nf4")) == 12
+    assert "lora: 12 weights in nf4: 22.3 kB instead of 172.0 kB; the head stays as it is.\n" in capsys.readouterr().err
     assert fallbacks() == {
         ("lora.quantize_base", f"model.layers.{n}.mlp.down_proj has 72 columns, no multiple of 64, so it stays as it is"): 1
         for n in (0, 1)

@@ -35,7 +35,8 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     multiply_by_records(model, everywhere=True)
     after = sum(t.nbytes for layer in chosen.values() for t in (layer.weight, *getattr(layer, CHILD).buffers()))
     if chosen:
-        notice(f"lora: {len(chosen)} weights in {format}: {readable(after)} instead of {readable(before)}.")
+        rest = "" if head_of(model) is None else "; the head stays as it is"
+        notice(f"lora: {len(chosen)} weights in {format}: {readable(after)} instead of {readable(before)}{rest}.")
     return list(chosen)
 
 
