@@ -232,6 +232,29 @@ def test_placed_weights_that_were_joined_are_let_go():
     assert all(stack._weight.dtype == torch.int32 for stack in stacks) and not any(stack.fallbacks for stack in stacks)
 
 
+@pytest.mark.parametrize("order", ["plain", "placed"])
+def test_a_weight_goes_before_the_next_one_is_rounded(order, monkeypatch):
+    """Weights that are joined go together, once the last of them is rounded."""
+    model = wide()
+    if order == "placed":
+        placed(model)(tokens())
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head]
+    before, gone = [layer.weight.untyped_storage()._weak_ref() for layer in layers], []
+
+    def counting(base, layer, kind, begin=Base.__init__):
+        gone.append(sum(map(torch.UntypedStorage._expired, before)))
+        begin(base, layer, kind)
+
+    monkeypatch.setattr(Base, "__init__", counting)
+    gb.lora.quantize_base(model, "nf4")
+    assert all(map(torch.UntypedStorage._expired, before))
+    joined = [0, 0, 0, 3, 4, 4, 6]  # q, k, v; o; gate, up; down
+    one = list(range(7)) if order == "plain" else joined
+    assert gone == [*one, *(7 + n for n in one)]
+    for reference in before:
+        torch.UntypedStorage._free_weak_ref(reference)
+
+
 def test_what_stays_as_it_is_is_said(fallbacks, capsys):
     model = tiny("llama tied", hidden_size=64, intermediate_size=72, head_dim=16)
     assert len(gb.lora.quantize_base(model, "nf4")) == 12
