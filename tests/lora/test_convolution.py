@@ -12,6 +12,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.lora import convolution
 from gpubound.train import Accumulators
 
+from . import test_add
 from .test_add import refusal
 from .theirs import assert_same_gradients
 from .unet import denoising, images, noisy, unet
@@ -32,10 +33,8 @@ FORMS = {
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 
 
-def adapted(model, seed=3, targets=ALL, **options):
-    torch.manual_seed(seed)
-    gb.lora.add(model, **{"rank": 2, "alpha": 6, "init": False, "targets": targets} | options)
-    return model
+def adapted(model, **options):
+    return test_add.adapted(model, **{"rank": 2, "alpha": 6, "targets": ALL} | options)
 
 
 def convolved(form, dtype=torch.float32):

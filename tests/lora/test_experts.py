@@ -15,7 +15,7 @@ from gpubound.train import Accumulators
 
 from ..models.test_mixtral import KINDS, SIZES
 from ..place.models import assert_close, batch, place, tokens, training_run
-from .test_add import adapted, refusal
+from .test_add import adapted, assert_a_step_trains_them_alone, refusal
 from .theirs import assert_same_gradients
 
 pytestmark = [
@@ -180,19 +180,7 @@ def test_copies_and_pickles_keep_them():
 def test_a_step_trains_them_alone():
     ours = with_experts(sparse())
     place(ours, strict=True)
-    before, theirs = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours)
-    optimizer = torch.optim.AdamW(gb.lora.parameters(theirs), lr=1e-2, weight_decay=0.0)
-    config = gb.AdamW(lr=1e-2, weight_decay=0.0)
-    step = gb.TrainStep(ours, "causal_lm", config, clip=None, precision="fp32", graph="off")
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = theirs(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        assert step(batch()).read().loss == pytest.approx(loss.item(), rel=1e-5)
-    step.close()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, before[name]) != ("lora." in name), name
+    assert_a_step_trains_them_alone(ours)
 
 
 def test_the_fused_decoder_refuses_what_it_does_not_see():

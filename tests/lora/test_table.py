@@ -13,7 +13,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.train import Accumulators
 
 from ..place.models import assert_close, batch, place, tiny, tokens, training_run
-from .test_add import adapted, refusal
+from .test_add import adapted, assert_a_step_trains_them_alone, refusal
 from .theirs import assert_same_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -134,19 +134,7 @@ def test_a_step_trains_them_alone(placed, targets):
     ours = with_table(tiny(), targets=targets)
     if placed:
         place(ours)
-    before, theirs = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours)
-    optimizer = torch.optim.AdamW(gb.lora.parameters(theirs), lr=1e-2, weight_decay=0.0)
-    config = gb.AdamW(lr=1e-2, weight_decay=0.0)
-    step = gb.TrainStep(ours, "causal_lm", config, clip=None, precision="fp32", graph="off")
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = theirs(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        assert step(batch()).read().loss == pytest.approx(loss.item(), rel=1e-5)
-    step.close()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, before[name]) != (".lora." in name), name
+    assert_a_step_trains_them_alone(ours)
 
 
 def test_an_adapted_head_gives_whole_logits():
