@@ -25,6 +25,7 @@ FP32 = torch.float32
 SHAPED = {
     "adamw": ((0.9, 0.95), 1e-6, False, False),
     "add_norm": (1.0,),
+    "add_product": (16, True),
     "add_rms_norm": (96,),
     "add_rows": (48,),
     "cross_entropy": (333, False, True),
