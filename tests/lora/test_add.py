@@ -113,6 +113,21 @@ def test_begins_as_the_model_was():
         assert torch.equal(model(tokens()).logits, want)
 
 
+def test_an_orthogonal_beginning_is_pefts():
+    """It adds nothing, and yet both halves get gradients."""
+    peft = pytest.importorskip("peft")
+    layer = nn.Sequential(nn.Linear(24, 10))
+    theirs = peft.inject_adapter_in_model(peft.LoraConfig(r=6, target_modules=["0"]), copy.deepcopy(layer))[0]
+    torch.manual_seed(5)
+    theirs.orthogonal_init("default")
+    torch.manual_seed(5)
+    gb.lora.add(layer, 6, init="orthogonal")
+    own = layer[0].lora.default
+    torch.testing.assert_close(own.a, theirs.lora_A["default"].weight)
+    torch.testing.assert_close(own.b, theirs.lora_B["default"].weight)
+    assert (own.b @ own.a).abs().max() < 1e-6 and own.a.std() > 0.05 and own.b.std() > 0.05
+
+
 @pytest.mark.parametrize(
     "options, scale", [({"alpha": 8}, 2), ({"alpha": 8, "rslora": True}, 4), ({"alpha": None}, 1)], ids=str
 )
@@ -277,7 +292,18 @@ REFUSED = {
         "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 0.",
     ),
     "too much dropout": ({"dropout": 1.0}, "lora.add: dropout must be from 0 up to, not including, 1, got 1.0."),
-    "an unknown beginning": ({"init": "pissa"}, "lora.add: init must be True, False or 'gaussian', got 'pissa'."),
+    "an unknown beginning": (
+        {"init": "pissa"},
+        "lora.add: init must be True, False, 'gaussian' or 'orthogonal', got 'pissa'.",
+    ),
+    "an odd rank of what is orthogonal": (
+        {"init": "orthogonal", "rank": 3, "targets": r".*layers\.0.*k_proj"},
+        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 3 of model.layers.0.self_attn.k_proj.",
+    ),
+    "an orthogonal table": (
+        {"init": "orthogonal", "targets": ["embed_tokens"]},
+        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 4 of model.embed_tokens.",
+    ),
     "a name with a dot": ({"name": "a.b"}, "lora.add: name must be a word without dots, got 'a.b'."),
 }
 

@@ -192,7 +192,7 @@ def test_its_options_are_those_of_add():
         ({"rank": 8, "targets": [1]}, "targets must be a text or a list of them, got (1,)."),
         ({"rank": 8, "dropout": 1}, "dropout must be from 0 up to, not including, 1, got 1."),
         ({"rank": 8, "rslora": "yes"}, "rslora must be true or false, got 'yes'."),
-        ({"rank": 8, "init": "pissa"}, "init must be true, false or gaussian, got 'pissa'."),
+        ({"rank": 8, "init": "pissa"}, "init must be true, false, gaussian or orthogonal, got 'pissa'."),
         ({"rank": 8, "base": "nf3"}, "base must be one of nf4, int8, fp8, got 'nf3'."),
     ],
 )

@@ -12,6 +12,8 @@ from .pairs import Adapters, Pair, check_not_chosen, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
 
+INITS = (True, False, "gaussian", "orthogonal")
+
 
 def add(
     model: nn.Module,
@@ -32,18 +34,22 @@ def add(
              ("q_proj"); or a regular expression of whole names
     rslora   alpha / √rank instead
     dora     rows of the adapted weight get lengths of their own, which train, too (dora.py): for nn.Linear
-    init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too
+    init     True: a at random, b zero, as in PEFT; "gaussian": a normal with deviation 1 / rank; False: b at random, too;
+             "orthogonal": both at random, and b a zero, for nn.Linear of an even rank
     name     several adapters may lie on one layer under different names; all that are on are added
     base     "nf4", "int8" or "fp8": what `quantize_base` then puts the frozen weights into
 
     Adapters are in fp32 over 16-bit weights, so that any optimizer keeps their small updates.
     """
-    if init not in (True, False, "gaussian"):
-        raise ValueError(f"lora.add: init must be True, False or 'gaussian', got {init!r}.")
+    if init not in INITS:
+        raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
     if base is not None:
         kind_of(base, "lora.add")
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
+    odd = isinstance(rank, int) and rank % 2
+    if init == "orthogonal" and (other := [key for key, layer in layers.items() if odd or not isinstance(layer, nn.Linear)]):
+        raise ValueError(f"lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank {rank} of {other[0]}.")
     options = {key: AdapterOptions(layer, rank, alpha, dropout, rslora, dora) for key, layer in layers.items()}
     made = attach(model, options, name, "lora.add")
     if base is not None:

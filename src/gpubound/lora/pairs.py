@@ -62,7 +62,9 @@ class Pair(nn.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def begin(self, init: bool | str, weight: Tensor) -> None:
-        """PEFT's ways to begin: True and "gaussian" add nothing at first, False adds noise."""
+        """PEFT's ways to begin: all but False, which adds noise, add nothing at first."""
+        if init == "orthogonal":
+            return self._begin_orthogonal()
         if init == "gaussian":
             nn.init.normal_(self.a, std=1 / self.rank)
         else:
@@ -71,6 +73,14 @@ class Pair(nn.Module):
             nn.init.kaiming_uniform_(self.b, a=math.sqrt(5))
         else:
             nn.init.zeros_(self.b)
+
+    @torch.no_grad()
+    def _begin_orthogonal(self) -> None:
+        """b a is zero and neither of them: their ranks are mixed from rows of one orthogonal matrix, every other one."""
+        (rank, inputs), outputs = self.a.shape, self.b.shape[0]
+        mixing, _ = torch.linalg.qr(torch.randn(rank, rank))
+        self.a.copy_((torch.randn(inputs, rank // 2) @ mixing[0::2]).t() / 10)
+        self.b.copy_(torch.randn(rank // 2, outputs).t() @ mixing[1::2] / 10)
 
     def added(self, weight: Tensor) -> Tensor:
         """What it adds to the layer's weight, of which this is a copy, in fp32 or wider."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import lora
 from ..errors import DataError
 from ..layers.frozen import Base
+from ..lora.add import INITS
 from ..lora.base import FORMATS
 from ..models.folder import weight_files
 from ..models.registry import is_named
@@ -58,8 +59,8 @@ class Lora:
             raise ValueError(f"{WHERE}: rank must lie between 1 and {LARGEST_RANK:,}, got {self.rank:,}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{WHERE}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
-        if isinstance(self.init, str) and self.init != "gaussian":
-            raise ValueError(f"{WHERE}: init must be true, false or gaussian, got {self.init!r}.")
+        if self.init not in INITS:
+            raise ValueError(f"{WHERE}: init must be true, false, gaussian or orthogonal, got {self.init!r}.")
         if self.base is not None and self.base not in FORMATS:
             raise ValueError(f"{WHERE}: base must be one of {', '.join(FORMATS)}, got {self.base!r}.")
 
