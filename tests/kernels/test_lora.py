@@ -71,7 +71,7 @@ def test_a_seed_is_drawn_for_each_call(device):
     torch.manual_seed(0)
     first, second = drawn(0.5, device), drawn(0.5, device)
     assert drawn(0, device) is None
-    assert first.seed.device == device and not torch.equal(first.seed, second.seed)
+    assert first.seed.device == torch.zeros(1, device=device).device and not torch.equal(first.seed, second.seed)
     x, weight, _, a, b = arguments((6, 40, 8, 4), FP32, device)
     torch.manual_seed(1)
     one, two = (kernels.lora_linear(x, weight, None, a, b, 1.0, 0.5) for _ in range(2))
@@ -151,6 +151,64 @@ def test_gradients(shape, dtype, begins, device):
             same(name, got, want, TOLERANCE[FP32] if dtype == FP32 else 1e-4)  # 16-bit factors, fp32 sums
 
 
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_programs_that_share_a_sum(splits, begins, device):
+    """37 rows are not so many times sixteen: some of the programs have none. What they count with is zero again."""
+    rows, rank = 37, 5
+    given = [draw(device, FP32, rows, n, seed=n) for n in (50, rank, 70, rank)]
+    arrivals = torch.zeros(64, dtype=torch.int32, device=device)
+    job = plans.job_of("lora", "gradients", (256, 120, 16), given[0])
+    outs = [[draw(device, FP32, *size, seed=5) for size in ((rank, 50), (70, rank))] for _ in range(3)]
+    with plans.trying(job, ProductPlan(16, 16, 16, 4, 1, 1, splits)):
+        for out in outs[:2]:
+            fast.lora_gradients(*given, *out, begins=(begins, begins), arrivals=arrivals)
+            assert not arrivals.any()
+    reference.lora_gradients(*given, *outs[2], begins=(begins, begins))
+    for name, got, again, want in zip(("da", "db"), *outs):
+        same(name, got, want, TOLERANCE[FP32])
+        assert torch.equal(got, again)
+
+
+BLOCKED = [(64, 64), (128, 32, 32), (32, 16, 16), (16, 64)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rank", [3, 16])
+@pytest.mark.parametrize("blocks", BLOCKED, ids=str)
+def test_blocks_are_a_block_diagonal_b(blocks, rank, dtype, device):
+    """Of the definitions and of the kernels, beside dense products with torch.block_diag."""
+    rows, inputs, outputs, ranks = 40, 48, sum(blocks), rank * len(blocks)
+    x, weight, bias, *_ = arguments((rows, inputs, outputs, ranks), dtype, device)
+    each = [draw(device, dtype, size, rank, seed=i) for i, size in enumerate(blocks)]
+    b, whole = torch.cat(each), torch.block_diag(*each)
+    g, h = draw(device, dtype, rows, outputs, seed=8), draw(device, dtype, rows, ranks, seed=9)
+    wide = [t.double() for t in (x, weight, bias, g, h, whole)]
+    product = wide[0] @ wide[1].t() + wide[2] + wide[4] @ wide[5].t()
+    db = wide[3].t() @ wide[4]
+    db = torch.cat([part.split(rank, 1)[i] for i, part in enumerate(db.split(list(blocks)))])
+    for ops in (reference, fast):
+        same("h", ops.lora_down(g, b.t(), 1.7, blocks=blocks), (1.7 * wide[3] @ wide[5]).to(dtype), TOLERANCE[dtype])
+        same("up", ops.lora_up(g.clone(), h, b, blocks=blocks), (wide[3] + wide[4] @ wide[5].t()).to(dtype), TOLERANCE[dtype])
+        same("y", ops.lora_product(x, weight, bias, h, b, blocks=blocks), product.to(dtype), TOLERANCE[dtype])
+        outs = torch.empty(ranks, inputs, device=device), torch.empty(outputs, rank, device=device)
+        ops.lora_gradients(x, h, g, h, *outs, blocks=blocks)
+        tolerance = TOLERANCE[FP32] if dtype == FP32 else 1e-4
+        same("da", outs[0], (wide[4].t() @ wide[0]).float(), tolerance)
+        same("db", outs[1], db.float(), tolerance)
+    if dtype != FP32 or device.type != "cuda":
+        for described in (True, False):
+            got = fast._product(x, weight, bias, h, b, described, blocks)
+            same("product", got, product.to(dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("blocks", [(), (16, 16, 16, 16), (32, 16), (24, 40), (64, 0)], ids=str)
+def test_blocks_that_no_op_takes(blocks, device):
+    y, h, b = (torch.zeros(*size, device=device) for size in ((4, 64), (4, 8), (64, 4)))
+    with pytest.raises(ValueError, match="blocks must be one to 3 multiples of 16 that add up to 64"):
+        kernels.lora_up(y, h, b, blocks=blocks)
+
+
 @pytest.mark.parametrize("alone", [0, 1])
 def test_one_gradient_alone(alone, device):
     x, gh, g, h = (draw(device, FP32, 9, n, seed=n) for n in (20, 3, 30, 4))
@@ -223,8 +281,9 @@ def test_plans_fill_the_gpu():
     """An H200's 132 multiprocessors have a program each where rows or columns allow it."""
     for rows, height in ((2048, 16), (4096, 32), (8192, 64), (100_000, 64), (512, 16)):
         assert plans.plan_for(Job("lora", "down", (rows, 4096, 16), 2, CHIPS[90])).rows == height
-    for columns, height in ((1536, 16), (4096, 32), (8192, 64)):
-        assert plans.plan_for(Job("lora", "gradients", (8192, columns, 16), 2, CHIPS[90])).rows == height
+    for columns, splits in ((1536, 4), (4096, 4), (8192, 1)):
+        plan = plans.plan_for(Job("lora", "gradients", (8192, columns, 16), 2, CHIPS[90]))
+        assert (plan.rows, plan.splits) == (64, splits)
 
 
 def test_stores_stay_inside(device):
@@ -328,7 +387,7 @@ def test_the_parts_are_the_gradients_of_the_whole():
     torch.testing.assert_close(reference.lora_product(x, weight, bias, h, b), y)
     torch.testing.assert_close(reference.lora_up(torch.nn.functional.linear(x, weight, bias), h, b), y)
     torch.testing.assert_close(reference.lora_product(g, weight.t(), None, gh, a.t(), drop), dx)
-    got = adapter_gradients(a, b, x, gh, g, h, drop)
+    got = adapter_gradients([a], [b], x, gh, g, h, drop)
     torch.testing.assert_close(got, [da, db])
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gpubound.kernels import lora
 from gpubound.kernels.record import made_record
 from gpubound.layers import Stacked, linear_site
 from gpubound.layers.linear_site import linear
@@ -181,25 +182,28 @@ def test_micro_batches_sum_in_fp32_to_one_batch(dtype):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_gradients_of_neighbours_by_one_read_of_x(dropout, monkeypatch):
-    """q, k and v: a one behind the other, and so in the accumulators: the same sums as one by one."""
-    model = nn.ModuleDict({name: frozen(outputs) for name, outputs in (("q", 16), ("k", 8), ("v", 8))})
+def test_neighbours_are_one_adapter(dropout, monkeypatch):
+    """q, k and v: one h, one product for all gradients; the same numbers as one by one."""
+    model = nn.ModuleDict({name: frozen(outputs) for name, outputs in (("q", 32), ("k", 16), ("v", 16))})
     add(model, 4, dropout=dropout, init=False)
     sums = Accumulators(model.named_parameters())
-    stacked, x, found, read = Stacked(), draw(2, 3, K), [], []
-    count = adapter.lora_gradients
-    monkeypatch.setattr(adapter, "lora_gradients", lambda *given: read.append(given[4].shape) or count(*given))
-    for least in (1 << 30, 0):
-        monkeypatch.setattr(adapter, "WORTH_A_LAUNCH", least)
+    stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
+    count = lora.lora_gradients
+    monkeypatch.setattr(lora, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
+    for known in (lora.blocks_of, lambda b: None):
+        for room in (adapter, lora):
+            monkeypatch.setattr(room, "blocks_of", known)
         torch.manual_seed(3)
         sums.gradient.fill_(float("nan"))
         sums.begin()
+        leaf = x.clone().requires_grad_()
         for _ in range(2):
-            stacked.product(x, list(model.values())).square().sum().backward()
+            y = stacked.product(leaf, list(model.values()))
+            y.square().sum().backward()
         sums.finish()
-        found.append([p.main_grad.clone() for p in parameters(model)])
-    assert read == [(12, K)] * 2
-    assert_same(*found)
+        found.append([y.detach(), leaf.grad, *(p.main_grad.clone() for p in parameters(model))])
+    assert written == [(64, 4)] * 2 + [(32, 4), (16, 4), (16, 4)] * 2
+    assert_same(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_it_keeps_x_and_the_narrow_product():

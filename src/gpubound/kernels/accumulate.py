@@ -230,6 +230,12 @@ def join_rows(slices: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
+def join_columns(slices: Sequence[Tensor]) -> Tensor | None:
+    """`join_rows` of matrices that lie side by side: each is the transpose of what memory has."""
+    joined = join_rows([part.t() for part in slices])
+    return None if joined is None else joined.t()
+
+
 def widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight.to(dtype) for plain differentiable code: its gradient goes, still in `dtype`, where main_grad says."""
     return weight.to(dtype) if main_gradient(weight) is None else _Widened.apply(weight, dtype)

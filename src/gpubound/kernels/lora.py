@@ -6,6 +6,9 @@ The scale is applied once, to h: so with gh = scale · g b, which is `lora_down(
 
 a and b may be fp32 under a 16-bit x. They are rounded to x's dtype as they are multiplied, and no fp32 copy of x is made.
 
+Adapters of several weights that are multiplied as one are one adapter, too. Its a has the rows of all, one below the other, and
+its b is block-diagonal; only the blocks are given, one below the other: `blocks` says how many of the outputs each has.
+
 Legend: N rows (tokens), K inputs, O outputs, R ranks; x (N, K), weight (O, K), a (R, K), b (O, R), h and gh (N, R), g (N, O).
 """
 
@@ -15,16 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .accumulate import main_gradient, opens
+from .accumulate import join_columns, join_rows, main_gradient, opens
 from .aside import aside
 from .checks import require, require_device, require_last
 from .choose import implementation
 from .ops import definition, draw, ints
 from .plans.rules import LARGE
-from .record import record_of
+from .record import made_record, record_of
 from .rows import Owners, check_rows, own_columns
 
 WORD = 0xFFFFFFFF
+BLOCKS, BLOCK = 3, 16  # at most so many blocks, each of a multiple of so many outputs
+SHARED_SUMS = 2048  # for one call: tiles of 64 columns of x or g are fewer than multiprocessors, by four tiles of ranks
 
 
 class Drop(NamedTuple):
@@ -78,56 +83,68 @@ def dropped(x: Tensor, drop: Drop | None) -> Tensor:
 
 
 def lora_down(
-    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None, rows: Owners | None = None
-) -> Tensor:
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given.
 
     With `rows`, h keeps what the adapter of each row has made, and is zero elsewhere.
+    With `blocks` it is g times a block-diagonal b, whose blocks' transposes lie side by side in `a`: h has R columns a block.
     """
+    ranks = a.shape[0] * _count(blocks)
     _check_drop("lora_down", drop, x)
     _check("lora_down", x, a=(a, ("R", x.shape[-1])))
-    _check_outputs("lora_down", x, out=(out, (x.shape[0], a.shape[0])))
-    check_rows("lora_down", rows, x, a.shape[0])
-    shape = (_like(x.shape[0]), a.shape[0], drop is not None, rows is not None)
-    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows)
+    _check_blocks("lora_down", blocks, x.shape[-1])
+    _check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
+    check_rows("lora_down", rows, x, ranks)
+    shape = (_like(x.shape[0]), a.shape[0], drop is not None, rows is not None, _count(blocks))
+    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
 def _draw_down(
-    g: torch.Generator, rows: int = 50, rank: int = 5, dropping: bool = True, routed: bool = False
-) -> tuple[Tensor | Drop | Owners | float | None, ...]:
-    own = Owners(ints(0, -1, 1, 0, 5) if routed else ints(), ints(*(i % 2 for i in range(rank))), draw(g, rank).detach())
+    g: torch.Generator, rows: int = 50, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1
+) -> tuple:
+    ranks = rank * blocks
+    own = Owners(ints(0, -1, 1, 0, 5) if routed else ints(), ints(*(i % 2 for i in range(ranks))), draw(g, ranks).detach())
     count = rows - rows % len(own.ids) if routed else rows
-    return draw(g, count, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None
+    return draw(g, count, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None, _blocks(blocks)
 
 
 @definition(_draw_down)
 @torch.no_grad()
 def lora_down_reference(
-    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None, rows: Owners | None = None
-) -> Tensor:
+    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     wide = _wide(x)
-    h = own_columns(scale * (dropped(x.to(wide), drop) @ a.to(wide).t()), rows).to(x.dtype)
+    h = own_columns(scale * (dropped(x.to(wide), drop) @ _diagonal(a.t(), blocks).to(wide)), rows).to(x.dtype)
     return h if out is None else out.copy_(h)
 
 
-def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
     _check_drop("lora_up", drop, y)
-    _check("lora_up", y, h=(h, (y.shape[0], "R")), b=(b, (y.shape[-1], h.shape[-1])))
+    _check_blocks("lora_up", blocks, y.shape[-1])
+    _check("lora_up", y, b=(b, (y.shape[-1], "R")), h=(h, (y.shape[0], b.shape[-1] * _count(blocks))))
     _check_outputs("lora_up", y, y=(y, (y.shape[0], y.shape[1])))
-    return implementation("lora_up", y, None, (h.shape[1], drop is not None))(y, h, b, drop)
+    return implementation("lora_up", y, None, (b.shape[1], drop is not None, _count(blocks)))(y, h, b, drop, blocks)
 
 
-@definition(lambda g, rank=5, dropping=True: (draw(g, 50, 48).detach(), draw(g, 50, rank), draw(g, 48, rank), _drop(dropping)))
+def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: int = 1) -> tuple:
+    return draw(g, 50, 48).detach(), draw(g, 50, rank * blocks), draw(g, 48, rank), _drop(dropping), _blocks(blocks)
+
+
+@definition(_draw_up)
 @torch.no_grad()
-def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None) -> Tensor:
+def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     wide = _wide(y)
-    return y.copy_(y.to(wide) + dropped(h.to(wide) @ b.to(wide).t(), drop))
+    return y.copy_(y.to(wide) + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop))
 
 
 def lora_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None, dependent: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
+    blocks: Sequence[int] | None = None, dependent: bool = False,
+) -> Tensor:  # fmt: skip
     """x weightᵀ + bias + h bᵀ, with `drop` + drop(h bᵀ), as one kernel.
 
     With g, weight.t(), None, gh and a.t() it is the gradient dx.
@@ -137,97 +154,164 @@ def lora_product(
     """
     rows, outputs = x.shape[0], weight.shape[0]
     _check_drop("lora_product", drop, x)
+    _check_blocks("lora_product", blocks, outputs)
     _check(
-        "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), h=(h, (rows, "R")),
-        b=(b, (outputs, h.shape[-1])),
+        "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), b=(b, (outputs, "R")),
+        h=(h, (rows, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
-    shape = (rows * outputs >= LARGE, h.shape[1], drop is not None, weight.stride(-1) == 1)
-    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, dependent)
+    shape = (rows * outputs >= LARGE, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks))
+    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent)
 
 
-def _draw_product(g: torch.Generator, large: bool = False, rank: int = 5, dropping: bool = False, along: bool = True) -> tuple:
-    rows, outputs = (4096, LARGE // 4096) if large else (50, 40)
+def _draw_product(
+    g: torch.Generator, large: bool = False, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1
+) -> tuple:
+    rows, outputs = (4096, LARGE // 4096) if large else (50, 64 * blocks)
     weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
-    return draw(g, rows, 48), weight, draw(g, outputs) if along else None, draw(g, rows, rank), b, _drop(dropping)
+    bias = draw(g, outputs) if along else None
+    return draw(g, rows, 48), weight, bias, draw(g, rows, rank * blocks), b, _drop(dropping), _blocks(blocks, outputs, 64)
 
 
 @definition(_draw_product)
 @torch.no_grad()
 def lora_product_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None, dependent: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
+    blocks: Sequence[int] | None = None, dependent: bool = False,
+) -> Tensor:  # fmt: skip
     wide = _wide(x)
-    y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ b.to(wide).t(), drop)
+    y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop)
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True), dependent: bool = False,
+    begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
+    dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into what is given: None is not computed.
 
-    Summed in fp32, in the same order every time.
+    Summed in fp32, in the same order every time. With `blocks`, db has those of bᵀ's diagonal alone, one below the other.
 
     begins      for da and for db: True writes over what is there, False adds to it, which then is fp32
+    arrivals    int32 zeros, which the call leaves zero: with them programs may share a sum, and count there who has come.
+                Nobody else may use them meanwhile
     dependent   as of `lora_product`, gh being what the kernel before this one made
     """
     rank = h.shape[-1]
     _check_drop("lora_gradients", drop, x)
-    _check(
-        "lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O"))
-    )  # fmt: skip
-    _check_outputs("lora_gradients", x, da=_as_in_memory(da, rank, x.shape[-1]), db=_as_in_memory(db, g.shape[-1], rank))
-    shape = (x.shape[1], g.shape[1], rank, drop is not None)
-    return implementation("lora_gradients", x, None, shape)(x, gh, g, h, da, db, drop, begins, dependent)
+    _check_blocks("lora_gradients", blocks, g.shape[-1])
+    _check("lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")))
+    outputs = _as_in_memory(db, g.shape[-1], rank // _count(blocks))
+    _check_outputs("lora_gradients", x, da=_as_in_memory(da, rank, x.shape[-1]), db=outputs)
+    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks))
+    run = implementation("lora_gradients", x, None, shape)
+    return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals, dependent)
 
 
 def _draw_gradients(
-    g: torch.Generator, inputs: int = 48, outputs: int = 40, rank: int = 5, dropping: bool = True
-) -> tuple[Tensor | Drop | tuple | None, ...]:
-    inward, outward = ((draw(g, 50, columns), draw(g, 50, rank)) for columns in (inputs, outputs))
-    da, db = draw(g, rank, inputs).detach(), draw(g, outputs, rank).detach()
-    return *inward, *outward, da, db, _drop(dropping), (True, False)
+    g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1
+) -> tuple:
+    inward, outward = ((draw(g, 50, columns), draw(g, 50, rank * blocks)) for columns in (inputs, outputs))
+    da, db = draw(g, rank * blocks, inputs).detach(), draw(g, outputs, rank).detach()
+    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs), ints([0] * 4096)
 
 
 @definition(_draw_gradients)
 @torch.no_grad()
 def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True), dependent: bool = False,
+    begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
+    dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     wide = _wide(x)
     for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
         if out is not None:
             product = left.to(wide).t() @ dropped(right.to(wide), drop if right is x else None)
+            if blocks is not None and out is db:
+                rows, columns = product.split(list(blocks)), right.shape[1] // len(blocks)
+                product = torch.cat([part.split(columns, 1)[i] for i, part in enumerate(rows)])
             out.copy_(product) if begin else out.add_(product)
     return da, db
 
 
-def adapter_gradients(
-    a: Tensor, b: Tensor, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
-    wanted: Sequence[bool] = (True, True), dependent: bool = False,
-) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of the parameters a and b, where they go: into their main_grad and None, or tensors of their dtypes.
+def blocks_of(b: Sequence[Tensor]) -> list[int] | None:
+    """`blocks` of these b as one, if the ops take them so."""
+    sizes, ranks = [part.shape[0] for part in b], {part.shape[1] for part in b}
+    return sizes if 1 < len(b) <= BLOCKS and len(ranks) == 1 and not any(size % BLOCK for size in sizes) else None
 
+
+def adapter_gradients(
+    a: Sequence[Tensor], b: Sequence[Tensor], x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
+    wanted: Sequence[bool] = (True, True), beside: bool = False, dependent: bool = False,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of adapters' parameters, where they go: into their main_grad and None, or tensors of their dtypes.
+
+    The adapters lie side by side on h, and their b are blocks of one; `beside` says that all of them are of all outputs, and b
+    side by side, too. They, and `wanted`, are in the order a, b, a, b.
     `dependent` as of `lora_gradients`; it holds for deliveries on the current stream.
     """
-    mains = [main_gradient(p) if want else None for p, want in zip((a, b), wanted)]
-    begins = [main is None or opens([p]) for p, main in zip((a, b), mains)]
-    made = [torch.empty_like(p) if want and main is None else None for p, want, main in zip((a, b), wanted, mains)]
-    da, db = (made[i] if mains[i] is None else mains[i] for i in (0, 1))
+    blocks = None if beside else blocks_of(b)
+    of_a, of_b = _Into.all(a, wanted[::2], False), _Into.all(b, wanted[1::2], beside)
+    if of_a is None or of_b is None or (len(b) > 1 and blocks is None and not beside):
+        ranks, outputs = [part.shape[0] for part in a], [part.shape[0] for part in b]
+        gs = [g] * len(b) if beside else g.split(outputs, 1)
+        each = zip(a, b, gh.split(ranks, 1), gs, h.split(ranks, 1), wanted[::2], wanted[1::2])
+        return [t for i, j, ghi, gi, hi, *want in each for t in adapter_gradients([i], [j], x, ghi, gi, hi, drop, want)]
+    if of_a.out is None and of_b.out is None:
+        return [None] * len(wanted)
+    begins, made = (of_a.begins(), of_b.begins()), of_a.made or of_b.made
+    arrivals = None if made else _arrivals(a[0])
 
     def put(follows: bool = False) -> None:
-        lora_gradients(x, gh, g, h, da, db, drop, (begins[0], begins[1]), follows)
+        lora_gradients(x, gh, g, h, of_a.out, of_b.out, drop, begins, blocks, arrivals, follows)
 
-    record = record_of(a)
-    if not any(wanted):
-        return made
-    if any(t is not None for t in made) or record is None or record.side is None:
+    if made or (record := record_of(a[0])) is None or record.side is None:
         put(dependent)
     else:
-        aside(a, put, x, gh, g, h)
-    return made
+        aside(a[0], put, x, gh, g, h)
+    return [t for pair in zip(of_a.given(), of_b.given()) for t in pair]
+
+
+class _Into(NamedTuple):
+    """Where the gradients of some parameters are written, as one matrix: one below the other or, `beside`, side by side."""
+
+    parameters: Sequence[Tensor]
+    beside: bool
+    out: Tensor | None  # None: nobody wants them
+    made: bool = False  # for autograd, not a sum that others add to
+
+    @classmethod
+    def all(cls, parameters: Sequence[Tensor], wanted: Sequence[bool], beside: bool) -> "_Into | None":
+        """None if they do not go to one place."""
+        if not any(wanted):
+            return cls(parameters, beside, None)
+        mains = [main for p in parameters if (main := main_gradient(p)) is not None]
+        if not all(wanted) or 0 < len(mains) < len(parameters) or len({p.dtype for p in parameters}) > 1:
+            return None
+        if not mains:
+            return cls(parameters, beside, torch.cat([torch.empty_like(p) for p in parameters], int(beside)), True)
+        joined = mains[0] if len(mains) == 1 else (join_columns if beside else join_rows)(mains)
+        return None if joined is None else cls(parameters, beside, joined)
+
+    def begins(self) -> bool:
+        return self.out is None or self.made or opens(self.parameters)
+
+    def given(self) -> Sequence[Tensor | None]:
+        """For autograd."""
+        if self.out is None or not self.made:
+            return [None] * len(self.parameters)
+        return self.out.split([p.shape[self.beside] for p in self.parameters], int(self.beside))
+
+
+def _arrivals(a: Tensor) -> Tensor:
+    """Kept for a parameter, whose sum nobody else may write to while it is written to. A captured step makes its own, unless it
+    was run before."""
+    record = made_record(a)
+    if (kept := record.arrivals) is None or kept.device != a.device:
+        kept = torch.zeros(SHARED_SUMS, dtype=torch.int32, device=a.device)
+        if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            record.arrivals = kept
+    return kept
 
 
 def lora_linear(
@@ -267,6 +351,30 @@ def lora_linear_reference(
     y = rows @ weight.to(wide).t() + scale * (dropped(rows, drop) @ a.to(wide).t()) @ b.to(wide).t()
     y = y if bias is None else y + bias.to(wide)
     return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _count(blocks: Sequence[int] | None) -> int:
+    return 1 if blocks is None else len(blocks)
+
+
+def _diagonal(b: Tensor, blocks: Sequence[int] | None) -> Tensor:
+    """b whole."""
+    return b if blocks is None else torch.block_diag(*b.split(list(blocks)))
+
+
+def _blocks(count: int, columns: int = 48, last: int = BLOCK) -> list[int] | None:
+    """For examples."""
+    return [columns - (count - 1) * last, *[last] * (count - 1)] if count > 1 else None
+
+
+def _check_blocks(op: str, blocks: Sequence[int] | None, columns: int) -> None:
+    if blocks is None:
+        return
+    if not 1 <= len(blocks) <= BLOCKS or sum(blocks) != columns or any(size < BLOCK or size % BLOCK for size in blocks):
+        raise ValueError(
+            f"{op}: blocks must be one to {BLOCKS} multiples of {BLOCK} that add up to {columns}, got {list(blocks)}; "
+            f"multiply others one by one."
+        )
 
 
 def _like(rows: int) -> int:

@@ -88,11 +88,12 @@ AS_IT_IS = Format()
 
 
 class Factors(NamedTuple):
-    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R)."""
+    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R). `blocks`: kernels/lora.py."""
 
     h: Tensor
     b: Tensor
     drop: Drop | None = None
+    blocks: Sequence[int] | None = None
 
 
 class Adapter:

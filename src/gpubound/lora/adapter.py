@@ -6,21 +6,17 @@ aᵀ, and once more for all of their gradients. For backward they keep x and the
 Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h (N, R), g (N, O) the output's gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import join_rows, main_gradient, opens
-from ..kernels.aside import aside
-from ..kernels.lora import Drop, adapter_gradients, drawn, lora_down, lora_gradients, lora_up
+from ..kernels.accumulate import join_rows
+from ..kernels.lora import Drop, adapter_gradients, blocks_of, drawn, lora_down, lora_up
 from ..kernels.rows import Owners
 from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
-
-WORTH_A_LAUNCH = 16 << 20
-"""Bytes of x. On an H200 the gradients of a and b take 4.7 us at 3 MB, which is a launch, and 36 at 64 MB, half of it for x."""
 
 
 class LowRank(Adapter):
@@ -30,7 +26,6 @@ class LowRank(Adapter):
 
     def __init__(self, a: Tensor, b: Tensor, scale: float = 1.0, dropout: nn.Module | None = None):
         self.parameters = self.a, self.b = a, b
-        self.all_a = [a]
         self.scale, self.dropout = scale, dropout
 
     @property
@@ -56,14 +51,16 @@ class LowRank(Adapter):
         x = F.dropout(x, self.rate) if self.rate else x
         return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
 
-    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None, wants_a: bool) -> list[Tensor | None]:
-        """Those of `parameters`, but of a only where it is wanted here, too."""
-        wanted = wants_a and self.a.requires_grad, self.b.requires_grad
-        return adapter_gradients(self.a, self.b, x, gh, g, h, drop, wanted)
+    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
+        """Those of `parameters`."""
+        return adapter_gradients([self.a], [self.b], x, gh, g, h, drop, [p.requires_grad for p in self.parameters])
 
 
 class Together(Adapter):
-    """Adapters over parts of one product, in the order of these parts, of one scale and one mask of dropout."""
+    """Adapters over parts of one product, in the order of these parts, of one scale and one mask of dropout.
+
+    Where the parts are all of the product they are one adapter, whose b is block-diagonal (kernels/lora.py).
+    """
 
     seen: Any  # of the rows' adapters, by what their routing knows them again in backward
 
@@ -74,19 +71,25 @@ class Together(Adapter):
         self.ranks = [low.a.shape[0] for low in self.lows]
         self.parameters = [p for low in self.lows for p in low.parameters]
         self.scale, self.rate, self.routing = self.lows[0].scale, self.lows[0].rate, self.lows[0].routing
+        b, follows = [low.b for low in self.lows], [0, *(span.stop for span in self.spans)]
+        self.blocks = blocks_of(b) if all(span.start == stop for span, stop in zip(self.spans, follows)) else None
+        self.one = self.blocks is not None or len(self.lows) == 1
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         h, kept = self._down(x)
         y = y.view(-1, y.shape[-1])
-        for low, span, part in zip(self.lows, self.spans, h.split(self.ranks, 1)):
-            lora_up(span.of(y), part, low.b)
+        if self.one:
+            lora_up(y, h, self._b(), blocks=self.blocks)
+        else:
+            for _, span, part, b in self._each(h):
+                lora_up(span.of(y), part, b)
         return kept
 
     def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
-        if len(self.lows) > 1:
+        if not self.one:
             return None
         h, kept = self._down(x)
-        return Factors(h, self.lows[0].b.detach()), kept
+        return Factors(h, self._b(), blocks=self.blocks), kept
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         drop = drawn(self.rate, x.device)
@@ -98,8 +101,11 @@ class Together(Adapter):
         h, *rest = kept
         ids = None if self.routing is None else self.routing.again(self, rest.pop(0))
         gh = h.new_empty(h.shape)
-        for low, span, out in zip(self.lows, self.spans, gh.split(self.ranks, 1)):
-            lora_down(span.of(g), low.b.detach().t(), self.scale, None, out, self._owners(ids, [low]))
+        if self.one:
+            lora_down(g, self._b().t(), self.scale, None, gh, self._owners(ids, self.lows), self.blocks)
+        else:
+            for low, span, out, b in self._each(gh):
+                lora_down(span.of(g), b.t(), self.scale, None, out, self._owners(ids, [low]))
         return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None)
 
     def _owners(self, ids: Tensor | None, lows: Sequence[LowRank]) -> Owners | None:
@@ -112,31 +118,25 @@ class Together(Adapter):
             share = self.share(g, kept)
             if dx is not None:
                 lora_up(dx, *share)
-        delivered = self._deliver_all_a(g, x, kept[0], share)
-        narrow, wide = share.h.split(self.ranks, 1), kept[0].split(self.ranks, 1)
+        if self.blocks and self.routing is None:
+            a, b, wanted = [low.a for low in self.lows], [low.b for low in self.lows], [p.requires_grad for p in self.parameters]
+            return adapter_gradients(a, b, x, share.h, g, kept[0], share.drop, wanted)
         made: list[Tensor | None] = []
-        for low, span, gh, h in zip(self.lows, self.spans, narrow, wide):
-            made += low.gradients(x, gh, span.of(g), h, share.drop, not delivered)
+        for (low, span, h, _), gh in zip(self._each(kept[0]), share.h.split(self.ranks, 1)):
+            made += low.gradients(x, gh, span.of(g), h, share.drop)
         return made
 
-    def _deliver_all_a(self, g: Tensor, x: Tensor, h: Tensor, share: Factors) -> bool:
-        """The gradients of all a into their accumulators by one launch that reads x once, where that is worth a launch."""
-        trained = [a for low in self.lows for a in low.all_a]
-        mains = [main for a in trained if a.requires_grad and (main := main_gradient(a)) is not None]
-        if len(self.lows) == 1 or len(mains) < len(trained) or x.nbytes < WORTH_A_LAUNCH:
-            return False
-        if (joined := join_rows(mains)) is None:
-            return False
-        begins = opens(trained)
-        aside(
-            trained[0],
-            lambda: lora_gradients(x, share.h, g, h, joined, None, share.drop, (begins, True)),
-            *(x, share.h),
-        )
-        return True
+    def _each(self, h: Tensor) -> Iterator[tuple[LowRank, Spanning, Tensor, Tensor]]:
+        return zip(self.lows, self.spans, h.split(self.ranks, 1), (low.b.detach() for low in self.lows))
 
     def _a(self) -> Tensor:
         """All a, one below the other."""
-        each = [low.a.detach() for low in self.lows]
-        joined = join_rows(each)
-        return torch.cat(each) if joined is None else joined
+        return _stacked([low.a.detach() for low in self.lows])
+
+    def _b(self) -> Tensor:
+        return _stacked([low.b.detach() for low in self.lows])
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    joined = join_rows(parts)
+    return torch.cat(list(parts)) if joined is None else joined

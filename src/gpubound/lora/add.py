@@ -114,19 +114,20 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
         own.train(found.layer.training)
         adapters[name] = own
         adapters.hang()
-    _make_neighbours({key: own.a for key, own in made.items() if isinstance(options[key].layer, nn.Linear)})
+    _make_neighbours({key: own for key, own in made.items() if isinstance(options[key].layer, nn.Linear)})
     multiply_by_records(model, everywhere=True)
     return made
 
 
-def _make_neighbours(of_layers: dict[str, nn.Parameter]) -> None:
-    """Let the a of linear layers that may read the same x, siblings of one width, lie one behind the other.
+def _make_neighbours(of_layers: dict[str, Pair]) -> None:
+    """Let the a of linear layers that may read the same x, siblings, lie one behind the other, and so their b.
 
-    They are one matrix then, wherever their layers are multiplied as one, and so are their gradients (train/flat_buffers.py).
+    Wherever the siblings are multiplied as one they are one matrix then, and so are their gradients (train/flat_buffers.py).
     """
     siblings: dict[tuple, list[nn.Parameter]] = {}
-    for key, a in of_layers.items():
-        siblings.setdefault((key.rpartition(".")[0], a.shape[1], a.dtype, a.device), []).append(a)
+    for key, own in of_layers.items():
+        for word, p in (("a", own.a), ("b", own.b)):
+            siblings.setdefault((word, key.rpartition(".")[0], p.shape[1], p.dtype, p.device), []).append(p)
     for group in siblings.values():
         make_one(group, BELOW)
 

@@ -5,15 +5,14 @@ gradients then, which one read of x and g gives. Legend as in adapter.py.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.accumulate import join_rows, main_gradient, opens
-from ..kernels.aside import aside
-from ..kernels.lora import Drop, lora_gradients
+from ..kernels.accumulate import join_columns, join_rows, main_gradient
+from ..kernels.lora import Drop, adapter_gradients
 from ..kernels.rows import own_columns
 from .adapter import LowRank
 
@@ -47,63 +46,15 @@ class PerRow(LowRank):
         own = self.routing.owners(self.routing.ids_of(x), [self])
         return F.linear(own_columns(h.flatten(0, -2), own).view(h.shape), torch.cat(self.all_b, BESIDE).to(x.dtype))
 
-    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None, wants_a: bool) -> list[Tensor | None]:
-        of_a, of_b = _target(self.all_a, wants_a, BELOW), _target(self.all_b, True, BESIDE)
-        if of_a is None or of_b is None:
-            ranks, made = [rank for _, rank, _ in self.columns], list[Tensor | None]()
-            for low, narrow, own in zip(self.members, gh.split(ranks, 1), h.split(ranks, 1)):
-                made += low.gradients(x, narrow, g, own, drop, wants_a)
-            return made
-        begins = (of_a.begins(), of_b.begins())
-
-        def put() -> None:
-            lora_gradients(x, gh, g, h, of_a.whole, of_b.whole, drop, begins)
-
-        if any(t is not None for t in (*of_a.made, *of_b.made)):
-            put()
-        else:
-            aside(self.all_a[0], put, x, gh, g, h)
-        return [t for pair in zip(of_a.made, of_b.made) for t in pair]
-
-
-class _Target(NamedTuple):
-    """Where the gradients of several parameters go as one matrix: None where none is wanted."""
-
-    whole: Tensor | None
-    made: Sequence[Tensor | None]  # what autograd gets: parts of it, or None where they are delivered
-    sums: Sequence[Tensor] = ()  # whose accumulators it is
-
-    def begins(self) -> bool:
-        return not self.sums or opens(self.sums)
-
-
-def _target(parameters: Sequence[Tensor], wanted: bool, along: int) -> _Target | None:
-    """None where they cannot be one matrix."""
-    trained = [p for p in parameters if wanted and p.requires_grad]
-    if not trained:
-        return _Target(None, [None] * len(parameters))
-    mains = [main for p in trained if (main := main_gradient(p)) is not None]
-    if mains:
-        whole = _joined(mains, along) if len(mains) == len(parameters) else None
-        return None if whole is None else _Target(whole, [None] * len(mains), parameters)
-    if len(trained) < len(parameters) or len({p.dtype for p in parameters}) > 1:
-        return None
-    made = torch.cat([torch.empty_like(p) for p in parameters], along)
-    return _Target(made, made.split([p.shape[along] for p in parameters], along))
+    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
+        wanted = [p.requires_grad for p in self.parameters]
+        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, wanted, beside=True)
 
 
 def _matrix(parts: Sequence[Tensor], along: int) -> Tensor:
     parts = [p.detach() for p in parts]
-    joined = _joined(parts, along)
+    joined = (join_columns if along else join_rows)(parts)
     return torch.cat(parts, along) if joined is None else joined
-
-
-def _joined(parts: Sequence[Tensor], along: int) -> Tensor | None:
-    """The matrix that they are in memory, one below the other or side by side."""
-    if along == BELOW:
-        return join_rows(parts)
-    joined = join_rows([p.t() for p in parts])
-    return None if joined is None else joined.t()
 
 
 def lay_together(layers: Sequence[Sequence[Any]]) -> None:

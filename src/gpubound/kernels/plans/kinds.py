@@ -217,6 +217,7 @@ class ProductPlan(NamedTuple):
     warps: int
     stages: int  # tiles in flight
     parts: int = 1  # in which a tile of the result is stored: staged in shared memory, a whole one would take stages away
+    splits: int = 1  # programs that share a sum
 
     def shared(self, job: Job) -> int:
         """Tiles in flight, an fp32 adapter's under 16-bit rows, and the part of the result that waits to be stored."""
@@ -243,5 +244,6 @@ class ProductPlan(NamedTuple):
             for rows, columns, warps in product((32, 64, 128), (64, 128, 256), (4, 8)):
                 yield ProductPlan(rows, columns, rank, warps, 1)
         else:  # the rank is the width of the result
-            for rows, depth, warps, stages in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4)):
-                yield ProductPlan(rows, rank, depth, warps, stages)
+            shared = (1, 2, 4, 8) if job.way == "gradients" else (1,)
+            for rows, depth, warps, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4), shared):
+                yield ProductPlan(rows, rank, depth, warps, stages, 1, splits)
