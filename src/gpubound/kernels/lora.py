@@ -213,7 +213,7 @@ def _draw_gradients(
 ) -> tuple:
     inward, outward = ((draw(g, 50, columns), draw(g, 50, rank * blocks)) for columns in (inputs, outputs))
     da, db = draw(g, rank * blocks, inputs).detach(), draw(g, outputs, rank).detach()
-    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs), ints([0] * 4096)
+    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs), ints(*[0] * SHARED_SUMS)
 
 
 @definition(_draw_gradients)

@@ -119,7 +119,11 @@ class Together(Adapter):
             if dx is not None:
                 lora_up(dx, *share)
         if self.blocks and self.routing is None:
-            a, b, wanted = [low.a for low in self.lows], [low.b for low in self.lows], [p.requires_grad for p in self.parameters]
+            a, b, wanted = (
+                [low.a for low in self.lows],
+                [low.b for low in self.lows],
+                [p.requires_grad for p in self.parameters],
+            )
             return adapter_gradients(a, b, x, share.h, g, kept[0], share.drop, wanted)
         made: list[Tensor | None] = []
         for (low, span, h, _), gh in zip(self._each(kept[0]), share.h.split(self.ranks, 1)):
