@@ -128,7 +128,7 @@ def lora(job: Job) -> ProductPlan:
     """shape: rows; columns of x (down), of y (up, the product's forms), of x and g together (gradients); the ranks of a tile.
 
     down and gradients are bound by memory. Gradients' programs share a sum where their tiles are fewer than the GPU's
-    multiprocessors: 2048 rows, 768 + 768 columns, rank 16, bf16 on an H200: 4.8 us by four, 8.1 with tiles of 16 columns instead.
+    multiprocessors: 2048 rows, 768 + 768 columns, rank 16, bf16 on an H200: 4.8 us by four, 8.1 with tiles of 16 columns.
 
     described, H200, bf16: 8192 x 2048 x 8192 376 us (cuBLAS without the adapter 362), 2048 x 2048 x 2048 25.2 (23.5), and 26.5
     with tiles of 128 x 128; 2048 x 768 x 768 7.9 (6.3).
