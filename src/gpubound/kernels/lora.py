@@ -18,13 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .accumulate import join_columns, join_rows, main_gradient, opens
-from .aside import aside
 from .checks import require, require_device, require_last
 from .choose import implementation
 from .ops import definition, draw, ints
-from .plans.rules import LARGE
-from .record import made_record, record_of
+from .plans.rules import LARGE, WAVE
 from .rows import Owners, check_rows, own_columns
 
 WORD = 0xFFFFFFFF
@@ -97,17 +94,14 @@ def lora_down(
     _check_blocks("lora_down", blocks, x.shape[-1])
     _check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
     check_rows("lora_down", rows, x, ranks)
-    shape = (_like(x.shape[0]), a.shape[0], drop is not None, rows is not None, _count(blocks))
+    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks))
     return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
-def _draw_down(
-    g: torch.Generator, rows: int = 50, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1
-) -> tuple:
+def _draw_down(g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1) -> tuple:
     ranks = rank * blocks
     own = Owners(ints(0, -1, 1, 0, 5) if routed else ints(), ints(*(i % 2 for i in range(ranks))), draw(g, ranks).detach())
-    count = rows - rows % len(own.ids) if routed else rows
-    return draw(g, count, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None, _blocks(blocks)
+    return draw(g, 80, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None, _blocks(blocks)
 
 
 @definition(_draw_down)
@@ -131,7 +125,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
 
 
 def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: int = 1) -> tuple:
-    return draw(g, 50, 48).detach(), draw(g, 50, rank * blocks), draw(g, 48, rank), _drop(dropping), _blocks(blocks)
+    return draw(g, 64, 48).detach(), draw(g, 64, rank * blocks), draw(g, 48, rank), _drop(dropping), _blocks(blocks)
 
 
 @definition(_draw_up)
@@ -159,14 +153,15 @@ def lora_product(
         "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), b=(b, (outputs, "R")),
         h=(h, (rows, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
-    shape = (rows * outputs >= LARGE, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks))
+    size = (rows * outputs >= WAVE) + (rows * outputs >= LARGE)
+    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks))
     return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent)
 
 
 def _draw_product(
-    g: torch.Generator, large: bool = False, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1
+    g: torch.Generator, size: int = 0, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1
 ) -> tuple:
-    rows, outputs = (4096, LARGE // 4096) if large else (50, 64 * blocks)
+    rows, outputs = ((64, 64 * blocks), (2048, WAVE // 2048), (4096, LARGE // 4096))[size]
     weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
     bias = draw(g, outputs) if along else None
     return draw(g, rows, 48), weight, bias, draw(g, rows, rank * blocks), b, _drop(dropping), _blocks(blocks, outputs, 64)
@@ -211,7 +206,7 @@ def lora_gradients(
 def _draw_gradients(
     g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1
 ) -> tuple:
-    inward, outward = ((draw(g, 50, columns), draw(g, 50, rank * blocks)) for columns in (inputs, outputs))
+    inward, outward = ((draw(g, 64, columns), draw(g, 64, rank * blocks)) for columns in (inputs, outputs))
     da, db = draw(g, rank * blocks, inputs).detach(), draw(g, outputs, rank).detach()
     return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs), ints(*[0] * SHARED_SUMS)
 
@@ -232,86 +227,6 @@ def lora_gradients_reference(
                 product = torch.cat([part.split(columns, 1)[i] for i, part in enumerate(rows)])
             out.copy_(product) if begin else out.add_(product)
     return da, db
-
-
-def blocks_of(b: Sequence[Tensor]) -> list[int] | None:
-    """`blocks` of these b as one, if the ops take them so."""
-    sizes, ranks = [part.shape[0] for part in b], {part.shape[1] for part in b}
-    return sizes if 1 < len(b) <= BLOCKS and len(ranks) == 1 and not any(size % BLOCK for size in sizes) else None
-
-
-def adapter_gradients(
-    a: Sequence[Tensor], b: Sequence[Tensor], x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
-    wanted: Sequence[bool] = (True, True), beside: bool = False, dependent: bool = False,
-) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of adapters' parameters, where they go: into their main_grad and None, or tensors of their dtypes.
-
-    The adapters lie side by side on h, and their b are blocks of one; `beside` says that all of them are of all outputs, and b
-    side by side, too. They, and `wanted`, are in the order a, b, a, b.
-    `dependent` as of `lora_gradients`; it holds for deliveries on the current stream.
-    """
-    blocks = None if beside else blocks_of(b)
-    of_a, of_b = _Into.all(a, wanted[::2], False), _Into.all(b, wanted[1::2], beside)
-    if of_a is None or of_b is None or (len(b) > 1 and blocks is None and not beside):
-        ranks, outputs = [part.shape[0] for part in a], [part.shape[0] for part in b]
-        gs = [g] * len(b) if beside else g.split(outputs, 1)
-        each = zip(a, b, gh.split(ranks, 1), gs, h.split(ranks, 1), wanted[::2], wanted[1::2])
-        return [t for i, j, ghi, gi, hi, *want in each for t in adapter_gradients([i], [j], x, ghi, gi, hi, drop, want)]
-    if of_a.out is None and of_b.out is None:
-        return [None] * len(wanted)
-    begins, made = (of_a.begins(), of_b.begins()), of_a.made or of_b.made
-    arrivals = None if made else _arrivals(a[0])
-
-    def put(follows: bool = False) -> None:
-        lora_gradients(x, gh, g, h, of_a.out, of_b.out, drop, begins, blocks, arrivals, follows)
-
-    if made or (record := record_of(a[0])) is None or record.side is None:
-        put(dependent)
-    else:
-        aside(a[0], put, x, gh, g, h)
-    return [t for pair in zip(of_a.given(), of_b.given()) for t in pair]
-
-
-class _Into(NamedTuple):
-    """Where the gradients of some parameters are written, as one matrix: one below the other or, `beside`, side by side."""
-
-    parameters: Sequence[Tensor]
-    beside: bool
-    out: Tensor | None  # None: nobody wants them
-    made: bool = False  # for autograd, not a sum that others add to
-
-    @classmethod
-    def all(cls, parameters: Sequence[Tensor], wanted: Sequence[bool], beside: bool) -> "_Into | None":
-        """None if they do not go to one place."""
-        if not any(wanted):
-            return cls(parameters, beside, None)
-        mains = [main for p in parameters if (main := main_gradient(p)) is not None]
-        if not all(wanted) or 0 < len(mains) < len(parameters) or len({p.dtype for p in parameters}) > 1:
-            return None
-        if not mains:
-            return cls(parameters, beside, torch.cat([torch.empty_like(p) for p in parameters], int(beside)), True)
-        joined = mains[0] if len(mains) == 1 else (join_columns if beside else join_rows)(mains)
-        return None if joined is None else cls(parameters, beside, joined)
-
-    def begins(self) -> bool:
-        return self.out is None or self.made or opens(self.parameters)
-
-    def given(self) -> Sequence[Tensor | None]:
-        """For autograd."""
-        if self.out is None or not self.made:
-            return [None] * len(self.parameters)
-        return self.out.split([p.shape[self.beside] for p in self.parameters], int(self.beside))
-
-
-def _arrivals(a: Tensor) -> Tensor:
-    """Kept for a parameter, whose sum nobody else may write to while it is written to. A captured step makes its own, unless it
-    was run before."""
-    record = made_record(a)
-    if (kept := record.arrivals) is None or kept.device != a.device:
-        kept = torch.zeros(SHARED_SUMS, dtype=torch.int32, device=a.device)
-        if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-            record.arrivals = kept
-    return kept
 
 
 def lora_linear(
@@ -375,11 +290,6 @@ def _check_blocks(op: str, blocks: Sequence[int] | None, columns: int) -> None:
             f"{op}: blocks must be one to {BLOCKS} multiples of {BLOCK} that add up to {columns}, got {list(blocks)}; "
             f"multiply others one by one."
         )
-
-
-def _like(rows: int) -> int:
-    """A few numbers that stand for all, so that not each number of tokens is tested by itself."""
-    return 2048 if rows <= 2048 else 4096 if rows <= 4096 else 8192
 
 
 def _wide(x: Tensor) -> torch.dtype:

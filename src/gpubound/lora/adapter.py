@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import join_rows
-from ..kernels.lora import Drop, adapter_gradients, blocks_of, drawn, lora_down, lora_up
+from ..kernels.adapters import adapter_gradients, blocks_of
+from ..kernels.lora import Drop, drawn, lora_down, lora_up
 from ..kernels.rows import Owners
 from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.accumulate import join_columns, join_rows, main_gradient
-from ..kernels.lora import Drop, adapter_gradients
+from ..kernels.adapters import adapter_gradients
+from ..kernels.lora import Drop
 from ..kernels.rows import own_columns
 from .adapter import LowRank
 

@@ -21,6 +21,7 @@ from ..graph import Captured
 from ..kernels.aside import Side
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
+from ..lora import early
 from ..models import Decoder
 from ..trace import notice
 from ..words import readable
@@ -191,6 +192,7 @@ def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Ite
     yield from model.calls() if isinstance(model, Decoder) else ()
     yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
     yield from fp8.CALLS if numbers.fp8 else ()
+    yield from early.calls(model)
     yield from lossy.calls(model) if isinstance(lossy, Objective) else ()
 
 

@@ -29,7 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
 from ..accumulate import bias_gradients, weight_gradient
-from ..lora import Drop, adapter_gradients, threshold
+from ..adapters import adapter_gradients
+from ..lora import Drop, threshold
 from ..plans import Job, job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners

@@ -1,0 +1,50 @@
+"""What a training step will ask of adapters, named before it runs, so that the kernels are compiled side by side."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..kernels.adapters import blocks_of
+from ..kernels.choose import Call
+from ..layers.linear_site import AS_IT_IS, Format, adapters_of, format_of
+from ..layers.stacked import Projecting
+from .adapter import LowRank
+
+LARGE = 2  # the size of product that lora_product's kernels are tested at, for thousands of tokens
+
+
+def calls(model: nn.Module) -> Iterator[Call]:
+    """Those of linear layers with one adapter each. A batch of few tokens takes other kernels, when it comes."""
+    layers = {id(m): m for m in model.modules() if isinstance(m, nn.Linear)}
+    for part in model.modules():
+        if isinstance(part, Projecting):
+            together = part.projections()
+            lows = [low for layer in together if (low := _only(layer)) is not None]
+            if len(lows) == len(together) and blocks_of([low.b for low in lows]) and len({low.scale for low in lows}) == 1:
+                yield from _site(lows, format_of(together[0].weight))
+                for layer in together:
+                    layers.pop(id(layer), None)
+    for layer in layers.values():
+        if (low := _only(layer)) is not None:
+            yield from _site([low], format_of(layer.weight))
+
+
+def _only(layer: Any) -> LowRank | None:
+    weight = getattr(layer, "weight", None)
+    adapters = () if weight is None else adapters_of(weight)
+    return adapters[0] if len(adapters) == 1 and type(adapters[0]) is LowRank else None
+
+
+def _site(lows: Sequence[LowRank], stored: Format) -> Iterator[Call]:
+    rank, inputs, outputs, count = lows[0].a.shape[0], lows[0].a.shape[1], sum(low.b.shape[0] for low in lows), len(lows)
+    ranks, dropping = rank * count, lows[0].rate > 0
+    yield "lora_down", (ranks, dropping, False, 1)
+    yield "lora_down", (rank, False, False, count)
+    if stored is AS_IT_IS:
+        yield "lora_product", (LARGE, rank, False, True, count)
+        yield "lora_product", (LARGE, ranks, dropping, False, 1)
+    else:
+        yield "lora_up", (rank, False, count)
+        yield "lora_up", (ranks, dropping, 1)
+    yield "lora_gradients", (inputs, outputs, rank, dropping, count)

@@ -1,0 +1,34 @@
+"""The kernels of an adapted model's first step are named before it runs."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.kernels import choose, lora
+from gpubound.lora import early
+
+from ..place.models import place, tiny
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_step_asks_for_what_was_named(dropout, base, monkeypatch):
+    model = tiny(hidden_size=64, intermediate_size=128, head_dim=16)
+    place(model)
+    gb.lora.add(model, 4, dropout=dropout, base=base)
+    asked = set()
+
+    def noted(op, x, unable=None, shape=()):
+        if model.training:  # not the row that the objective tries first
+            asked.add((op, tuple(shape)))
+        return choose.implementation(op, x, unable, shape)
+
+    monkeypatch.setattr(lora, "implementation", noted)
+    monkeypatch.setattr("gpubound.layers.linear_site._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
+    monkeypatch.setattr(early, "LARGE", 0)  # the size of this model's products
+    ids = torch.randint(64, (2, 16))
+    step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
+    named = set(early.calls(model))
+    step([{"input_ids": ids, "labels": ids}])
+    step.close()
+    assert named and named == asked
