@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound.kernels import lora
+from gpubound.kernels import adapters
 from gpubound.kernels.record import made_record
 from gpubound.layers import Stacked, linear_site
 from gpubound.layers.linear_site import linear
@@ -188,10 +188,10 @@ def test_neighbours_are_one_adapter(dropout, monkeypatch):
     add(model, 4, dropout=dropout, init=False)
     sums = Accumulators(model.named_parameters())
     stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
-    count = lora.lora_gradients
-    monkeypatch.setattr(lora, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
-    for known in (lora.blocks_of, lambda b: None):
-        for room in (adapter, lora):
+    count = adapters.lora_gradients
+    monkeypatch.setattr(adapters, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
+    for known in (adapters.blocks_of, lambda b: None):
+        for room in (adapter, adapters):
             monkeypatch.setattr(room, "blocks_of", known)
         torch.manual_seed(3)
         sums.gradient.fill_(float("nan"))

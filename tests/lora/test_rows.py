@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
-from gpubound.kernels import lora
+from gpubound.kernels import adapters
 from gpubound.kernels.lora import drawn, kept
 from gpubound.lora import per_row
 from gpubound.lora.per_row import PerRow
@@ -107,8 +107,8 @@ def test_micro_batches_with_other_rows_are_one_batch(interpret, monkeypatch):
 def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
     """In memory, and so are their accumulators: nothing is copied together, and one launch a weight gives all gradients."""
     model, x = adapted(Projections()), draw(6, 5, K)
-    launches, launch = [], lora.lora_gradients
-    monkeypatch.setattr(lora, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
+    launches, launch = [], adapters.lora_gradients
+    monkeypatch.setattr(adapters, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
     with gb.lora.rows(model, NAMES):
         if accumulated:
             sums = Accumulators(model.named_parameters())
