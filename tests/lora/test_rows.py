@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
+from gpubound.graph.reach import Reach
 from gpubound.kernels import adapters
 from gpubound.kernels.lora import drawn, kept
 from gpubound.lora import per_row
@@ -32,6 +33,16 @@ def test_it_is_the_formula_row_by_row(outputs, shape, interpret, monkeypatch):
         assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
         with torch.no_grad():
             torch.testing.assert_close(model(x, adapter_ids=IDS), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_captured_step_does_not_hold_a_call_to_its_numbers():
+    """They are another tensor in every call beside it. What `ids` was set to is held: it is copied into."""
+    model, x = adapted(Projections()), draw(6, 5, K)
+    with gb.lora.rows(model, NAMES) as rows:
+        model(x, adapter_ids=IDS)
+        assert all(tensor is not IDS for _, tensor in Reach(model, None).tensors)
+        rows.ids = IDS
+        assert any(tensor is rows.ids for _, tensor in Reach(model, None).tensors)
 
 
 def test_gradients_in_fp64():

@@ -72,12 +72,21 @@ class rows:
         self.close()
 
 
+class _Call:
+    """What a call was given. In slots, where a graph does not look for what must stand still: each call has its own."""
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: Tensor | None):
+        self.ids = ids
+
+
 class Routing:
     """Which adapter each row of the model's call has. The records of all adapted weights share one."""
 
     def __init__(self, names: Sequence[str], ids: Tensor | None = None, word: str = KEY):
         self.names, self.ids, self.word = tuple(names), ids, word
-        self._now = ids  # of the call under way, or the last one: backward may compute it again
+        self._call = _Call(ids)  # under way, or the last one: backward may compute it again
         self._inside: nn.Module | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
@@ -91,13 +100,13 @@ class Routing:
         if outermost:
             self._inside = module
         if outermost or given is not None:
-            self._now = self.ids if given is None else given
-            if self._now is None:
+            self._call.ids = self.ids if given is None else given
+            if self._call.ids is None:
                 raise ValueError(
                     f"lora.rows: the call has no {KEY}; give one number a row, places in {list(self.names)} or -1, or set "
                     f"`ids` of what gb.lora.rows returned."
                 )
-            self.check(self._now)
+            self.check(self._call.ids)
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -138,7 +147,7 @@ class Routing:
 
     def ids_of(self, x: Tensor) -> Tensor:
         computed_again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        ids = self._now if self._inside is not None or computed_again else self.ids
+        ids = self._call.ids if self._inside is not None or computed_again else self.ids
         if ids is None:
             raise ValueError(
                 f"lora.rows: an adapted layer was called beside the model; call the model with {KEY}, or set `ids` of what "
