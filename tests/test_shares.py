@@ -9,6 +9,7 @@ from gpubound import measure, trace
 from gpubound.cli.session import Scale
 from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
+from gpubound.train.work import TokenWork
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, m
     """Its head names the rate, so the one that is measured now is for the next run."""
     monkeypatch.setattr(trace, "_said", set())
     scale = Scale.__new__(Scale)
-    scale.sizes = SimpleNamespace(product_parameters=1_000_000, layers=0, width=1)
+    scale.work = TokenWork([(6, 1_000_000, "parameters in products")], [], 1)
     scale.run = SimpleNamespace(stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))
     scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9
     assert scale.fill({"tokens_per_s": 100.0})["mfu"] == 0.6

@@ -19,7 +19,7 @@ from ..layers.linear_site import format_of
 from ..layers.stacked import Stacked, describe, foreign, hooked, site_of
 from ..lora.adapter import LowRank
 from ..lora.pairs import adapted_layers
-from ..models.decoding import Reader, weight_of
+from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from .contract import Watched, model_tensors
 
@@ -113,7 +113,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
     why = None
     for number, block in enumerate(reader.trunk.layers):
         for at, group in enumerate(reader.together(block)):
-            sites = [site_of(layer) for layer in group]
+            sites = [linear_of(layer) for layer in group]
             biases = [site.bias for site in sites if site.bias is not None]
             why = stacks[number, at].repack([site.weight for site in sites], biases) or why
     if (device := weight_of(reader.model.lm_head).device).type == "cuda":

@@ -294,6 +294,8 @@ def weight_of(module: Any) -> Tensor:
 def linear_of(layer: Any) -> Linear:
     """A projection, PEFT's too, as it is now."""
     site = site_of(layer)
+    if site.why is not None:  # decode/bind.py has said which of these a step may read
+        return Linear(weight_of(layer), layer.bias)
     return Linear(site.weight, site.bias, (*adapters_of(site.weight), *site.extra))
 
 
