@@ -221,6 +221,7 @@ def test_lines_of_a_layer(bench, dtype):
     }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", lora_linear.DTYPES)
 def test_a_captured_layer(tmp_path, dtype):
