@@ -40,10 +40,14 @@ def folded(model):
 
 @pytest.mark.parametrize("order", ["plain", "added first", "placed first"])
 def test_it_adds_what_it_says(order):
-    model = tiny()
+    assert_it_adds_what_it_says(tiny(), order, adapted, folded)
+
+
+def assert_it_adds_what_it_says(model, order, add, folded):
+    """Placed before or after, or not at all, beside a plain model into whose weights the adapters are folded."""
     if order == "placed first":
         place(model, strict=True)
-    adapted(model)
+    add(model)
     if order == "added first":
         place(model, strict=True)
     want = folded(model)
@@ -201,6 +205,10 @@ def test_copies_and_pickles_keep_them(placed):
     model = adapted(tiny())
     if placed:
         place(model, strict=True)
+    assert_copies_keep_them(model)
+
+
+def assert_copies_keep_them(model):
     want = model(tokens()).logits
     file = io.BytesIO()
     torch.save(model, file)

@@ -25,7 +25,7 @@ def test_a_step_asks_for_what_was_named(dropout, base, monkeypatch):
 
     monkeypatch.setattr(lora, "implementation", noted)
     monkeypatch.setattr("gpubound.layers.linear_site._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
-    monkeypatch.setattr(early, "LARGE", 0)  # the size of this model's products
+    monkeypatch.setattr(early, "SIZE", 0)  # the size of this model's products
     ids = torch.randint(64, (2, 16))
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
     named = set(early.calls(model))

@@ -1,7 +1,6 @@
 """Adapters of experts: each expert's own pair, PEFT's numbers, gradients and files; what has another form is refused."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -15,7 +14,13 @@ from gpubound.train import Accumulators
 
 from ..models.test_mixtral import KINDS, SIZES
 from ..place.models import assert_close, batch, place, tokens, training_run
-from .test_add import adapted, assert_a_step_trains_them_alone, refusal
+from .test_add import (
+    adapted,
+    assert_a_step_trains_them_alone,
+    assert_copies_keep_them,
+    assert_it_adds_what_it_says,
+    refusal,
+)
 from .theirs import assert_same_gradients
 
 pytestmark = [
@@ -58,15 +63,7 @@ def folded(model):
 @pytest.mark.parametrize("order", ["plain", "added first", "placed first"])
 def test_it_adds_what_it_says(order, kind):
     model = sparse(kind)
-    if order == "placed first":
-        place(model, strict=True)
-    with_experts(model)
-    if order == "added first":
-        place(model, strict=True)
-    want = folded(model)
-    torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_it_adds_what_it_says(model, order, with_experts, folded)
     assert_close(training_run(model, batch()), training_run(with_experts(sparse(kind)), batch()))
 
 
@@ -164,17 +161,7 @@ def test_one_of_the_two_alone_and_two_names():
 
 
 def test_copies_and_pickles_keep_them():
-    model = with_experts(sparse())
-    want, file = model(tokens()).logits, io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(other(tokens()).logits, want, rtol=1e-5, atol=1e-6)
-        with torch.no_grad():
-            for p in gb.lora.parameters(other):
-                p.zero_()
-        assert not torch.allclose(other(tokens()).logits, want)
-        torch.testing.assert_close(model(tokens()).logits, want, msg="the copy's adapters are its own")
+    assert_copies_keep_them(with_experts(sparse()))
 
 
 def test_a_step_trains_them_alone():

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import gpubound as gb
 from gpubound.graph.reach import Reach
 from gpubound.kernels import adapters
+from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.lora import drawn, kept
-from gpubound.lora import per_row
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 
@@ -128,7 +128,7 @@ def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
         assert [type(low) for low in lows] == [PerRow] * 3
         for low in lows:
             assert low.a.data_ptr() == low.all_a[0].data_ptr() and low.b.data_ptr() == low.all_b[0].data_ptr()
-        whole = per_row.join_rows([low.a for low in lows])
+        whole = join_rows([low.a for low in lows])
         assert whole is not None and whole.shape == (3 * sum(RANKS), K)
         model(x, adapter_ids=IDS).sum().backward()
     assert launches == [(sum(RANKS), K)] * 3

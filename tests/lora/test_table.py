@@ -1,7 +1,6 @@
 """Adapters of an embedding and of the head: PEFT's numbers, gradients and files; tied ones are refused in words."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.train import Accumulators
 
 from ..place.models import assert_close, batch, place, tiny, tokens, training_run
-from .test_add import adapted, assert_a_step_trains_them_alone, refusal
+from .test_add import adapted, assert_a_step_trains_them_alone, assert_copies_keep_them, refusal
 from .theirs import assert_same_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -115,17 +114,7 @@ def test_merged_off_and_removed(dtype):
 
 
 def test_copies_and_pickles_keep_them():
-    model = with_table(tiny())
-    want, file = model(tokens()).logits, io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(other(tokens()).logits, want, rtol=1e-5, atol=1e-6)
-        with torch.no_grad():
-            for p in gb.lora.parameters(other):
-                p.zero_()
-        assert not torch.allclose(other(tokens()).logits, want)
-        torch.testing.assert_close(model(tokens()).logits, want, msg="the copy's adapters are its own")
+    assert_copies_keep_them(with_table(tiny()))
 
 
 @pytest.mark.parametrize("placed", [False, True])

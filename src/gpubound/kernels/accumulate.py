@@ -230,10 +230,19 @@ def join_rows(slices: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def join_columns(slices: Sequence[Tensor]) -> Tensor | None:
-    """`join_rows` of matrices that lie side by side: each is the transpose of what memory has."""
-    joined = join_rows([part.t() for part in slices])
+def join(parts: Sequence[Tensor], beside: bool) -> Tensor | None:
+    """`join_rows`, or, `beside`, of matrices that lie side by side: each is the transpose of what memory has then."""
+    if not beside:
+        return join_rows(parts)
+    joined = join_rows([part.t() for part in parts])
     return None if joined is None else joined.t()
+
+
+def one_matrix(parts: Sequence[Tensor], beside: bool = False) -> Tensor:
+    """`join`, through a copy where memory does not have them so. It carries no gradient."""
+    parts = [part.detach() for part in parts]
+    joined = join(parts, beside)
+    return torch.cat(list(parts), int(beside)) if joined is None else joined
 
 
 def widened(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .accumulate import join_columns, join_rows, main_gradient, opens
+from .accumulate import join, main_gradient, opens
 from .aside import aside
 from .lora import BLOCK, BLOCKS, SHARED_SUMS, Drop, lora_gradients
 from .record import made_record, record_of
@@ -72,7 +72,7 @@ class _Into(NamedTuple):
             return None
         if not mains:
             return cls(parameters, beside, torch.cat([torch.empty_like(p) for p in parameters], int(beside)), True)
-        joined = mains[0] if len(mains) == 1 else (join_columns if beside else join_rows)(mains)
+        joined = mains[0] if len(mains) == 1 else join(mains, beside)
         return None if joined is None else cls(parameters, beside, joined)
 
     def begins(self) -> bool:

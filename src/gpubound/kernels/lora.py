@@ -25,8 +25,10 @@ from .plans.rules import LARGE, WAVE
 from .rows import Owners, check_rows, own_columns
 
 WORD = 0xFFFFFFFF
-BLOCKS, BLOCK = 3, 16  # at most so many blocks, each of a multiple of so many outputs
-SHARED_SUMS = 2048  # for one call: tiles of 64 columns of x or g are fewer than multiprocessors, by four tiles of ranks
+BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
+SHARED_SUMS = (
+    2048  # of one call, at most: fewer tiles of columns than a GPU has multiprocessors, with up to four tiles of ranks each
+)
 
 
 class Drop(NamedTuple):

@@ -9,11 +9,10 @@ Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import join_rows
+from ..kernels.accumulate import one_matrix
 from ..kernels.adapters import adapter_gradients, blocks_of
 from ..kernels.lora import Drop, drawn, lora_down, lora_up
 from ..kernels.rows import Owners
@@ -136,12 +135,7 @@ class Together(Adapter):
 
     def _a(self) -> Tensor:
         """All a, one below the other."""
-        return _stacked([low.a.detach() for low in self.lows])
+        return one_matrix([low.a for low in self.lows])
 
     def _b(self) -> Tensor:
-        return _stacked([low.b.detach() for low in self.lows])
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    joined = join_rows(parts)
-    return torch.cat(list(parts)) if joined is None else joined
+        return one_matrix([low.b for low in self.lows])

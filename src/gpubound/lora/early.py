@@ -11,7 +11,7 @@ from ..layers.linear_site import AS_IT_IS, Format, adapters_of, format_of
 from ..layers.stacked import Projecting
 from .adapter import LowRank
 
-LARGE = 2  # the size of product that lora_product's kernels are tested at, for thousands of tokens
+SIZE = 2  # of a product, in what lora_product's door says of its shape: thousands of tokens have the largest
 
 
 def calls(model: nn.Module) -> Iterator[Call]:
@@ -42,8 +42,8 @@ def _site(lows: Sequence[LowRank], stored: Format) -> Iterator[Call]:
     yield "lora_down", (ranks, dropping, False, 1)
     yield "lora_down", (rank, False, False, count)
     if stored is AS_IT_IS:
-        yield "lora_product", (LARGE, rank, False, True, count)
-        yield "lora_product", (LARGE, ranks, dropping, False, 1)
+        yield "lora_product", (SIZE, rank, False, True, count)
+        yield "lora_product", (SIZE, ranks, dropping, False, 1)
     else:
         yield "lora_up", (rank, False, count)
         yield "lora_up", (ranks, dropping, 1)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.accumulate import join_columns, join_rows, main_gradient
+from ..kernels.accumulate import main_gradient, one_matrix
 from ..kernels.adapters import adapter_gradients
 from ..kernels.lora import Drop
 from ..kernels.rows import own_columns
@@ -35,11 +35,11 @@ class PerRow(LowRank):
 
     @property
     def a(self) -> Tensor:  # type: ignore[override]
-        return _matrix(self.all_a, BELOW)
+        return one_matrix(self.all_a)
 
     @property
     def b(self) -> Tensor:  # type: ignore[override]
-        return _matrix(self.all_b, BESIDE)
+        return one_matrix(self.all_b, beside=True)
 
     def plain(self, x: Tensor) -> Tensor:
         x = F.dropout(x, self.rate) if self.rate else x
@@ -50,12 +50,6 @@ class PerRow(LowRank):
     def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
         wanted = [p.requires_grad for p in self.parameters]
         return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, wanted, beside=True)
-
-
-def _matrix(parts: Sequence[Tensor], along: int) -> Tensor:
-    parts = [p.detach() for p in parts]
-    joined = (join_columns if along else join_rows)(parts)
-    return torch.cat(parts, along) if joined is None else joined
 
 
 def lay_together(layers: Sequence[Sequence[Any]]) -> None:
