@@ -26,9 +26,9 @@ from .rows import Owners, check_rows, own_columns
 
 WORD = 0xFFFFFFFF
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
-SHARED_SUMS = (
-    2048  # of one call, at most: fewer tiles of columns than a GPU has multiprocessors, with up to four tiles of ranks each
-)
+# Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which
+# may have up to four tiles of ranks.
+SHARED_SUMS = 2048
 
 
 class Drop(NamedTuple):
