@@ -65,13 +65,14 @@ WARNINGS = [
 # The files that take longest on a CPU begin first, so that the last ones are short and all processes end together. In that
 # order: seconds change, and a file at a wrong place costs a few.
 LONGEST = [
-    "decode/test_speculate", "decode/test_cache", "decode/test_parity", "train/test_resumed_runs", "test_cli_chat",
-    "train/test_golden", "docs/test_blocks", "watch/test_example", "train/test_checkpoint", "watch/test_pretend",
-    "decode/test_experts", "decode/test_combinations", "place/test_same_results", "decode/test_pages", "test_cli_train",
-    "train/test_run_memory", "train/test_precision_fp8", "test_bench", "test_bench_decode", "test_cli_env",
-    "kernels/test_quantized_experts", "kernels/test_any_layout", "kernels/test_decode_attention", "decode/test_any_model",
-    "kernels/test_decode_attention_cached", "corpus/test_build", "kernels/test_decode_product", "kernels/test_experts",
-    "kernels/test_quantized_product", "kernels/test_tune_norms",
+    "decode/test_speculate", "test_bench_lora", "decode/test_cache", "decode/test_combinations", "decode/test_parity",
+    "decode/test_experts", "train/test_golden", "decode/test_adapters", "decode/test_pages", "docs/test_blocks",
+    "decode/test_quantized", "train/test_adapters", "test_cli_train", "feed/test_loader", "place/test_same_results",
+    "decode/test_stream", "test_cli_chat", "kernels/test_any_layout", "decode/test_hostless", "lora/test_base",
+    "test_cli_train_lora", "lora/test_peft_layers", "train/test_resumed_runs", "decode/test_invariance",
+    "kernels/test_quantized_experts", "lora/test_add", "kernels/test_decode_adapters", "train/test_step_adapters",
+    "corpus/test_build", "kernels/test_quantized_product", "test_bench_decode", "test_cli_demo",
+    "kernels/test_decode_attention", "kernels/test_lora",
 ]  # fmt: skip
 
 

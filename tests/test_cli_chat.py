@@ -17,6 +17,7 @@ from gpubound.models import load_hf, save_hf
 
 from . import by_heart
 from .by_heart import LINE
+from .processes import plain_environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
@@ -78,11 +79,10 @@ class Terminal:
 
     def __init__(self, *argv, ignored=False):
         """`ignored`: started as a shell starts a background job, which does not hear Ctrl-C."""
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         mine, its = pty.openpty()
         behind = BEHIND.format(handler="signal.SIG_IGN" if ignored else "signal.default_int_handler")
         command = [sys.executable, "-c", behind, "generate", *map(str, argv), "--device", "cpu"]
-        own = {"env": environment | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
+        own = {"env": plain_environment() | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
         self.child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, **own)
         os.close(its)
         self.file, self.seen = mine, ""

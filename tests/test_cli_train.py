@@ -21,6 +21,7 @@ from gpubound.models.llama import training as llama
 from gpubound.models.llama.training import PRESETS
 from gpubound.train.checkpoint import Checkpoints
 
+from .processes import plain_environment
 from .train.runs import build_corpus, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -268,14 +269,13 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
 
 def test_signals_save_and_say_how_to_go_on(config, tmp_path):
     """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = tmp_path / "it's mine"  # to be quoted in the line that goes on
     command = [sys.executable, "-m", "gpubound", "train", str(config), "--out", str(out), "--steps", "100000"]
     stopped = []
     for more, number in (([], signal.SIGINT), (["--resume"], signal.SIGTERM)):
         before = stopped[-1] if stopped else 0
         child = subprocess.Popen(
-            [*command, *more], stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}
+            [*command, *more], stderr=subprocess.PIPE, text=True, env=plain_environment() | {"OMP_NUM_THREADS": "1"}
         )
         with child.stderr as heard:
             assert any(re.match(r"it's mine \d+/100000  loss", line) for line in heard), (

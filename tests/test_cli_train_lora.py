@@ -14,6 +14,7 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file
 
+from .processes import plain_environment
 from .train.runs import CHATS, build_corpus, recipe, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,7 +88,10 @@ def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, b
     arguments = json.dumps([str(base), answer["export"], str(tmp_path / "run" / "corpus"), told])
     there = ["peft"] if find_spec("peft") else []
     said = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HELD_OUT), arguments, *there], capture_output=True, check=True
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HELD_OUT), arguments, *there],
+        capture_output=True,
+        check=True,
+        env=plain_environment(),
     )
     found = json.loads(said.stdout.splitlines()[-1])
     assert best < found["base"] - 1.5

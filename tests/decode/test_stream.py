@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 
 import gpubound as gb
 
+from ..processes import plain_environment
 from . import cases
 
 SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 5}
@@ -158,6 +158,7 @@ next(stream)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_stream_left_open_is_closed_before_python_ends(device):
     """Left to the interpreter's end it aborts the process on a GPU (torch 2.11)."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", LEFT, device], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT, device], capture_output=True, text=True, timeout=120, env=plain_environment()
+    )
     assert (done.returncode, done.stdout) == (0, "busy at exit: False\n"), done.stderr[-2000:]

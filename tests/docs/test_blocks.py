@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ import tyro
 
 from gpubound.cli.train import from_file
 
+from ..processes import plain_environment
 from .blocks import MARKS, PAGES, PYTHON, ROOT, SHELL, Block, blocks, commands, plain
 from .follow import _differs
 
@@ -26,12 +26,11 @@ RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
 def followed() -> dict[str, list[dict]]:
     """All pages in one process that is not ours, without Triton's interpreter, as a reader's would be. A page that makes the
     pretend device has a process of its own: torch has one place for such a device."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     alone = [page for page in RUN if "simgpu()" in page.read_text()]
     found: dict[str, list[dict]] = {page.name: [] for page in RUN}
     for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
         command = [sys.executable, str(Path(__file__).parent / "follow.py"), *map(str, pages)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, env=plain_environment(), timeout=600)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
         assert done.returncode == any(result["wrong"] for result in results), done.stderr[-4000:]
         for result in results:

@@ -15,6 +15,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+from ..processes import plain_environment
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 3000
 
@@ -34,9 +36,10 @@ def apart(code: str, warning: str = "ignore") -> str:
 
 @cache
 def _server() -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", "from tests.kernels import apart; apart.serve()"]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=plain_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     atexit.register(server.communicate)  # it ends with its input
     return server
 

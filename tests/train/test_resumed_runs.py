@@ -1,7 +1,6 @@
 """A resumed run is the uninterrupted one bit for bit: stopped, killed, between two phases, finished."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from gpubound.monitor import Tape
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.prepare import prepare
 
+from ..processes import plain_environment
 from .runs import assert_same, losses, recipe, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
@@ -76,7 +76,7 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        env=plain_environment(),
     )
     with child.stdin, child.stdout as lines:
         assert any(int(line) == 15 for line in lines), "the child ended by itself"
