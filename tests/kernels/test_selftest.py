@@ -51,6 +51,7 @@ SHAPED = {
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),
+    "sinkhorn": (3, 2),
     "swiglu": (72, False),
     "swiglu_backward": (72,),
 }

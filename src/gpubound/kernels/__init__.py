@@ -47,4 +47,5 @@ from .quantized_product import (
 )
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
+from .sinkhorn import sinkhorn as sinkhorn
 from .speculation import accept as accept, propose as propose

@@ -173,5 +173,6 @@ RULES = {
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
     "rope": Rule(RopePlan, rope, _first(1)),
+    "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
 }
