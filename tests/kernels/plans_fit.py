@@ -36,7 +36,7 @@ SHAPES: dict[str, list[tuple]] = {
     "dynamic_tanh": NORMS,
     "geglu": [(72, False)],
     "layer_norm": NORMS,
-    "linear_cross_entropy": [(8208, False, False)],
+    "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [(16, False), (32, True), (64, False), (130, False), (128, False, True), (16, False, False, 3)],
     "lora_gradients": [
         (768, 768, 16, False),

@@ -143,7 +143,7 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
         "rope": (4, 2, 6, 2),
         "rope_qkv": (4, 2, 6, 2),
         "cross_entropy": (48, False, True),
-        "linear_cross_entropy": (8209, True, False, False),  # 50,257 is as little a multiple of 16
+        "linear_cross_entropy": (8209, True, False, False, False),  # 50,257 is as little a multiple of 16
         "add_rows": (48,),
         "quantize": (torch.float8_e5m2, True),
     }

@@ -153,6 +153,37 @@ def test_empty(device):
     assert loss == 0 and weight.grad.eq(0).all()
 
 
+@BOTH
+@MAIN
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scale", "grad_scale"])
+def test_weights_multiply_each_labels_loss(scaled, main, op, device):
+    """Of an ignored label the weight is not read: 1 / t may be infinite there."""
+    x, weight, bias, labels = problem(device)
+    if main:
+        accumulate(weight, bias)
+    weights = torch.linspace(0.25, 40, labels.numel(), device=device).view(labels.shape)
+    weights = weights.masked_fill(labels == -100, float("inf")).t().contiguous().t()  # of any layout
+    options = {"grad_scale": torch.tensor(0.25, device=device)} if scaled else {}
+    loss = op(x, weight, labels, bias, reduction="sum", chunk=5, weights=weights, **options)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    each = F.cross_entropy(F.linear(*wide).flatten(0, -2), labels.flatten(), reduction="none")
+    want = (0.25 if scaled else 1.0) * (
+        each[labels.flatten() != -100] * weights.double().flatten()[labels.flatten() != -100]
+    ).sum()
+    near("loss", loss, want.float(), 1e-5)
+    (loss if scaled else 3 * loss).backward()
+    check(x, weight, bias, [(1 if scaled else 3) * g.float() for g in torch.autograd.grad(want, wide)])
+
+
+def test_reference_weights_in_fp64():
+    x, weight, bias, labels = problem(CPU, torch.float64, (3,), 4, 6)
+    weights = torch.tensor([0.5, 2.0, 7.0])
+    op = reference.linear_cross_entropy
+    assert torch.autograd.gradcheck(
+        lambda *t: op(t[0], t[1], labels, t[2], reduction="sum", weights=weights), (x, weight, bias)
+    )
+
+
 @pytest.mark.parametrize(
     "tokens, features, rows", [(16384, 1024, 1024), (16384, 2048, 2048), (1000, 2048, 1024), (5000, 4096, 2560), (7, 64, 128)]
 )
@@ -198,6 +229,15 @@ WRONG = {
         (X, W, Y, {"grad_scale": torch.ones(1)}),
         "linear_cross_entropy: grad_scale must be a floating-point scalar tensor, got torch.float32 (1,); "
         "make it on the device, as in 1 / tokens.",
+    ),
+    "weights": (
+        (X, W, Y, {"weights": torch.ones(3), "reduction": "sum"}),
+        "linear_cross_entropy: weights must be torch.float32 of shape (2,), one for each label, got torch.float32 (3,); "
+        "cast or expand them.",
+    ),
+    "weighted mean": (
+        (X, W, Y, {"weights": torch.ones(2)}),
+        "linear_cross_entropy: weights: reduction must be 'sum' with them, got 'mean'; divide by your own count.",
     ),
 }
 

@@ -33,7 +33,7 @@ SHAPED = {
     "dynamic_tanh": (96,),
     "geglu": (72, True),
     "layer_norm": (96,),
-    "linear_cross_entropy": (333, True, False, True),
+    "linear_cross_entropy": (333, True, False, True, True),
     "lora_down": (16, False, True),
     "lora_gradients": (48, 64, 16, False, 2),
     "lora_linear": (16, True),

@@ -11,7 +11,7 @@ from torch import Tensor
 from .accumulate import widened
 from .checks import INTEGERS, require_device, require_last
 from .choose import implementation
-from .ops import definition, draw
+from .ops import definition, doubles, draw
 
 
 def loss_shape(words: int, label_smoothing: float = 0.0, softcap: float | None = None) -> tuple:
@@ -77,6 +77,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
     grad_scale: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """cross_entropy(x weightᵀ + bias, labels) for x (..., H) and weight (V, H), without the whole logits in memory.
 
@@ -89,6 +90,9 @@ def linear_cross_entropy(
     `chunk` is the number of tokens taken at a time. By default it is H, which keeps the logits no larger than the weight.
     The gradient of a frozen tensor is not computed and takes no memory.
 
+    `weights` (...), float32, multiply each label's loss in the sum, such as 1 / t of a diffusion model's tokens. That of an
+    ignored label is not read. They are constants: no gradient goes to them.
+
     A training step that knows the factor on its loss (1 / tokens of all micro-batches) passes it as `grad_scale`, a float
     scalar on the device. Loss and gradients are multiplied by it. In return the caller promises to run backward exactly
     once, from the loss itself. Backward then needs no further pass over the gradients. A weight with `main_grad` needs no
@@ -99,8 +103,9 @@ def linear_cross_entropy(
     _check_linear(x, weight, bias, chunk, grad_scale)
     _check_labels("linear_cross_entropy", "x", x, labels)
     _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
-    shape = *loss_shape(weight.shape[0], label_smoothing, softcap), grad_scale is not None
-    arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale)
+    _check_weights(labels, weights, reduction)
+    shape = *loss_shape(weight.shape[0], label_smoothing, softcap), grad_scale is not None, weights is not None
+    arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale, weights)
     if not torch.is_autocast_enabled(x.device.type):
         return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
     x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -108,24 +113,32 @@ def linear_cross_entropy(
         return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
 
 
-def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped=True, scaled=False) -> tuple:
+def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped=True, scaled=False, weighted=False) -> tuple:
     x, weight, labels = draw(generator, 5, 40), draw(generator, words, 40), _draw_labels(generator, 5, words)
     scale = torch.tensor(0.5, device="cpu") if scaled else None
-    return x, weight, labels, draw(generator, words), *_options(smoothed, capped), 3, scale
+    bias, (*options, reduction) = draw(generator, words), _options(smoothed, capped)
+    if not weighted:
+        return x, weight, labels, bias, *options, reduction, 3, scale
+    return x, weight, labels, bias, *options, "sum", 3, scale, doubles(2, 9, 0.5, 0, 7).float()
 
 
 @definition(_linear_example)
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
-    chunk: int | None = None, grad_scale: Tensor | None = None,
+    chunk: int | None = None, grad_scale: Tensor | None = None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ widened(weight, wide).t()
     if bias is not None:
         logits = logits + widened(bias, wide)
-    loss = cross_entropy_reference(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    options = (ignore_index, label_smoothing, softcap, z_loss)
+    if weights is None:
+        loss = cross_entropy_reference(logits, labels, *options, reduction)
+    else:
+        own = torch.where(labels.long() != ignore_index, weights.detach(), 0.0)
+        loss = (cross_entropy_reference(logits, labels, *options, "none") * own).sum()
     return loss if grad_scale is None else last(loss * grad_scale.detach())
 
 
@@ -186,6 +199,20 @@ def _check_options(
         raise ValueError(f"{op}: z_loss must be a finite number of at least 0, got {z_loss}; 0 switches it off.")
     if reduction not in reductions:
         raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")
+
+
+def _check_weights(labels: Tensor, weights: Tensor | None, reduction: str) -> None:
+    op = "linear_cross_entropy"
+    if weights is None:
+        return
+    if weights.dtype != torch.float32 or weights.shape != labels.shape:
+        raise ValueError(
+            f"{op}: weights must be torch.float32 of shape {tuple(labels.shape)}, one for each label, got {weights.dtype} "
+            f"{tuple(weights.shape)}; cast or expand them."
+        )
+    require_device(op, "weights", weights, labels)
+    if reduction != "sum":
+        raise ValueError(f"{op}: weights: reduction must be 'sum' with them, got {reduction!r}; divide by your own count.")
 
 
 def _draw_labels(generator: torch.Generator, rows: int, words: int) -> Tensor:

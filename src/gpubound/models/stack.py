@@ -202,7 +202,7 @@ class HFCausalLM(Delegating):
 def causal_lm(module: Any, stack: Any) -> Swap:
     """For a family whose logits are known to be lm_head's product with the hidden states."""
     head = getattr(module, "lm_head", None)
-    calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False)),)
+    calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False, False)),)
     return Swap(HFCausalLM, calls, {"delegated": Counter()})
 
 

@@ -98,5 +98,5 @@ def test_validation_is_the_mean_over_all_items_of_all_batches():
 def test_what_a_step_calls_for_its_loss_is_known_before():
     head = torch.nn.Linear(8, 300)
     head.get_output_embeddings = lambda: head
-    assert list(NextToken().calls(head)) == [("linear_cross_entropy", (300, False, False, True))]
+    assert list(NextToken().calls(head)) == [("linear_cross_entropy", (300, False, False, True, False))]
     assert not NextToken().calls(torch.nn.Linear(8, 300))  # it names no head

@@ -56,12 +56,14 @@ def _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED: tl.cons
 # Where a chunk's labels and losses begin, and how many rows it has, is worth no compilation of its own.
 @triton.jit(
     do_not_specialize=["inner", "ignore_index"],
-    do_not_specialize_on_alignment=["labels_ptr", "loss_ptr", "lse_ptr", "scale_ptr"],
+    do_not_specialize_on_alignment=["labels_ptr", "weights_ptr", "loss_ptr", "lse_ptr", "scale_ptr"],
 )
-def _cross_entropy_loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_ptr, words, inner, outer_stride, inner_stride,
-                               ignore_index, smoothing, z_loss, cap, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
-                               SCALED: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A row's loss and lse. WRITE: its logits overwritten by their gradient, times the scalar at scale_ptr if SCALED."""
+def _cross_entropy_loss_kernel(logits_ptr, labels_ptr, weights_ptr, loss_ptr, lse_ptr, scale_ptr, words, inner, outer_stride,
+                               inner_stride, ignore_index, smoothing, z_loss, cap, CAPPED: tl.constexpr,
+                               SMOOTHED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr,
+                               BLOCK: tl.constexpr):  # fmt: skip
+    """A row's loss, times its weight if WEIGHTED, and lse. WRITE: its logits overwritten by that loss's gradient, times the
+    scalar at scale_ptr if SCALED."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
     label = tl.load(labels_ptr + row)
@@ -77,20 +79,21 @@ def _cross_entropy_loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, scale_
         # Before the first pass, whose reductions are barriers: after them a fast warp may already be overwriting this logit.
         z_label = _logits(row_ptr, tl.where(inside, label, 0), words, 0.0, cap, CAPPED)
         lse, plain = _statistics(row_ptr, words, cap, CAPPED, SMOOTHED, BLOCK)
-        poison = tl.where(inside, 1.0, float("nan"))
+        factor = tl.where(inside, 1.0, float("nan"))
+        if WEIGHTED:
+            factor *= tl.load(weights_ptr + row)
         loss = lse - (1.0 - smoothing) * z_label + z_loss * lse * lse
         if SMOOTHED:
             loss -= smoothing / words * plain
-        tl.store(loss_ptr + row, loss * poison)
+        tl.store(loss_ptr + row, loss * factor)
         tl.store(lse_ptr + row, lse)
         if WRITE:
-            scale = poison
             if SCALED:
-                scale *= tl.load(scale_ptr)
+                factor *= tl.load(scale_ptr)
             for start in range(0, words, BLOCK):
                 col = start + tl.arange(0, BLOCK)
                 z = _logits(row_ptr, col, words, 0.0, cap, CAPPED)
-                dz = _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED) * scale
+                dz = _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED) * factor
                 tl.store(row_ptr + col, dz.to(logits_ptr.dtype.element_ty), mask=col < words)
 
 
@@ -138,20 +141,22 @@ def flat_labels(labels: Tensor) -> Tensor:
 
 
 def row_losses(
-    logits: Tensor, labels: Tensor, options: Options, write: bool = False, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, options: Options, write: bool = False, scale: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, lse) of every row of `logits`, a matrix or (outer, inner, words) with a dense last dimension.
 
-    With `write` the logits are overwritten by their gradient, times the device scalar `scale` if given.
+    `weights`, one fp32 number a row, multiply the losses. With `write` the logits are overwritten by the gradient, times the
+    device scalar `scale` if given.
     """
     words, rows, inner, outer_stride, inner_stride = _layout(logits)
     loss, lse = torch.empty(2, rows, device=logits.device, dtype=torch.float32)
 
     def run(plan: TilePlan) -> None:
         _cross_entropy_loss_kernel[(rows,)](
-            logits, labels, loss, lse, loss if scale is None else scale, words, inner, outer_stride, inner_stride,
-            *options.scalars(), options.softcap is not None, options.smoothing != 0, scale is not None, write, plan.elements,
-            num_warps=plan.warps,
+            logits, labels, loss if weights is None else weights, loss, lse, loss if scale is None else scale, words, inner,
+            outer_stride, inner_stride, *options.scalars(), options.softcap is not None, options.smoothing != 0,
+            weights is not None, scale is not None, write, plan.elements, num_warps=plan.warps,
         )  # fmt: skip
 
     launch(job_of("losses", "forward", (words,), logits), run)

@@ -60,7 +60,7 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss, reduction))
 
 
-def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, dtype):
+def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, dweight, dtype):
     """(losses, dx, dweight, dbias), gradients times `scale`; dweight is added to what comes in, or made in `dtype`."""
     want_x, want_weight, want_bias = wanted
     tokens, words = x_NH.shape[0], weight.shape[0]
@@ -75,7 +75,8 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
         stop = min(start + rows, tokens)
         part, z = x_NH[start:stop], logits[: stop - start]
         torch.mm(part, w.t(), out=z) if b is None else torch.addmm(b, part, w.t(), out=z)
-        losses.append(row_losses(z, labels[start:stop], options, write=any(wanted), scale=scale)[0])
+        own = None if weights is None else weights[start:stop]
+        losses.append(row_losses(z, labels[start:stop], options, write=any(wanted), scale=scale, weights=own)[0])
         if dx is not None:
             torch.mm(z, w, out=dx[start:stop])
         if want_weight and dweight is None:
@@ -89,8 +90,9 @@ def _chunks(x_NH, weight, bias, labels, options, wanted, rows, scale, dweight, d
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, grad_scale, options, chunk, wanted):
+    def forward(ctx, x, weight, bias, labels, weights, grad_scale, options, chunk, wanted):
         x_NH, labels = x.reshape(-1, x.shape[-1]), flat_labels(labels)
+        weights = None if weights is None else weights.detach().reshape(-1).contiguous()
         factor = options.share(labels)
         ctx.final = grad_scale is not None
         if ctx.final:
@@ -101,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = chunk or chunk_rows(*x_NH.shape)
         one_product = rows >= x_NH.shape[0] and main is None  # it rounds its own fp32 sum; several are summed in fp32 first
         losses, dx, dweight, dbias = _chunks(
-            x_NH, weight, bias, labels, options, wanted, rows, factor if ctx.final else None,
+            x_NH, weight, bias, labels, weights, options, wanted, rows, factor if ctx.final else None,
             main if ctx.final else None, weight.dtype if one_product else torch.float32,
         )  # fmt: skip
         if ctx.final and main is not None:
@@ -121,15 +123,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None and factor is not None:
             dx = dx * factor
         delivered = [None if g is None else deliver(owner, g, factor) for g, owner in zip(gradients, ctx.owners)]
-        return dx, *delivered, *[None] * 5
+        return dx, *delivered, *[None] * 6
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
-    chunk: int | None = None, grad_scale: Tensor | None = None,
+    chunk: int | None = None, grad_scale: Tensor | None = None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     options = Options(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    loss = _LinearCrossEntropy.apply(x, weight, bias, labels, grad_scale, options, chunk, wanted)
+    loss = _LinearCrossEntropy.apply(x, weight, bias, labels, weights, grad_scale, options, chunk, wanted)
     return loss if grad_scale is None else last(loss)

@@ -40,7 +40,7 @@ class CausalLM(Objective):
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
         head = head_of(model)
-        return [("linear_cross_entropy", (*loss_shape(head.out_features), True))] if isinstance(head, nn.Linear) else ()
+        return [("linear_cross_entropy", (*loss_shape(head.out_features), True, False))] if isinstance(head, nn.Linear) else ()
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         """Find out how this model is best asked. Reads the device once; the step itself never does."""
