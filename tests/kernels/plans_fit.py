@@ -35,6 +35,7 @@ SHAPES: dict[str, list[tuple]] = {
     ],
     "dynamic_tanh": NORMS,
     "geglu": [(72, False)],
+    "hc_pre": [(), (4, True)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [(16, False), (32, True), (64, False), (130, False), (128, False, True), (16, False, False, 3)],

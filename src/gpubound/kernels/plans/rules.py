@@ -50,6 +50,13 @@ def gated(job: Job) -> TilePlan:
     return TilePlan(512, 2)
 
 
+def hyper_connections(job: Job) -> MatrixPlan:
+    """shape: tokens, up to a power of two, and the numbers of one. rows: tokens of a program, which walks along columns."""
+    if job.way == "few":
+        return MatrixPlan(1, 128, 4)
+    return MatrixPlan(64, 64, 4) if job.shape[0] > 2048 else MatrixPlan(16, 64, 4)
+
+
 def losses(job: Job) -> TilePlan:
     """shape: words. `elements` are the logits that a program holds at a time.
 
@@ -167,6 +174,8 @@ RULES = {
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(4096, 2 if job.way == "forward" else 4), _first(0)),
+    "hc_mix": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),
     "losses": Rule(TilePlan, losses, _width),
     "packed_product": Rule(MatrixPlan, packed_product, _first(2)),

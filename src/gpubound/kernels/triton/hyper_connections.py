@@ -1,0 +1,247 @@
+"""Hyper-connections: two launches before a layer, one behind it. fp32 inside.
+
+Before, every product of a token sums over all of its S · D numbers: 16,384 of V4-Flash, by 24 rows of weights, 1.5 MB. So many
+programs share the sums of a token, each a stretch of the numbers, and leave (splits, N, products) parts in memory, the sum of
+squares among them. Each program of the second launch adds a token's parts, in their order, and mixes a stretch of u. One of
+them also makes post, and balances comb in its registers.
+
+Up to FEW tokens a program multiplies a token's stretch by itself. More tokens are multiplied 16 or 64 at a time on tensor
+cores, in three tf32 products, which together have fp32's digits.
+
+Backward of `hc_pre` and `hc_head` computes the mix again by torch's operations and the kernel of `sinkhorn`, and keeps the
+streams alone. `hc_post` has a kernel: with g the gradient of X',
+
+    dX_s = Σ_t comb_st g_t      dy = Σ_t post_t g_t      dpost_t = y · g_t      dcomb_st = X_s · g_t
+"""
+
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..hyper_connections import FEW, mixed
+from ..plans.kinds import MatrixPlan, TilePlan, job_of, power_of_two
+from ._launch import first_order_only, launch
+from .sinkhorn import _balanced, _shares, sinkhorn
+
+MOST = 128  # parts of a sum: 32 KB for a token of 128 parts lie in the L2
+PROGRAMS = 2  # a multiprocessor, where the tokens alone are fewer
+
+
+@triton.jit
+def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+                       ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Products and, behind them, squares of one stretch of some tokens."""
+    split, first = tl.program_id(0), tl.program_id(1) * ROWS
+    p, row, col = tl.arange(0, PP), first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    begin, live = split * chunk, row < tokens
+    to = part_ptr + (split.to(tl.int64) * tokens + row[:, None]) * PP + p[None]
+    x_ptr += row[:, None].to(tl.int64) * K
+    if ROWS == 1:
+        total, square = tl.zeros([PP, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
+        for start in range(begin, min(begin + chunk, K), BLOCK):
+            at = start + col
+            x = tl.load(x_ptr + at[None], mask=live[:, None] & (at < K)[None], other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + p[:, None] * K + at[None], mask=(p < P)[:, None] & (at < K)[None], other=0.0)
+            total += w.to(tl.float32) * x
+            square += x * x
+        sums, squares = tl.sum(total, 1)[None], tl.sum(square, 1)
+    else:
+        sums, squares = tl.zeros([ROWS, PP], tl.float32), tl.zeros([ROWS], tl.float32)
+        for start in range(begin, min(begin + chunk, K), BLOCK):
+            at = start + col
+            x = tl.load(x_ptr + at[None], mask=live[:, None] & (at < K)[None], other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + p[None] * K + at[:, None], mask=(p < P)[None] & (at < K)[:, None], other=0.0)
+            sums = tl.dot(x, w.to(tl.float32), sums, input_precision="tf32x3")
+            squares += tl.sum(x * x, 1)
+    tl.store(to, tl.where((p == P)[None], squares[:, None], sums), mask=live[:, None] & (p <= P)[None])
+
+
+@triton.jit
+def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr):
+    """(1, S): sigmoids of the S products from START on."""
+    split, s = tl.arange(0, SPLITS)[:, None], tl.arange(0, S)[None]
+    z = tl.sum(tl.load(part_ptr + split * step + START + s, mask=there, other=0.0), 0)[None] * factor
+    z = z * scale + tl.load(base_ptr + START + s).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, comb_ptr, tokens, splits, eps, norm_eps,
+                      D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
+                      SPLITS: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
+    """ROUNDS 0: no post and no comb."""
+    n = tl.program_id(0).to(tl.int64)
+    step = tokens.to(tl.int64) * PP
+    part_ptr += n * PP
+    split = tl.arange(0, SPLITS)
+    square = tl.sum(tl.load(part_ptr + split * step + P, mask=split < splits, other=0.0), 0)
+    factor = 1.0 / tl.sqrt(square / (S * D) + norm_eps)
+    there = (split < splits)[:, None]
+    pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, there, step, 0, S, SPLITS) + eps
+    s, col = tl.arange(0, S)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + (n * S + s) * D + col[None], mask=(col < D)[None], other=0.0).to(tl.float32)
+    u = tl.sum(tl.trans(pre) * x, 0)
+    tl.store(u_ptr + n * D + col, u.to(u_ptr.dtype.element_ty), mask=col < D)
+    if ROUNDS > 0 and tl.program_id(1) == 0:
+        post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
+        tl.store(post_ptr + n * S + tl.arange(0, S)[None], post)
+        place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
+        logits = part_ptr + split[:, None, None] * step + 2 * S + place[None]
+        z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
+        z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
+        comb = _balanced(_shares(z, z == z), z == z, eps, ROUNDS)
+        tl.store(comb_ptr + n * S * S + place[None], comb)
+
+
+@triton.jit
+def _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D: tl.constexpr, S: tl.constexpr):
+    """A token's part of each tensor, its post (1, S, 1) and its comb (S, S, 1)."""
+    s = tl.arange(0, S)
+    post = tl.load(post_ptr + n * S + s).to(tl.float32)[None, :, None]
+    comb = tl.load(comb_ptr + n * S * S + s[:, None] * S + s[None]).to(tl.float32)[:, :, None]
+    return x_ptr + n * S * D, y_ptr + n * D, post, comb
+
+
+@triton.jit
+def _hc_post_forward_kernel(x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, D: tl.constexpr, S: tl.constexpr,
+                            BLOCK: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    x_ptr, y_ptr, post, comb = _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D, S)
+    s, col = tl.arange(0, S)[:, None], (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None]
+    mask = col < D
+    x = tl.load(x_ptr + s * D + col, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    out = tl.sum(comb * x[:, None], 0) + tl.sum(post * y[:, None], 0)
+    tl.store(out_ptr + (n * S + s) * D + col, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _hc_post_backward_kernel(g_ptr, x_ptr, y_ptr, post_ptr, comb_ptr, dx_ptr, dy_ptr, dpost_ptr, dcomb_ptr, D: tl.constexpr,
+                             S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    x_ptr, y_ptr, post, comb = _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D, S)
+    dpost, dcomb = tl.zeros([1, S], tl.float32), tl.zeros([S, S], tl.float32)
+    s = tl.arange(0, S)[:, None]
+    for start in range(0, D, BLOCK):
+        col = (start + tl.arange(0, BLOCK))[None]
+        mask = col < D
+        g = tl.load(g_ptr + (n * S + s) * D + col, mask=mask, other=0.0).to(tl.float32)[None]
+        x = tl.load(x_ptr + s * D + col, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + (n * S + s) * D + col, tl.sum(comb * g, 1).to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dy_ptr + n * D + col, tl.sum(post * g, 1).to(dy_ptr.dtype.element_ty), mask=mask)
+        dpost += tl.sum(g * y[:, None], 2)
+        dcomb += tl.sum(g * x[:, None], 2)
+    t = tl.arange(0, S)[None]
+    tl.store(dpost_ptr + n * S + t, dpost.to(dpost_ptr.dtype.element_ty))
+    tl.store(dcomb_ptr + n * S * S + s * S + t, dcomb.to(dcomb_ptr.dtype.element_ty))
+
+
+def _pre(
+    x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int
+) -> tuple[Tensor, ...]:
+    """(u, post, comb), or with rounds 0 (u,)."""
+    *leading, streams, width = x.shape
+    tokens, products = prod(leading), weight.shape[0]
+    padded, reach = power_of_two(products + 1), streams * width
+    u = torch.empty(*leading, width, device=x.device, dtype=x.dtype)
+    sizes = ((streams,), (streams, streams)) if rounds else ()
+    small = [torch.empty(*leading, *size, device=x.device, dtype=torch.float32) for size in sizes]
+
+    def project(plan: MatrixPlan) -> Tensor:
+        tiles, blocks = triton.cdiv(tokens, plan.rows), triton.cdiv(reach, plan.columns)
+        most = min(MOST, blocks, max(1, PROGRAMS * job.chip.sms // tiles))
+        chunk = triton.cdiv(blocks, 1 << (most.bit_length() - 1)) * plan.columns
+        splits = triton.cdiv(reach, chunk)
+        parts = torch.empty(splits, tokens, padded, device=x.device, dtype=torch.float32)
+        _hc_project_kernel[(splits, tiles)](
+            x, weight, parts, tokens, chunk, reach, products, padded, plan.rows, plan.columns, num_warps=plan.warps
+        )
+        return parts
+
+    job = job_of("hc_pre", "few" if tokens <= FEW else "many", (power_of_two(tokens), reach), x)
+    parts = launch(job, project)
+
+    def finish(plan: TilePlan) -> None:
+        _hc_finish_kernel[(tokens, triton.cdiv(width, plan.elements // streams))](
+            x, parts, scale, base, u, small[0] if small else u, small[1] if small else u, tokens, len(parts), eps, norm_eps,
+            width, streams, products, padded, plan.elements // streams, power_of_two(len(parts)), rounds, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("hc_mix", "pre", (width,), x), finish)
+    return u, *small
+
+
+class _Pre(torch.autograd.Function):
+    """apply(x, weight, scale, base, eps, norm_eps, rounds, op). `op` is whose call it is."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale, base, eps, norm_eps, rounds, op):
+        x, weight, scale, base = (t.contiguous() for t in (x, weight, scale, base))
+        ctx.save_for_backward(x, weight, scale, base)
+        ctx.settings, ctx.op = (eps, norm_eps, rounds), op
+        out = _pre(x, weight, scale, base, eps, norm_eps, rounds)
+        return out if rounds else out[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        first_order_only(ctx.op)
+        eps, norm_eps, rounds = ctx.settings
+        needed = ctx.needs_input_grad[:4]
+        with torch.enable_grad():
+            own = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
+            x, weight, scale, base = own
+            out = mixed(x, weight, scale, base, eps, norm_eps, (lambda z: sinkhorn(z, rounds, eps)) if rounds else None)
+            wanted = [t for t, need in zip(own, needed) if need]
+            found = iter(torch.autograd.grad(out, wanted, gradients))
+        return *(next(found) if need else None for need in needed), None, None, None, None
+
+
+class _Post(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, post, comb):
+        given = [t.contiguous() for t in (x, y, post, comb)]
+        ctx.save_for_backward(*given)
+        out = torch.empty_like(given[0])
+        *leading, streams, width = x.shape
+
+        def run(plan: TilePlan) -> None:
+            block = plan.elements // streams
+            _hc_post_forward_kernel[(prod(leading), triton.cdiv(width, block))](
+                *given, out, width, streams, block, num_warps=plan.warps
+            )
+
+        launch(job_of("hc_mix", "post", (width,), x), run)
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        first_order_only("hc_post")
+        given = ctx.saved_tensors
+        made = [torch.empty_like(t) for t in given]
+        *leading, streams, width = given[0].shape
+
+        def run(plan: TilePlan) -> None:
+            _hc_post_backward_kernel[(prod(leading),)](
+                g.contiguous(), *given, *made, width, streams, max(16, plan.elements // streams), num_warps=plan.warps
+            )
+
+        launch(job_of("hc_mix", "backward", (width,), given[0]), run)
+        return tuple(made)
+
+
+def hc_pre(
+    x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _Pre.apply(x, weight, scale, base, eps, norm_eps, iterations, "hc_pre")
+
+
+def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return _Post.apply(x, y, post, comb)
+
+
+def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
+    return _Pre.apply(x, weight, scale, base, eps, norm_eps, 0, "hc_head")

@@ -1,0 +1,144 @@
+"""Hyper-connections: the definitions are transformers' modules, and kernels agree with them, for few tokens and many."""
+
+import re
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.triton import hyper_connections as fast
+
+from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("hyper_connections")
+
+FP32, FP64 = torch.float32, torch.float64
+# Sums of up to 200 products, and numbers of one balanced matrix; in 16 bits u is rounded once, and X' too.
+TOLERANCES = TOLERANCE | {FP32: 1e-5}
+SHAPES = [((1,), 4, 40), ((2, 2), 2, 24), ((3, 7), 4, 17)]  # few tokens, few of two streams, many of an odd width
+EACH = [(shape, FP32) for shape in SHAPES] + [(SHAPES[0], torch.float16), (SHAPES[2], torch.bfloat16)]
+
+
+def before(device, dtype, leading, streams: int, width: int, outputs: int, scales: int) -> tuple:
+    """Streams in the model's dtype; weights as they are kept, in fp32."""
+    x = draw(device, dtype, *leading, streams, width)
+    weight = draw(device, FP32, outputs, streams * width, seed=1) * (streams * width) ** -0.5
+    return x, weight, draw(device, FP32, scales, seed=2), draw(device, FP32, outputs, seed=3)
+
+
+@pytest.mark.parametrize("shape, dtype", EACH)
+def test_pre_matches(shape, dtype, device):
+    leading, streams, width = shape
+    given = before(device, dtype, leading, streams, width, (2 + streams) * streams, 3)
+    parity(fast.hc_pre, reference.hc_pre, (*given, 1e-6, 1e-6, 4), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("shape, dtype", EACH)
+def test_head_matches(shape, dtype, device):
+    leading, streams, width = shape
+    parity(fast.hc_head, reference.hc_head, before(device, dtype, leading, streams, width, streams, 1), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("shape, dtype", EACH)
+def test_post_matches(shape, dtype, device):
+    leading, streams, width = shape
+    x, y = draw(device, dtype, *leading, streams, width), draw(device, dtype, *leading, width, seed=1)
+    weights = draw(device, FP32, *leading, streams, seed=2), draw(device, FP32, *leading, streams, streams, seed=3)
+    parity(fast.hc_post, reference.hc_post, (x, y, *weights), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_sums_shared_by_programs(tokens, device):
+    """1,200 numbers a token, by ten programs or more."""
+    given = before(device, FP32, (tokens,), 4, 300, 24, 3)
+    for name, got, want in zip(("u", "post", "comb"), fast.hc_pre(*given), reference.hc_pre(*given)):
+        same(name, got, want, TOLERANCES[FP32])
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+
+
+@pytest.fixture(scope="module")
+def config():
+    found = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
+    return found.DeepseekV4Config(hidden_size=24, hc_mult=4, hc_eps=0.01, rms_norm_eps=0.1, hc_sinkhorn_iters=5)
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    for i, parameter in enumerate(module.parameters()):
+        parameter.data.copy_(draw(torch.device("cpu"), FP32, *parameter.shape, seed=i) * 0.5)
+    return module
+
+
+def test_transformers_modules_are_the_definitions(theirs, config):
+    """Epsilons large enough to show, and the matrix not symmetric: its transpose would show too."""
+    x, y = draw(torch.device("cpu"), FP32, 2, 3, 4, 24), draw(torch.device("cpu"), FP32, 2, 3, 24, seed=9)
+    site, head = filled(theirs.DeepseekV4HyperConnection(config)), filled(theirs.DeepseekV4HyperHead(config))
+    post, comb, u = site(x)
+    got = reference.hc_pre(x, site.fn, site.scale, site.base, 0.01, 0.1, 5)
+    for name, a, b in zip(("u", "post", "comb"), got, (u, post, comb)):
+        same(name, a, b, 2e-6)
+    # The line of DeepseekV4DecoderLayer.forward
+    behind = post.unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), x)
+    same("X'", reference.hc_post(x, y, post, comb), behind, 2e-6)
+    same("head", reference.hc_head(x, head.hc_fn, head.hc_scale, head.hc_base, 0.01, 0.1), head(x), 2e-6)
+
+
+def test_reference_gradients_in_fp64():
+    cpu = torch.device("cpu")
+    given = [t.double().requires_grad_() for t in before(cpu, FP64, (2,), 2, 3, 8, 3)]
+    assert torch.autograd.gradcheck(lambda *t: reference.hc_pre(*t, 1e-3, 1e-3, 3), given)
+    after = [draw(cpu, FP64, *s, seed=i).requires_grad_() for i, s in enumerate(((2, 2, 3), (2, 3), (2, 2), (2, 2, 2)))]
+    assert torch.autograd.gradcheck(reference.hc_post, after)
+
+
+def test_stores_stay_inside(device, monkeypatch):
+    made, plain = [], torch.empty
+
+    def inside(*shape, dtype=FP32, **options):
+        made.append(banded(shape, device, dtype))
+        return made[-1][1]
+
+    given = before(device, FP32, (3,), 4, 17, 24, 3)
+    monkeypatch.setattr(torch, "empty", inside)
+    u, post, comb = fast._pre(*given, 1e-6, 1e-6, 2)
+    monkeypatch.setattr(torch, "empty", plain)
+    kept = {t.data_ptr() for t in (u, post, comb)}
+    assert len(made) == 4
+    for whole, own in made:
+        assert_inside(whole, own if own.data_ptr() in kept else own[..., :25])
+    whole, out = banded((3, 4, 17), device)
+    fast._hc_post_forward_kernel[(3, 1)](given[0], u, post, comb, out, 17, 4, 32)
+    assert_inside(whole, out)
+
+
+WRONG = {
+    "no streams": (
+        lambda x: kernels.hc_pre(x[0, 0], x, x, x),
+        "hc_pre: x must be a floating-point tensor of streams (..., S, D), got torch.float32 (6,); "
+        "give each token its streams one below the other.",
+    ),
+    "weight": (
+        lambda x: kernels.hc_pre(x, x[0], torch.ones(3), torch.ones(24)),
+        "hc_pre: weight must be a floating-point tensor (24, 24) for streams (2, 4, 6), got torch.float32 (4, 6); "
+        "reshape or cast it before the call.",
+    ),
+    "comb": (
+        lambda x: kernels.hc_post(x, x[:, 0], x[..., 0], x[..., :4].long()),
+        "hc_post: comb must be a floating-point tensor (2, 4, 4) for streams (2, 4, 6), got torch.int64 (2, 4, 4); "
+        "reshape or cast it before the call.",
+    ),
+    "rounds": (
+        lambda x: kernels.hc_pre(x, torch.ones(24, 24), torch.ones(3), torch.ones(24), iterations=0),
+        "hc_pre: iterations must be at least 1, got 0; DeepSeek-V4 takes 20.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what):
+    call, sentence = WRONG[what]
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        call(torch.ones(2, 4, 6))
