@@ -4,6 +4,7 @@ gpubound train --model 10m --data my_texts/ --steps 2000
 gpubound train config.yaml --lr 1e-3               options override the file
 gpubound train config.yaml --resume                go on from the newest whole checkpoint
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
+gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, beside each other
 gpubound train --list                              the models that have a name
 """
 
@@ -12,22 +13,20 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import tyro
 import yaml
 
 from ..models.registry import trainable
 from ..monitor.live import check_log
-from ..train.adapters import Lora
-from ..train.kinds import check_kind
 from ..train.prepare import prepare
 from ..train.recipe import Recipe
-from ..words import hint, shown
 from . import arguments
+from .compare import compare, keep, variants_of
+from .options import typed
 from .session import alone, finish, quietly, say, train
 
 
@@ -42,11 +41,19 @@ class Train(Recipe):
     Example: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
 
     Example: gpubound train config.yaml --resume
+
+    Example: gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
     """
 
     lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
     objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    compare: str | None = None
+    """Train variants on the same tokens and print their held-out losses beside each other: names, with commas between them.
+    Each is a model, a part that --model may have, key=value, or a name under compare: in the config file, with its options."""
+    variants: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    seeds: int = 1
+    """With --compare: train each variant with so many seeds, --seed and those after it. Three show what chance does."""
     resume: bool = False
     """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
     auto_batch: bool = False
@@ -84,6 +91,12 @@ def main(argv: Sequence[str]) -> int:
     recipe, export = options.recipe(), export_folder(options)
     if options.merge and not (export and recipe.lora):
         raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
+    if options.compare is not None:
+        return beside_each_other(options, recipe, typed_in)
+    if options.seeds != 1:
+        raise ValueError(
+            f"seeds: got {options.seeds}, and there is nothing to compare; give --compare, or --seed for a run's own."
+        )
     if options.auto_batch and recipe.budget is not None:
         raise ValueError(
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
@@ -93,8 +106,7 @@ def main(argv: Sequence[str]) -> int:
         run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
         outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
-            command = ["gpubound", "train", *typed_in]
-            say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}", needed=True)
+            say_how_to_go_on(typed_in)
         report = finish(outcome.tape)
         if export and outcome.failed:
             say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
@@ -107,6 +119,29 @@ def main(argv: Sequence[str]) -> int:
         about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
         print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))
     return 1 if outcome.failed else 0
+
+
+def say_how_to_go_on(typed_in: list[str]) -> None:
+    command = ["gpubound", "train", *typed_in]
+    say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}", needed=True)
+
+
+def beside_each_other(options: Train, recipe: Recipe, typed_in: list[str]) -> int:
+    """--compare: the table goes to stdout, or the numbers as JSON."""
+    for name in ("export", "merge", "auto_batch"):
+        if getattr(options, name):
+            raise ValueError(f"{name}: it is for a single run, got --compare, too; leave one of them out.")
+    variants = variants_of(recipe, options.compare or "", options.variants, options.seeds)
+    with quietly(options.quiet), alone(recipe.out):
+        comparison = compare(recipe, variants, options.seeds, options.resume, options.log)
+        if comparison is None:
+            say_how_to_go_on(typed_in)
+            return 0
+        report, numbers = keep(comparison, recipe)
+    say(f"report: {report}")
+    paths = {"out": recipe.out, "report": str(report), "numbers": str(numbers)}
+    print(json.dumps(comparison.as_dict() | paths) if options.json else comparison)
+    return 1 if comparison.failed else 0
 
 
 def export_folder(options: Train) -> Path | None:
@@ -135,47 +170,17 @@ def from_file(path: str) -> Train:
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
-        options = Train(**typed(found))
+        known = {f.name: f for f in dataclasses.fields(Train) if f.name != "variants"}
+        if isinstance(found.get("compare"), dict):  # each name with its options
+            variants = found.pop("compare")
+            found["compare"] = ",".join(map(str, variants))
+        else:
+            variants = {}
+        options = Train(**typed(found, known), variants={str(name): own for name, own in variants.items()})
         options.recipe()
         return options
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def typed(found: dict[Any, Any]) -> dict[str, Any]:
-    """Values as the options' fields want them. An unknown key is refused; a value of another kind, by the recipe."""
-    known = {f.name: f for f in dataclasses.fields(Train)}
-    own = known.keys() - {f.name for f in dataclasses.fields(Recipe)}
-    for key, value in found.items():
-        if key not in known:
-            raise ValueError(f"config: {shown(key)} is unknown; {hint(key, known, 'the keys are')}")
-        if key in own:
-            check_kind(known[key], value)
-    return {key: _as(known[key], value) for key, value in found.items()}
-
-
-def _phase(phase: Any) -> Any:
-    """A phase's own values; which of them a phase may have is the recipe's to say."""
-    if not isinstance(phase, dict):
-        return phase
-    known = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "phases"}
-    return {key: _as(known[key], value) if key in known else value for key, value in phase.items()}
-
-
-def _as(field: dataclasses.Field, value: Any) -> Any:
-    """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
-    wanted = (get_args(field.type) or (field.type,))[0]
-    if field.name == "lora" and isinstance(value, dict):
-        known = {f.name: f for f in dataclasses.fields(Lora)}
-        return {key: _as(known[key], own) if key in known else own for key, own in value.items()}
-    if field.name == "data":
-        return tuple(value) if isinstance(value, list) else (value,)
-    if field.name == "phases":
-        return tuple(map(_phase, value)) if isinstance(value, list) else value
-    if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError, OverflowError):  # the recipe's sentence names the field
-            return float(value)
-    return str(value) if wanted is str and type(value) is int else value
 
 
 def presets() -> str:

@@ -19,21 +19,31 @@ DEPTH = 8  # of a setting within a setting; no recipe comes near, and a crafted 
 DOCTYPE = "<!doctype html>"
 
 
-def write_report(runs: Sequence[str | Path | Tape], out: str | Path | None = None) -> Path:
-    """Write the page for one run, or for several compared; returns where it lies."""
+def write_report(
+    runs: Sequence[str | Path | Tape],
+    out: str | Path | None = None,
+    lead: str = "",
+    colours: Sequence[int] | None = None,
+) -> Path:
+    """Write the page for one run, or for several compared; returns where it lies.
+
+    `lead` is a printed table that the page begins with. `colours` numbers each run's colour, where runs are to share one.
+    """
     if not runs:
         raise ValueError("write_report: got no run; give at least one run folder.")
     tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
     out = tapes[0].path / "report.html" if out is None else Path(out)
     _check(out)
     found, called = [Figures(tape) for tape in tapes], names(tapes)
+    colours = range(len(tapes)) if colours is None else colours
     page = template().render(
         title=" against ".join(called),
-        runs=[{"name": name, "figures": run, "index": index} for index, (name, run) in enumerate(zip(called, found))],
+        lead=lead,
+        runs=[{"name": name, "figures": run, "colour": colour} for name, run, colour in zip(called, found, colours)],
         tiles=tiles(found[0]) if len(found) == 1 else [],
         facts=rows([figures.facts() for figures in found]),
         measured=rows([figures.gauges() for figures in found]),
-        charts=[Markup(chart) for chart in charts(called, found)],  # line_chart escapes what it is given
+        charts=[Markup(chart) for chart in charts(called, found, colours)],  # line_chart escapes what it is given
     )
     _write(out, page)
     return out
@@ -65,7 +75,7 @@ def rows(found: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
     return [(what, [texts.get(what, "not measured") for texts in found]) for what in whats]
 
 
-def charts(called: Sequence[str], found: Sequence[Figures]) -> list[str]:
+def charts(called: Sequence[str], found: Sequence[Figures], colours: Sequence[int]) -> list[str]:
     """One chart for each gauge that any run measured; a gauge that belongs beside another is drawn there."""
     drawn = []
     phases = [figures.phases for figures in found]
@@ -76,15 +86,15 @@ def charts(called: Sequence[str], found: Sequence[Figures]) -> list[str]:
         if gauge.key == "skipped" and not any(value for figures in found for _, value in figures.points("skipped")):
             continue
         together = [gauge, *(g for g in GAUGES if g.beside == gauge.key)]
-        if series := [s for nth, g in enumerate(together) for s in _series(called, found, g, nth)]:
+        if series := [s for nth, g in enumerate(together) for s in _series(called, found, colours, g, nth)]:
             drawn.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
     return drawn
 
 
-def _series(called: Sequence[str], found: Sequence[Figures], gauge: Gauge, nth: int) -> list[Series]:
+def _series(called: Sequence[str], found: Sequence[Figures], colours: Sequence[int], gauge: Gauge, nth: int) -> list[Series]:
     """Each run's line in a chart where this gauge is the nth: a run has a colour, or where there is only one, a gauge has."""
     drawn = []
-    for run, (name, figures) in enumerate(zip(called, found)):
+    for run, name, figures in zip(colours, called, found):
         if points := figures.points(gauge.key):
             steps, values = zip(*points)
             title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.beside else name

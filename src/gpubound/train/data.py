@@ -45,7 +45,7 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
     """A corpus for each phase, all of one tokenizer: opened where `data` is one, else built into the run's folder, once."""
     stages = recipe.stages()
     opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
-    tokenizer = _known_tokenizer(recipe, list(opened.values()))
+    tokenizer = known_tokenizer(recipe, list(opened.values()))
     if len(opened) < len(stages):
         with building_alone(folder):  # before a tokenizer is trained, not after
             tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
@@ -56,7 +56,7 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
     return [opened[name] for name, _ in stages]
 
 
-def _known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
+def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
     """The one that these corpora were built with, that was named, or that is the model's own. None: one is to be trained.
 
     A model that was trained before knows its own tokenizer's ids: others would be other words to it.

@@ -1,0 +1,133 @@
+"""`gpubound train --compare`: variants on the same tokens, what their difference shows, and what is refused."""
+
+import json
+import signal
+
+import pytest
+
+from gpubound import device as facts
+from gpubound.cli import main
+from gpubound.monitor import live
+
+from .train.runs import build_corpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def on_reference(monkeypatch):
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: tiny\ndata: {corpus}\nseq: 32\nmicro_batch: 4\nsteps: 6\nlr: 3e-3\nvalidation: 0.1\n"
+        f"device: cpu\nout: {tmp_path / 'run'}\n"
+    )
+    return path
+
+
+def losses(folder) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_variants_read_the_same_tokens_and_are_single_runs(config, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", str(config), "--compare", "lr=3e-3,lr=1e-6,clip=1e-9", "--seeds", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    fast, slow, still = answer["variants"]
+    assert [row["name"] for row in (fast, slow, still)] == ["lr=3e-3", "lr=1e-6", "clip=1e-9"]
+    begin = [losses(out / name / f"seed-{seed}")[0] for seed in (0, 1) for name in ("lr=3e-3", "lr=1e-6", "clip=1e-9")]
+    assert begin[:3] == pytest.approx([begin[0]] * 3) and begin[3:] == pytest.approx([begin[3]] * 3), "one seed, one row"
+    assert abs(begin[0] - begin[3]) > 1e-4, "and other seeds begin elsewhere"
+    assert json.loads((out / "comparison.json").read_text())["variants"] == answer["variants"]
+    assert main(["train", str(config), "--lr", "1e-6", "--seed", "1", "--out", str(tmp_path / "alone"), "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert slow["runs"][1]["held_out"] == pytest.approx(alone["last"]["held_out"], rel=1e-5)
+    assert fast["held_out"] < slow["held_out"] - 0.1 and slow["difference"] == pytest.approx(
+        slow["held_out"] - fast["held_out"], abs=1e-6
+    )
+    page = (out / "report.html").read_text()
+    assert "Beside each other" in page and "lr=1e-6 seed 1" in page and answer["sentences"][0] in page
+
+
+def test_what_is_done_is_not_trained_again(config, tmp_path, capsys, monkeypatch):
+    """Interrupted in the second run: a start with --resume ends that one, and leaves the first as it is."""
+    read, count = live.Gauges.read, 0
+
+    def interrupted(self):
+        nonlocal count
+        count += 1
+        if count == 8:
+            signal.raise_signal(signal.SIGINT)
+        return read(self)
+
+    monkeypatch.setattr(live.Gauges, "read", interrupted)
+    command = ["train", str(config), "--compare", "lr=3e-3,lr=1e-4"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert not said.out and said.err.splitlines()[-1].endswith("--compare lr=3e-3,lr=1e-4 --resume")
+    first = tmp_path / "run" / "lr=3e-3" / "seed-0"
+    before = (first / "run.json").read_text()
+    assert main(command) == 2 and "already holds a run; pass --resume" in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 0
+    said = capsys.readouterr()
+    assert "one seed, which shows no spread" in said.out and "lr=3e-3 seed 0: trained before" in said.err
+    assert (first / "run.json").read_text() == before
+    assert len(losses(tmp_path / "run" / "lr=1e-4" / "seed-0")) == 6
+    assert main([*command, "--resume", "--seed", "7"]) == 0, "another seed has runs of its own"
+
+
+def test_variants_named_in_the_file(config, tmp_path, capsys):
+    config.write_text(config.read_text() + "compare:\n  small: {}\n  wide: {model: 10m-tiny, lr: 1e-3}\nseeds: 1\n")
+    assert main(["train", str(config), "--json", "--steps", "2"]) == 0
+    small, wide = json.loads(capsys.readouterr().out)["variants"]
+    about = json.loads((tmp_path / "run" / "wide" / "seed-0" / "run.json").read_text())
+    assert about["config"]["model"] == "10m-tiny" and about["config"]["lr"] == 1e-3
+    assert small["parameters"] == 94_528 != wide["parameters"]
+
+
+def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path, capsys):
+    config.write_text(config.read_text() + "compare: {sound: {}, wild: {lr: 1e30, clip: 1e30}}\n")
+    assert main(["train", str(config)]) == 1
+    said = capsys.readouterr().out
+    assert "wild: 1 of 1 runs failed" in said and "cannot be compared" in said
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--compare", "tiny"], "compare: got 'tiny', wanted two names or more, each once, as in 10m,lr=1e-3."),
+        (
+            ["--compare", "tiny,steps=3"],
+            "compare: steps=3: steps is the same for every variant, or their losses could not be compared.",
+        ),
+        (["--compare", "tiny,lrr=3"], "compare: lrr=3: 'lrr' is unknown; did you mean 'lr'?"),
+        (["--compare", "tiny,lr=-1"], "compare: lr=-1: recipe: lr must be above 0, got -1.0."),
+        (
+            ["--compare", "tiny,11m"],
+            "compare: got '11m', wanted a model, a part that tiny may have, key=value, or a name under compare: in the config "
+            "file; did you mean '1m'?",
+        ),
+        (["--compare", "tiny,10m", "--seeds", "99"], "seeds: got 99, wanted 1 to 30."),
+        (
+            ["--compare", "tiny,10m", "--export", "hf"],
+            "export: it is for a single run, got --compare, too; leave one of them out.",
+        ),
+        (["--seeds", "3"], "seeds: got 3, and there is nothing to compare; give --compare, or --seed for a run's own."),
+        (
+            ["--compare", "tiny,10m", "--patience", "2", "--evaluate-every", "2"],
+            "compare: patience ends a run early, and every variant trains on the same tokens; leave patience out.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(config, capsys, options, sentence):
+    assert main(["train", str(config), *options]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
