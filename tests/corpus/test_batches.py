@@ -49,6 +49,16 @@ def test_masked_chats_resident_and_streamed(tmp_path):
         assert 0 < ignored < sum(a["labels"].numel() for a, _ in batches)
 
 
+def test_own_labels_are_the_tokens_that_stand_there(tmp_path):
+    """A prompt's token is no label, wherever in a row it stands; the next token's mask, a place further on, has no say."""
+    corpus = Corpus.build([CHAT] * 9, train_tokenizer(["what is new?"], 280), tmp_path / "c", progress=False)
+    for mode in ("resident", "ring"):
+        served = list(corpus.batches(7, 1, "cpu", shuffle=False, labels="own", mode=mode))
+        ids, labels = (torch.cat([batch[name][0] for batch in served]) for name in ("input_ids", "labels"))
+        learnt = torch.from_numpy(corpus.read_mask(np.arange(len(ids)))) == 1
+        assert torch.equal(labels, torch.where(learnt, ids, -100)) and 0 < learnt.sum() < len(ids)
+
+
 def test_an_epoch_of_a_stream_holds_each_token_once(corpus):
     whole = corpus.read(np.arange(corpus.tokens))
     served = torch.cat([batch["input_ids"] for batch in corpus.batches(10, 1, "cpu", seed=2)])
@@ -195,6 +205,12 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
         (8, 2, {"rank": 1}, "batches: rank: got 1, wanted 0 to 0, one of the world of 1."),
         (8, 2, {"pack": "tight"}, "batches: pack: got 'tight', wanted 'stream' or 'documents'."),
         (8, 2, {"mode": "direct"}, "batches: mode: got 'direct', wanted 'auto', 'resident' or 'ring'."),
+        (
+            8,
+            2,
+            {"labels": "own", "pack": "documents"},
+            "batches: labels: got 'own' with pack='documents', wanted 'next', or 'own' with pack='stream'.",
+        ),
         (
             8,
             2,

@@ -53,6 +53,19 @@ def test_saved_loaded_pickled(tokenizer, tmp_path):
         assert copy.eos == tokenizer.eos and copy.chat_template == tokenizer.chat_template
 
 
+def test_a_mask_token_stands_behind_the_vocabulary(tokenizer, tmp_path):
+    masking = tokenizer.with_mask()
+    assert tokenizer.mask is None and masking.mask == tokenizer.vocab_size == masking.vocab_size - 1
+    assert masking.with_mask() is masking and masking.difference(tokenizer) is None
+    assert masking.encode("nothing is new") == tokenizer.encode("nothing is new")
+    assert masking.decode([*masking.encode("new"), masking.mask], skip_special=True) == "new"
+    masking.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.mask == masking.mask and again.with_mask() is again and again.eos == tokenizer.eos
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(str(tmp_path)).mask_token_id == masking.mask
+
+
 def test_transformers_loads_it_and_we_load_transformers(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer.save(tmp_path)

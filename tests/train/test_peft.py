@@ -79,7 +79,7 @@ def assert_same_adapters(ours, theirs):
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_adapters_train_as_in_plain_torch(way, monkeypatch):
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: pytest.fail(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: pytest.fail(why))
     ours = way()
     theirs = copy.deepcopy(ours)
     assert list(run_ours(ours)) == pytest.approx(list(run_theirs(theirs)), rel=1e-5)

@@ -39,6 +39,7 @@ def batches(
     pack: str = "stream",
     max_documents: int | None = None,
     fields: tuple[str, ...] | None = None,
+    labels: str = "next",
     pad_id: int = 0,
     rank: int = 0,
     world: int = 1,
@@ -55,12 +56,16 @@ def batches(
               to another
     fields    which of rows.FIELDS a batch holds; all that `pack` makes but "valid" by default. "valid" is the number of labels
               that count
+    labels    "next": the next tokens. "own": each place's own token, for models that fill masked places; of a stream alone,
+              where every token has a place
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     pad_id    fills the places of a row that no document fits
     rank, world     the ranks of a group share each epoch; all must be given the same seed
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
     _check_options(seq, micro_batch, pack, fields, rank, world, mode)
+    if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
+        raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
     where = target(device)
     plan = plan_stream(corpus.tokens, seq)
     if pack == "documents":
@@ -77,7 +82,7 @@ def batches(
         "seed": seed, "shuffle": shuffle, "world": world,
     }  # fmt: skip
 
-    cutter = partial(Cutter, plan, order, chosen, pad_id)
+    cutter = partial(Cutter, plan, order, chosen, pad_id, own=labels == "own")
 
     def upload() -> tuple[Tensor, Tensor | None]:
         stored = _to_device([as_stored(part.tokens) for part in corpus.parts], where)

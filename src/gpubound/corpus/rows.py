@@ -156,6 +156,7 @@ class Cutter:
     device: torch.device
     read: Read
     read_mask: Read | None
+    own: bool = False  # whether a place's label is its own token, and not the next one
 
     def __post_init__(self) -> None:
         plan, order, device = self.plan, self.order, self.device
@@ -164,7 +165,7 @@ class Cutter:
         self.scatter = Scatter(plan.rows, order.seed, device) if order.shuffle else None
         self.lane = torch.arange(size, device=device) + order.rank * size  # B
         self.place = torch.arange(seq, device=device).expand(size, seq).contiguous()  # BT
-        self.ends = torch.arange(2, device=device).view(2, 1, 1)  # a place's own token, and the next one
+        self.ends = torch.tensor([0, 0 if self.own else 1], device=device).view(2, 1, 1)  # what goes in, and its label
         if plan.tables:
             tables = (torch.from_numpy(np.ascontiguousarray(table, np.int64)).to(device) for table in plan.tables)
             self.first, self.begins, self.shift = tables

@@ -17,6 +17,7 @@ from .texts import Progress, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+MASK = "<|mask|>"
 CURE = "copy the tokenizer again"
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CHAT = (
@@ -56,6 +57,24 @@ class Tokenizer:
             raise ValueError("tokenizer: its vocabulary is empty, wanted at least one token.")
         said = json.dumps([inner.to_str(), eos_token, self.chat_template])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    @property
+    def mask(self) -> int | None:
+        """The id of the token that hides another; None where there is none."""
+        return None if "mask_token" not in self.special else self.inner.token_to_id(self.special["mask_token"])
+
+    def with_mask(self) -> "Tokenizer":
+        """This one where it has a mask token, else a copy that has one behind its vocabulary. Every other id stays."""
+        if self.mask is not None:
+            return self
+        inner = type(self.inner).from_str(self.inner.to_str())
+        inner.add_special_tokens([MASK])
+        if inner.token_to_id(MASK) != self.vocab_size:
+            raise ValueError(
+                f"tokenizer: the mask token {MASK!r} has the id {inner.token_to_id(MASK)}, wanted {self.vocab_size}, the first "
+                f"behind the vocabulary; name the tokenizer's own mask_token in its tokenizer_config.json."
+            )
+        return Tokenizer(inner, self.eos_token, self.chat_template, **self.special | {"mask_token": MASK})
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text).ids

@@ -124,10 +124,15 @@ class Stage:
     held_out: Corpus
 
     def feed(self, device: torch.device) -> CorpusFeed:
-        return self.training.batches(self.recipe.seq, self.recipe.micro_batch, device, seed=self.recipe.seed)
+        recipe = self.recipe
+        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=self._labels())
 
     def held_out_feed(self, device: torch.device) -> CorpusFeed:
-        return self.held_out.batches(self.recipe.seq, self._held_out_rows(), device, shuffle=False)
+        rows = self._held_out_rows()
+        return self.held_out.batches(self.recipe.seq, rows, device, shuffle=False, labels=self._labels())
+
+    def _labels(self) -> str:
+        return self.recipe.new_objective().labels
 
     def _held_out_rows(self) -> int:
         return min(self.recipe.micro_batch, (self.held_out.tokens - 1) // self.recipe.seq)

@@ -64,7 +64,7 @@ def prepare(
         Stage(name, own, *hold_out(corpus, own.validation))
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
     ]
-    tokenizer = stages[0].training.tokenizer()
+    tokenizer = recipe.extended(stages[0].training.tokenizer())
     for stage in stages:
         stage.check_rows()
     if auto_batch and found is None:
@@ -135,7 +135,7 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
         model = build_model(recipe, tokenizer, device).train()
         if recipe.adapters is not None:
             recipe.adapters.add(model)
-        step = recipe.make_step(model, recipe.new_objective(), device)
+        step = recipe.make_step(model, recipe.new_objective(tokenizer), device)
         feed = replace(stage, recipe=recipe).feed(device)
         try:
             for _ in range(2):  # the first captures, the second runs what was captured

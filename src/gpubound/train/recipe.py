@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..corpus.tokenizer import SPECIALS
+from ..corpus.tokenizer import SPECIALS, Tokenizer
 from ..models.registry import is_named, presets
 from ..words import hint, shown
 from .adapters import Lora
@@ -63,7 +63,7 @@ class Recipe:
     vocabulary: int = 8192
     """Number of tokens of the BPE that is trained on the data."""
     objective: str = "next_token"
-    """What is minimised: next_token."""
+    """What is minimised: next_token, or diffusion, which fills masked tokens and wants a model that is not causal."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """The objective's own options, where it has any. Only in a config file."""
     seq: int = 512
@@ -187,9 +187,18 @@ class Recipe:
         way, number = parse_recompute(self.recompute)
         return number if way == "budget" else None
 
-    def new_objective(self) -> Objective:
-        """A new objective, as the recipe wants it."""
-        return objective_named(self.objective, self.objective_options)
+    def new_objective(self, tokenizer: Tokenizer | None = None) -> Objective:
+        """A new objective, as the recipe wants it; one that is to be used knows the run's tokenizer."""
+        objective = objective_named(self.objective, self.objective_options)
+        if tokenizer is not None:
+            objective.extended(tokenizer)
+        return objective
+
+    def extended(self, tokenizer: Tokenizer) -> Tokenizer:
+        """`tokenizer` with the tokens that the objectives of all phases add to it."""
+        for _, own in self.stages():
+            tokenizer = own.new_objective().extended(tokenizer)
+        return tokenizer
 
     def make_step(self, model: nn.Module, objective: Objective, device: torch.device) -> TrainStep:
         """The optimizer step of this recipe; with a byte budget for recomputing, without any yet."""

@@ -76,7 +76,7 @@ class Run:
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
-        self.objective = self.stage.recipe.new_objective()
+        self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device)
         if (budget := self.recipe.budget) is not None:
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
@@ -192,7 +192,9 @@ class Run:
         at, recipe = self.feed.state_dict(), self.stage.recipe
         batches = [self.feed.take()] * recipe.accumulate
         self.feed.load_state_dict(at)
-        return price_of(self.step, lambda: recipe.make_step(self.model, recipe.new_objective(), self.device), batches)
+        return price_of(
+            self.step, lambda: recipe.make_step(self.model, recipe.new_objective(self.tokenizer), self.device), batches
+        )
 
     def export(self, path: str | Path, merge: bool = False) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder.

@@ -130,7 +130,7 @@ def test_placed_model_delivers_by_products(monkeypatch):
 def test_a_model_that_scales_its_logits_is_found_out(monkeypatch):
     """Granite divides its logits: head(hidden states) would train another model, so its own forward is asked."""
     said = []
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: said.append(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
     torch.manual_seed(0)
     model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0))
     total, count, _ = total_and_gradients(model)
@@ -142,7 +142,7 @@ def test_a_model_that_scales_its_logits_is_found_out(monkeypatch):
 def test_a_cap_is_found_out_though_small_logits_do_not_show_it(monkeypatch):
     """Gemma 2 caps its logits at 30. Those of fresh weights are below 1, where the cap changes less than rounding does."""
     said = []
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: said.append(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)).train()
     total, count, _ = total_and_gradients(model)
@@ -202,7 +202,7 @@ def _scaled(self, input_ids, use_cache=None):
 )
 def test_what_is_not_the_heads_product_alone_is_asked_whole(monkeypatch, change, why):
     said = []
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: said.append(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
@@ -217,7 +217,7 @@ def test_what_is_not_the_heads_product_alone_is_asked_whole(monkeypatch, change,
 
 def test_a_head_that_the_forward_steps_past_is_asked_whole(monkeypatch):
     said = []
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: said.append(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
     model = llama()
     model.__class__ = type("Around", (LlamaForCausalLM,), {"forward": _product})
     total, *_ = total_and_gradients(model)
@@ -227,7 +227,7 @@ def test_a_head_that_the_forward_steps_past_is_asked_whole(monkeypatch):
 
 
 def test_dropout_does_not_confuse_the_trial_and_stays_on(monkeypatch):
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.fallback", lambda what, why: pytest.fail(why))
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: pytest.fail(why))
     model = llama(attention_dropout=0.5)
     model.model.layers[1].eval()
     CausalLM().prepare(model, batch(0))

@@ -18,6 +18,8 @@ from ...words import hint
 OBJECTIVES = {
     "causal_lm": (".causal_lm", "CausalLM"),
     "next_token": (".causal_lm", "NextToken"),
+    "masked_diffusion": (".masked_diffusion", "MaskedDiffusion"),
+    "diffusion": (".masked_diffusion", "MaskedDiffusion"),
 }
 """(module, class) by name; imported when it is asked for"""
 
@@ -29,12 +31,17 @@ class Objective:
     tensors, so nothing here may wait for the device but `prepare` and `validate`.
     """
 
-    of_corpus: ClassVar[bool] = True  # whether it takes batches as a Corpus cuts them: the labels are the next tokens
+    of_corpus: ClassVar[bool] = True  # whether it takes batches as a Corpus cuts them
+    labels: ClassVar[str] = "next"  # of such batches: of each place the "next" token, or its "own"
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`scale` multiplies the sum. Training always gives one: gradients that are made in forward hold it, and backward then
         begins with 1."""
         raise NotImplementedError
+
+    def extended(self, tokenizer: Tokenizer) -> Tokenizer:
+        """A run's tokenizer with the tokens that this objective adds to it. Called before the model is made."""
+        return tokenizer
 
     def calls(self, model: Any) -> Iterable[Call]:
         """What a training step is known to call for the loss, so that its kernels are compiled beside the others."""
