@@ -15,7 +15,7 @@ from gpubound.corpus import Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from gpubound.models.llama import training
-from gpubound.models.llama.weights import special_ids
+from gpubound.models.storing import special_ids
 
 CONFIG = DecoderConfig(32, 48, 2, 4, 2, 320)
 
@@ -129,7 +129,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         file.write_bytes(b"half")
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("gpubound.models.llama.weights.save_file", torn)
+    monkeypatch.setattr("gpubound.models.storing.save_file", torn)
     with pytest.raises(DataError, match=r"model\.safetensors: cannot be written: Input/output error"):
         save_hf(model_of(2), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -9,9 +9,7 @@ Legend: B batch, T tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Call
@@ -19,8 +17,9 @@ from ...layers.attention import Angles, Attention, RopeTable, RotaryAngles, turn
 from ...layers.block import Block, run_blocks
 from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
-from ...layers.vocabulary import LMLoss, lm_loss, look_up
+from ...layers.vocabulary import look_up
 from ..decoding import Reader, Shape
+from ..own import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -116,53 +115,15 @@ class OwnReader(Reader):
         return "silu"
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A Llama-like language model: `Decoder(PRESETS["10m"])`. A call gives logits. `loss` never holds the whole logits."""
 
     reader = OwnReader
-    task_type = "CAUSAL_LM"  # what PEFT calls what it is for
-    name_or_path = ""  # the folder that it was read from, as transformers' models have it
 
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
-        super().__init__()
-        self.config = config
-        self.generation: dict[str, Any] = {}  # what generation_config.json says, which tokens end a text among it
-        self.model = Trunk(config, device, dtype)
-        self.lm_head = LMLoss(config.hidden, config.vocabulary, device=device, dtype=dtype)
-        if config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.initialise()
+        super().__init__(config, Trunk(config, device, dtype), device, dtype)
 
     def calls(self) -> Iterator[Call]:
-        """What its training calls, and in which shapes."""
         c = self.config
         yield from (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)), *gated_calls("silu", c.intermediate))
         yield from turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
-
-    @property
-    def base_model(self) -> Trunk:
-        """All layers below the head. Hugging Face uses this name."""
-        return self.model
-
-    def get_output_embeddings(self) -> LMLoss:
-        return self.lm_head
-
-    @torch.no_grad()
-    def initialise(self, std: float = 0.02) -> None:
-        """Draw normal weights. Those that write to the residual stream are smaller, so that depth does not widen it."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if into_stream else std)
-            elif name.endswith("bias"):
-                parameter.zero_()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocabulary). Attention is causal, or as `mask` says (an SDPA mask)."""
-        return self.lm_head(self.model(input_ids, position_ids, mask))
-
-    def loss(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, total: Tensor | float | None = None
-    ) -> Tensor:
-        """Mean cross-entropy of the next token over the labels that are not -100, or their sum divided by `total`."""
-        return lm_loss(self.model(input_ids, position_ids), self.lm_head.weight, labels, total=total)
