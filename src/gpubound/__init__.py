@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .feed import Feed as Feed, feed as feed
     from .graph import Captured as Captured, Certificate as Certificate, capture as capture
-    from .models import Decoder as Decoder, DecoderConfig as DecoderConfig
+    from .models import (
+        Decoder as Decoder,
+        DecoderConfig as DecoderConfig,
+        RichardsConfig as RichardsConfig,
+        RichardsDecoder as RichardsDecoder,
+    )
     from .place import Placement as Placement, place as place
     from .train import AdamW as AdamW, Schedule as Schedule, TrainStep as TrainStep
     from .watch import Ledger as Ledger, no_stall as no_stall, watch as watch
@@ -37,7 +42,7 @@ _HOMES = {
     **dict.fromkeys(("Feed", "feed"), "feed"),
     **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
-    **dict.fromkeys(("Decoder", "DecoderConfig"), "models"),
+    **dict.fromkeys(("Decoder", "DecoderConfig", "RichardsConfig", "RichardsDecoder"), "models"),
     **dict.fromkeys(("Placement", "place"), "place"),
     **dict.fromkeys(("AdamW", "Schedule", "TrainStep"), "train"),
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),

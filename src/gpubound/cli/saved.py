@@ -27,10 +27,9 @@ from ..errors import DataError
 from ..files import read_json
 from ..layers.vocabulary import head_of
 from ..lora.files import CONFIG as ADAPTER
-from ..models import load_hf
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.llama.weights import config_of
+from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
 from ..train.prepare import build_model
@@ -138,9 +137,9 @@ def find(path: Path) -> Path | Checkpoint:
 def _from_folder(
     folder: Path, about: dict[str, Any], device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> nn.Module:
-    """By our own loader, whose decoder the fused kernels know; what it does not read, by transformers."""
+    """By the loader of a family of ours; what none of them reads, by transformers."""
     if (foreign := _foreign(folder, about)) is None:
-        return load_hf(folder, device, dtype)
+        return family_of(str(folder)).load(folder, device, dtype)
     needs_transformers(f"{folder}: {foreign}")
     return load_foreign(folder, device, dtype, trust_remote_code)
 
@@ -150,7 +149,7 @@ def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
     if "quantization_config" in about:
         return "its weights are quantised"
     try:
-        config_of(about, folder)
+        family_of(str(folder)).config_of(about, folder)
     except Beyond:
         return f"it is a {about.get('model_type')!r} model beyond our own decoder"
     return None

@@ -93,6 +93,7 @@ class Attention(Projecting):
     head_dim: int
     scaling: float
     dropout: float = 0.0
+    causal: bool = True  # without a mask; False: every token sees all
 
     def __init__(
         self,
@@ -102,10 +103,12 @@ class Attention(Projecting):
         head_dim: int | None = None,
         bias: bool = False,
         qk_norm: float | None = None,
+        causal: bool = True,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__()
+        self.causal = causal
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
         if heads % kv_heads:
             raise ValueError(
@@ -125,13 +128,13 @@ class Attention(Projecting):
         return self.mix(x, rope, mask)
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden). Causal when `mask` is None; else a mask as SDPA takes it."""
+        """x (B, T, hidden) -> (B, T, hidden). As `causal` says when `mask` is None; else a mask as SDPA takes it."""
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
         return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """q (B, H, T, D), k and v (B, K, L, D) -> (B, T, H, D), and the scores where transformers gives them."""
-        return attend(q, k, v, mask, self.scaling, self.dropout if self.training else 0.0), None
+        return attend(q, k, v, mask, self.scaling, self.dropout if self.training else 0.0, self.causal), None
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
@@ -168,16 +171,25 @@ def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: boo
     return (("rope" if normed else "rope_qkv", (heads, kv_heads, head_dim, pairs)),)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
-    """SDPA on q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal when `mask` is None.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0, causal: bool = True
+) -> Tensor:
+    """SDPA on q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal, or over all keys, when `mask` is None.
 
     With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
     """
-    grouped = q.shape[1] != k.shape[1]
+    grouped, causal = q.shape[1] != k.shape[1], causal and mask is None and q.shape[2] > 1
     if grouped and mask is not None:
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
     y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None and q.shape[2] > 1, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=grouped,
     )
     return y.transpose(1, 2)

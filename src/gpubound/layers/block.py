@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import Attention, Rope
-from .mlp import MLP
+from .attention import Rope
 from .norm import RMSNorm
 
 
@@ -21,11 +20,21 @@ class Block(nn.Module):
 
     gradient_checkpointing = False
 
-    def __init__(self, attention: Attention, mlp: MLP, hidden: int, eps: float = 1e-6, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        attention: Any,
+        mlp: Any,
+        hidden: int,
+        eps: float = 1e-6,
+        device=None,
+        dtype=None,
+        norm: Callable = RMSNorm,
+    ) -> None:
+        """`attention` and `mlp` are parts with a `mix`; `norm` makes another norm with RMSNorm's two methods."""
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
-        self.input_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, device=device, dtype=dtype)
+        self.input_layernorm = norm(hidden, eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = norm(hidden, eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         x, pending = run_block(self, x, None, rope, mask)
@@ -43,7 +52,7 @@ def run_block(
 
 
 def run_blocks(
-    blocks: Iterable[Any], final_norm: RMSNorm, x: Tensor, rope: Any, mask: Any = None, step: Callable = run_block
+    blocks: Iterable[Any], final_norm: Any, x: Tensor, rope: Any, mask: Any = None, step: Callable = run_block
 ) -> Tensor:
     """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden). `step` runs other blocks as `run_block` does."""
     pending = None

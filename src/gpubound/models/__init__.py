@@ -7,3 +7,4 @@ from .llama import (
     load_hf as load_hf,
     save_hf as save_hf,
 )
+from .richards import RichardsConfig as RichardsConfig, RichardsDecoder as RichardsDecoder

@@ -13,6 +13,7 @@ a file `training.py` there:
 PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
 reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer)
+config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it
 outline           the model in a folder without its values, on the meta device
 sizes, table      the `Sizes` of a model; PRESETS in lines for a person
 """
@@ -37,7 +38,7 @@ FAMILIES = {
     "olmo2": {"olmo2": "Olmo2"},
     "phi3": {"phi3": "Phi3"},
 }
-TRAINABLE = ("llama",)
+TRAINABLE = ("llama", "richards")
 
 
 def role_of(module: nn.Module) -> str | None:

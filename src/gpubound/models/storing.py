@@ -47,12 +47,14 @@ def read_model(
     config_of: Callable[[dict[str, Any], Path], Any],
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    layers: str = "num_hidden_layers",
 ) -> Made:
-    """The model in a folder. `config_of` makes its config of what config.json says; `dtype` None keeps the one named there."""
+    """The model in a folder. `config_of` makes its config of what config.json says, where the number of layers is `layers`.
+    `dtype` None keeps the one named there."""
     about = read_config(path)
     config, stored = config_of(about, path), stored_tensors(path)
     generation = read_generation(path, about)
-    check_layers(path / "config.json", [("num_hidden_layers", config.layers)], stored)
+    check_layers(path / "config.json", [(layers, config.layers)], stored)
     _check_tensors(path, kind(config, device="meta").state_dict(), stored, config.tied)
     model = kind(config, device=device, dtype=dtype or dtype_of(about, path))
     model.generation, model.name_or_path = generation, str(path.resolve())  # found from anywhere

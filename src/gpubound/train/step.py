@@ -22,7 +22,7 @@ from ..kernels.aside import Side
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..lora import early
-from ..models import Decoder
+from ..models.own import LanguageModel
 from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
@@ -189,7 +189,7 @@ def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
 
 def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Iterator[Call]:
     """What a first step is known to call, so that its kernels are compiled side by side."""
-    yield from model.calls() if isinstance(model, Decoder) else ()
+    yield from model.calls() if isinstance(model, LanguageModel) else ()
     yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
     yield from fp8.CALLS if numbers.fp8 else ()
     yield from early.calls(model)

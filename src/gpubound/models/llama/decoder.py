@@ -41,14 +41,15 @@ class DecoderConfig:
     positions: int = 4096  # the longest sequence it is meant for; written to HF's config, not a limit of the code
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "positions"):
             if getattr(self, name) < 1:
-                raise ValueError(f"DecoderConfig: {name}: got {getattr(self, name)}, wanted 1 or more.")
+                raise ValueError(f"{kind}: {name}: got {getattr(self, name)}, wanted 1 or more.")
         if self.hidden % self.heads and self.head_width is None:
-            raise ValueError(f"DecoderConfig: hidden {self.hidden} is not a multiple of heads {self.heads}; give head_width.")
+            raise ValueError(f"{kind}: hidden {self.hidden} is not a multiple of heads {self.heads}; give head_width.")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"DecoderConfig: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; choose one that divides it."
+                f"{kind}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; choose one that divides it."
             )
 
     @property

@@ -2,21 +2,24 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from ...files import read_json
 from ..registry import Sizes
 from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
-from .weights import COMPUTED, load_hf as load, outline as outline, save_hf as save
+from .weights import COMPUTED, config_of as config_of, load_hf as load, outline as outline, save_hf as save
 
-__all__ = ["MODELS", "PRESETS", "load", "make", "outline", "reads", "save", "sizes", "table"]
+__all__ = ["MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
 
 PRESETS = SIZES | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The last one is what two CPU cores teach some Python in two minutes (the demo's)."""
 
+Shape = TypeVar("Shape", bound=DecoderConfig)
 
-def shrunk(config: DecoderConfig) -> DecoderConfig:
+
+def shrunk(config: Shape) -> Shape:
     """What sets a preset apart, two layers deep and 16 wide a head: to try its recipe on any machine."""
     heads = 2 * config.heads // config.kv_heads
     hidden = 16 * heads

@@ -26,6 +26,13 @@ class CausalLM(WordLoss):
     of_corpus: ClassVar[bool] = False
     shifted: ClassVar[bool] = False  # whether the labels have been moved already
 
+    def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
+        if getattr(getattr(model, "config", None), "causal", True) is False:
+            raise ValueError(
+                f"{self.name}: {type(model).__name__} lets every token see the next ones (causal=False), so there is nothing to "
+                f"predict; take a causal model, or the objective masked_diffusion."
+            )
+
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)

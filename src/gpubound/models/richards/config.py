@@ -1,0 +1,59 @@
+"""The shape of a model of this family, and which parts it is made of."""
+
+from dataclasses import dataclass, fields
+
+from ...words import hint
+from ..llama.decoder import DecoderConfig
+from .parts import TABLES, Part
+
+TIMES = ("none", "film")
+
+
+@dataclass(frozen=True)
+class RichardsConfig(DecoderConfig):
+    """A DecoderConfig and the names of its parts. An option that none of the chosen parts reads must keep its default."""
+
+    attention: str = "softmax"
+    mlp: str = "swiglu"
+    norm: str = "rms"
+    causal: bool = True  # False: every token sees all, as masked diffusion wants it
+    time: str = "none"  # film: norms are scaled and shifted by a time, as a denoiser of continuous inputs wants it
+    rope: bool = True  # False: no rotary positions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, table in TABLES.items():
+            if (name := getattr(self, field)) not in table:
+                raise ValueError(f"RichardsConfig: {field}: got {name!r}; {hint(name, table, 'there are')}")
+        if self.time not in TIMES:
+            raise ValueError(f"RichardsConfig: time: got {self.time!r}; {hint(self.time, TIMES, 'there are')}")
+        if self.rope and self.head_dim % 2:
+            raise ValueError(f"RichardsConfig: heads are {self.head_dim} wide, and rotation works on pairs; give rope=False.")
+        if not self.causal and not all(part.backwards for part in self.parts):
+            raise ValueError(
+                f"RichardsConfig: causal: got False, but {self.attention} reads a text in one direction; take softmax or poly."
+            )
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """A window that softmax attention would ignore is refused, not dropped."""
+        read = {option for part in self.parts for option in part.options}
+        known = {option for table in TABLES.values() for part in table.values() for option in part.options}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in known - read and value != field.default:
+                chosen = ", ".join(getattr(self, field) for field in TABLES)
+                of = [name for table in TABLES.values() for name, part in table.items() if field.name in part.options]
+                raise ValueError(
+                    f"RichardsConfig: {field.name}: got {value!r}, but none of {chosen} reads it; it is an "
+                    f"option of {' and '.join(of)}."
+                )
+
+    @property
+    def parts(self) -> list[Part]:
+        return [table[getattr(self, field)] for field, table in TABLES.items()]
+
+    @property
+    def product_parameters(self) -> int:
+        """The number of parameters that every token is multiplied by. The embedding is a lookup and does not count."""
+        return self.layers * sum(part.products(self) for part in self.parts) + self.vocabulary * self.hidden

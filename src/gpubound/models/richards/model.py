@@ -1,0 +1,99 @@
+"""A language model of any parts: {softmax, ...} attention, {swiglu, ...} MLP, {rms, ...} norm, causal or not, told the time or
+not. The parts of a config are named in parts.py; children are named as Hugging Face names them.
+
+Legend: B batch, T tokens.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ...kernels.choose import Call
+from ...layers.attention import Angles, RopeTable, RotaryAngles
+from ...layers.block import run_block, run_blocks
+from ...layers.vocabulary import look_up
+from ..llama.decoder import OwnReader
+from ..own import LanguageModel
+from .blocks import DiffusionBlock, TimeEmbedding, TransformerBlock, run_at_time
+from .config import RichardsConfig
+from .parts import NORMS
+
+
+class RichardsTrunk(nn.Module):
+    """Everything below the head: token ids (B, T) to the last hidden state (B, T, hidden)."""
+
+    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
+        super().__init__()
+        where = {"device": device, "dtype": dtype}
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
+        self.time = TimeEmbedding(config.hidden, **where) if config.time == "film" else None
+        block = TransformerBlock if self.time is None else DiffusionBlock
+        self.layers = nn.ModuleList(block(config, **where) for _ in range(config.layers))
+        self.norm = NORMS[config.norm].make(config.hidden, config.eps, **where)
+        self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
+    ) -> Tensor:
+        return self.run(look_up(self.embed_tokens, input_ids), position_ids, mask, time)
+
+    def run(
+        self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
+    ) -> Tensor:
+        """What `forward` does with embedded tokens, or with any other x (B, T, hidden)."""
+        rope = None if self.rope is None else self.rope.of(x, position_ids)
+        return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
+
+    def _step(self, x: Tensor, time: Tensor | None):
+        if (time is None) != (self.time is None):
+            wanted = "this model is not told the time" if self.time is None else f"wanted times from 0 to 1, ({x.shape[0]},)"
+            raise ValueError(f"RichardsDecoder: time: got {'none' if time is None else 'some'}; {wanted}.")
+        if time is None or self.time is None:
+            return run_block
+        if time.shape != x.shape[:1]:
+            raise ValueError(f"RichardsDecoder: time: got shape {tuple(time.shape)}, wanted one a row, ({x.shape[0]},).")
+        return partial(run_at_time, time=self.time(time))
+
+
+class RichardsReader(OwnReader):
+    """How the fused kernels decode it, where they know its parts."""
+
+    KNOWN: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("softmax",), "mlp": ("swiglu",), "norm": ("rms",)}
+
+    def refusal(self, max_length: int) -> str | None:
+        c = self.config
+        if not c.causal:
+            return "its tokens see what comes behind them"
+        if c.time != "none":
+            return "its blocks are told a time"
+        strange = [getattr(c, field) for field, known in self.KNOWN.items() if getattr(c, field) not in known]
+        return f"they have no {' and no '.join(strange)}" if strange else None
+
+    def angles(self) -> list[Angles]:
+        return super().angles() if self.config.rope else []
+
+    def table(self, attention) -> int | None:
+        return 0 if self.config.rope else None
+
+
+class RichardsDecoder(LanguageModel):
+    """`RichardsDecoder(RichardsConfig(...))`. A call gives logits. `loss` never holds the whole logits."""
+
+    reader = RichardsReader
+    config: RichardsConfig
+
+    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
+        super().__init__(config, RichardsTrunk(config, device, dtype), device, dtype)
+
+    def calls(self) -> Iterator[Call]:
+        for part in self.config.parts:
+            yield from part.calls(self.config)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, vocabulary). Attention is as the config's `causal` says, or `mask` (an SDPA mask). `time` (B,), from 0
+        to 1, is for models that are told one."""
+        return self.lm_head(self.model(input_ids, position_ids, mask, time))

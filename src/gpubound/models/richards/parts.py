@@ -1,0 +1,61 @@
+"""The parts that a config of this family names, a line each in a table: what makes one, and what it costs and calls.
+
+A new part is a new line. A mixer has `mix(x, rope, mask)`, an MLP `mix(x)`, a norm `forward(x)` and `add(x, pending)`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...kernels.choose import Call
+from ...layers.attention import Attention, turn_calls
+from ...layers.mlp import MLP, gated_calls
+from ...layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from .config import RichardsConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """One choice of a table."""
+
+    make: Callable[..., nn.Module]  # (config, device=, dtype=); a norm: (hidden, eps, device=, dtype=)
+    products: Callable[["RichardsConfig"], int] = lambda c: 0  # parameters that a token is multiplied by
+    calls: Callable[["RichardsConfig"], Iterable[Call]] = lambda c: ()  # ops of a training step, in which shapes
+    options: tuple[str, ...] = ()  # fields of the config that not every part reads
+    backwards: bool = True  # whether it can let a token see what comes behind it
+
+
+def _softmax(c: "RichardsConfig", **where: Any) -> nn.Module:
+    qk_norm = c.eps if c.qk_norm else None
+    return Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, c.qkv_bias, qk_norm, c.causal, **where)
+
+
+def _projections(c: "RichardsConfig") -> int:
+    return 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
+
+
+def _softmax_calls(c: "RichardsConfig") -> Iterable[Call]:
+    return turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
+
+
+def _gated(c: "RichardsConfig") -> int:
+    return 3 * c.hidden * c.intermediate
+
+
+MIXERS = {
+    "softmax": Part(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
+}
+MLPS = {
+    "swiglu": Part(
+        lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, lambda c: gated_calls("silu", c.intermediate)
+    ),
+}
+NORMS = {
+    "rms": Part(RMSNorm, calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)))),
+}
+TABLES = {"attention": MIXERS, "mlp": MLPS, "norm": NORMS}
+"""By the config's field that names one of them."""

@@ -1,0 +1,55 @@
+"""What a run needs of this family: presets by name, a new model of one, and a folder read and written."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...files import read_json
+from ..llama.decoder import PRESETS as LLAMA
+from ..llama.training import shrunk
+from ..registry import Sizes
+from .config import RichardsConfig
+from .model import RichardsDecoder
+from .weights import (
+    MODEL_TYPE,
+    config_of as config_of,
+    load_richards as load,
+    outline as outline,
+    save_richards as save,
+)
+
+__all__ = ["MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
+
+KINDS: dict[str, dict[str, Any]] = {"richards": {}, "diffusion": {"causal": False}}
+PRESETS = {
+    f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts) for kind, parts in KINDS.items() for size in ("tiny", "350m")
+}
+MODELS = PRESETS | {f"{name}-tiny": shrunk(config) for name, config in PRESETS.items() if not name.endswith("tiny")}
+
+
+def make(name: str, vocabulary: int, positions: int, device: torch.device) -> RichardsDecoder:
+    rows = -(-vocabulary // 64) * 64  # as the Llama kind's
+    return RichardsDecoder(replace(MODELS[name], vocabulary=rows, positions=max(positions, 4096)), device=device)
+
+
+def reads(folder: Path) -> bool:
+    about = folder / "config.json"
+    return about.exists() and read_json(about).get("model_type") == MODEL_TYPE
+
+
+def sizes(model: RichardsDecoder) -> Sizes:
+    config = model.config
+    return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
+
+
+def table() -> list[str]:
+    lines = ["preset          hidden  intermediate  layers  heads  kv heads  attention  mlp          norm      causal"]
+    for name, c in PRESETS.items():
+        causal = "yes" if c.causal else "no"
+        lines.append(
+            f"{name:14}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.attention:9}  "
+            f"{c.mlp:11}  {c.norm:8}  {causal}"
+        )
+    return lines

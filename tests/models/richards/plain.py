@@ -1,0 +1,67 @@
+"""A model of the family in plain torch: what its parts are, written down a second time, from its weights by name."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def logits(model, ids, time=None):
+    """Of ids (B, T), by the weights of `model`; in the dtype that they have."""
+    c, w = model.config, dict(model.named_parameters())
+    x = w["model.embed_tokens.weight"][ids]
+    told = None if time is None else embedded_time(w, time)
+    for n in range(c.layers):
+        own = {name.removeprefix(f"model.layers.{n}."): p for name, p in w.items() if name.startswith(f"model.layers.{n}.")}
+        (s1, b1), (s2, b2) = film(own, told)
+        x = x + MIXERS[c.attention](c, own, NORMS[c.norm](c, own, "input_layernorm.", x) * s1 + b1)
+        x = x + MLPS[c.mlp](c, own, NORMS[c.norm](c, own, "post_attention_layernorm.", x) * s2 + b2)
+    return NORMS[c.norm](c, w, "model.norm.", x) @ w["lm_head.weight" if not c.tied else "model.embed_tokens.weight"].T
+
+
+def rms(c, w, name, x):
+    return x / (x.square().mean(-1, keepdim=True) + c.eps).sqrt() * w[name + "weight"]
+
+
+def softmax(c, w, x):
+    B, T, d = *x.shape[:2], c.head_dim
+    q, k, v = ((x @ w[f"self_attn.{n}_proj.weight"].T).view(B, T, -1, d).transpose(1, 2) for n in "qkv")
+    if c.rope:
+        q, k = turned(q, c), turned(k, c)
+    k, v = (t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(d)
+    if c.causal:
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
+
+
+def turned(x, c):
+    """The pair (i, i + D/2) as one complex number, times e^(i p f)."""
+    T, half = x.shape[2], c.head_dim // 2
+    frequency = c.rope_theta ** (-torch.arange(half).double() / half)
+    turn = torch.polar(torch.ones(T, half).double(), torch.arange(T).double()[:, None] * frequency)
+    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+    return torch.cat([z.real, z.imag], -1).to(x.dtype)
+
+
+def swiglu(c, w, x):
+    gate, up = (x @ w[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    return (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def embedded_time(w, time):
+    """1000 t times frequencies from 1 down to nearly 1 / 10000, their cosines and sines, then two layers."""
+    angles = 1000 * time.double()[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
+    h = torch.cat([angles.cos(), angles.sin()], -1).to(w["model.time.inner.weight"].dtype)
+    h = F.silu(h @ w["model.time.inner.weight"].T + w["model.time.inner.bias"])
+    return F.silu(h @ w["model.time.outer.weight"].T + w["model.time.outer.bias"])
+
+
+def film(w, told):
+    if told is None:
+        return (1, 0), (1, 0)
+    s1, b1, s2, b2 = (told @ w["film.weight"].T + w["film.bias"])[:, None].chunk(4, -1)
+    return (1 + s1.tanh() / 10, b1.tanh() / 10), (1 + s2.tanh() / 10, b2.tanh() / 10)
+
+
+MIXERS, MLPS, NORMS = {"softmax": softmax}, {"swiglu": swiglu}, {"rms": rms}

@@ -1,0 +1,115 @@
+"""Models of the family against plain torch, loss and every gradient; causal ones see nothing ahead, the others do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gpubound as gb
+from gpubound.models.richards import RichardsConfig, RichardsDecoder
+
+from . import plain
+
+SHAPE = {"hidden": 24, "intermediate": 20, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 40}
+MODELS = {
+    "plain": {},
+    "tied, without positions": {"tied": True, "rope": False},
+    "bidirectional": {"causal": False},
+    "told the time": {"causal": False, "time": "film"},
+}
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch):
+    """On a CPU the doors take the reference here: the kernels' own tests hold the interpreter to it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def made(dtype=torch.float64, **options) -> RichardsDecoder:
+    torch.manual_seed(0)
+    model = RichardsDecoder(RichardsConfig(**SHAPE | options), dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():  # gains at 1 and scores near 0 would hide what reads them
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+def inputs(model, rows=2, tokens=9):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocabulary, (rows, tokens), generator=generator)
+    time = torch.rand(rows, generator=generator) if model.config.time == "film" else None
+    return ids, time
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_plain_torch(name):
+    model = made(**MODELS[name])
+    ids, time = inputs(model)
+    labels = ids.roll(3, 1)
+    for way in (model, lambda ids, time: plain.logits(model, ids, time)):
+        model.zero_grad()
+        got = way(ids, time=time)
+        F.cross_entropy(got.flatten(0, 1), labels.flatten()).backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        if way is model:
+            ours, our_grads = got, grads
+    close = 1e-6 if time is None else 1e-4  # angles are fp32: those of positions up to 9, those of times up to 1000
+    assert (ours - got).norm() < close * got.norm()
+    for n, grad in grads.items():
+        assert grad.abs().max() > 0, n
+        assert (our_grads[n] - grad).norm() < 10 * close * grad.norm(), n
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_sees_what_it_may(name):
+    model = made(**MODELS[name]).eval()
+    ids, time = inputs(model)
+    changed = ids.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 40
+    with torch.no_grad():
+        same = (model(ids, time=time) - model(changed, time=time)).abs().amax((0, 2)) == 0
+    assert same[:5].all() == model.config.causal and not same[5:].any()
+
+
+def test_times_near_each_other_look_different():
+    """The angles of a bare t are below a radian: 0.500 and 0.501 would differ by a thousandth."""
+    embedding = made(time="film", causal=False).model.time
+    a, b = embedding(torch.tensor([0.5, 0.501])).detach()
+    assert (a - b).norm() > 0.1 * a.norm()
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"attention": "sofmax"}, "RichardsConfig: attention: got 'sofmax'; did you mean 'softmax'?"),
+        ({"time": "flim"}, "RichardsConfig: time: got 'flim'; did you mean 'film'?"),
+        ({"heads": 3}, "RichardsConfig: heads 3 is not a multiple of kv_heads 2; choose one that divides it."),
+        ({"head_width": 3}, "RichardsConfig: heads are 3 wide, and rotation works on pairs; give rope=False."),
+    ],
+)
+def test_configs_that_make_no_sense(options, said):
+    with pytest.raises(ValueError) as error:
+        RichardsConfig(**SHAPE | options)
+    assert str(error.value) == said
+
+
+def test_times_that_are_missing_or_misplaced():
+    told, plain_model = made(time="film", causal=False), made()
+    ids, time = inputs(told)
+    for model, given, said in (
+        (told, None, "RichardsDecoder: time: got none; wanted times from 0 to 1, (2,)."),
+        (told, time[:1], "RichardsDecoder: time: got shape (1,), wanted one a row, (2,)."),
+        (plain_model, time, "RichardsDecoder: time: got some; this model is not told the time."),
+    ):
+        with pytest.raises(ValueError) as error:
+            model(ids, time=given)
+        assert str(error.value) == said
+
+
+def test_a_bidirectional_model_does_not_learn_the_next_token():
+    ids, _ = inputs(made())
+    with pytest.raises(ValueError) as error:
+        gb.TrainStep(made(torch.float32, causal=False), "causal_lm", precision="fp32")([{"input_ids": ids, "labels": ids}])
+    assert str(error.value) == (
+        "causal_lm: RichardsDecoder lets every token see the next ones (causal=False), so there is nothing to predict; take a "
+        "causal model, or the objective masked_diffusion."
+    )
