@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from ...words import hint
 from ..llama.decoder import DecoderConfig
-from .parts import TABLES, Part
+from .parts import TABLES, NamedPart
 
 TIMES = ("none", "film")
 
@@ -50,7 +50,7 @@ class RichardsConfig(DecoderConfig):
                 )
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[NamedPart]:
         return [table[getattr(self, field)] for field, table in TABLES.items()]
 
     @property

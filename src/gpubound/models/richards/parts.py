@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class NamedPart:
     """One choice of a table."""
 
     make: Callable[..., nn.Module]  # (config, device=, dtype=); a norm: (hidden, eps, device=, dtype=)
@@ -47,15 +47,15 @@ def _gated(c: "RichardsConfig") -> int:
 
 
 MIXERS = {
-    "softmax": Part(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
+    "softmax": NamedPart(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
 }
 MLPS = {
-    "swiglu": Part(
+    "swiglu": NamedPart(
         lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, lambda c: gated_calls("silu", c.intermediate)
     ),
 }
 NORMS = {
-    "rms": Part(RMSNorm, calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)))),
+    "rms": NamedPart(RMSNorm, calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)))),
 }
 TABLES = {"attention": MIXERS, "mlp": MLPS, "norm": NORMS}
 """By the config's field that names one of them."""
