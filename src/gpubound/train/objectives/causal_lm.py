@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...corpus import Tokenizer
 from ...layers.vocabulary import shift
@@ -29,8 +29,8 @@ class CausalLM(WordLoss):
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         if getattr(getattr(model, "config", None), "causal", True) is False:
             raise ValueError(
-                f"{self.name}: {type(model).__name__} lets every token see the next ones (causal=False), so there is nothing to "
-                f"predict; take a causal model, or the objective masked_diffusion."
+                f"{self.name}: {type(model).__name__} lets every token see the next ones (causal=False), so there is nothing "
+                f"to predict; take a causal model, or the objective masked_diffusion."
             )
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
