@@ -49,6 +49,36 @@ def test_files_and_folders(tmp_path):
     assert Texts(["a text"]).files is None and Texts(iter([])).files is None
 
 
+def test_a_json_file_is_a_list_of_texts_chats_or_rows(tmp_path):
+    path = tmp_path / "data.json"
+    for found, wanted in (
+        (["The sun rises. </s>", "User: hi\nAssistant: hello </s>"], None),
+        ([CHAT, CHAT[:2], "a text"], None),
+        ([{"text": "row"}, {"messages": CHAT}], ["row", CHAT]),
+        (CHAT, [CHAT]),
+        ([], None),
+    ):
+        path.write_text(json.dumps(found, indent=1))
+        assert read(path) == (found if wanted is None else wanted)
+    path.write_text(json.dumps([{"body": "x"}, {"body": "y"}]))
+    given = Texts(path, text_key="body")
+    assert list(given) == ["x", "y"] and given.read == given.size == path.stat().st_size
+    (tmp_path / "a.txt").write_text("text")
+    assert read(tmp_path) == ["text"], "a folder's .json may hold anything"
+
+
+def test_a_json_file_that_is_no_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, sentence in (
+        ('["one", "two",]', "a.json: is not JSON ("),
+        ('{"text": "one"}', "a.json: holds a JSON dict, wanted a list of texts, of chats or of rows."),
+        ('["one", 2]', "a.json: row 1: got a int, wanted a string or a chat [{'role': ..., 'content': ...}, ...]."),
+        ("[" * 100_000, "a.json: is not JSON ("),
+    ):
+        Path("a.json").write_text(text)
+        assert refused(Path("a.json")).startswith(sentence)
+
+
 def test_a_separator_splits_a_txt_file_even_across_its_chunks(tmp_path, monkeypatch):
     path = tmp_path / "stories.txt"
     path.write_text("one\n<|endoftext|>\ntwo\nlines\n<|endoftext|>\nthree")
@@ -257,5 +287,6 @@ def test_sentences(tmp_path, monkeypatch):
         f"x.csv: cannot be read as texts, wanted {readers.KINDS} or a folder; rename the file if it is one of them."
     )
     assert refused("empty", ValueError) == (
-        f"empty: holds no texts, wanted {readers.KINDS} files or a saved Hugging Face dataset."
+        f"empty: holds no texts, wanted {readers.KINDS} files or a saved Hugging Face dataset; "
+        f"a .json is read where it is named itself."
     )

@@ -27,9 +27,10 @@ CODE = (
     ".zig", ".nim", ".lean", ".sh", ".sql",
 )  # fmt: skip
 PLAIN = PROSE + CODE
-ROWS = (".jsonl", ".parquet")
+ROWS = (".jsonl", ".parquet", ".json")
 SUFFIXES = PLAIN + ROWS
-KINDS = "plain text (.txt, .md, .py and other source code), .jsonl, .parquet"
+IN_FOLDERS = tuple(suffix for suffix in SUFFIXES if suffix != ".json")  # there a .json holds settings more often than texts
+KINDS = "plain text (.txt, .md, .py and other source code), .jsonl, .parquet, .json"
 _CHUNK = 1 << 20
 
 
@@ -110,16 +111,20 @@ def refuse_a_files_name(first: Any) -> None:
 def files_of(path: Path) -> list[Path]:
     """The file `path`, or the files of texts in that folder and below, in the order of their paths.
 
-    Names that begin with a dot are passed over: version control, caches, environments. Links to folders are not followed.
+    Names that begin with a dot are passed over: version control, caches, environments. So is .json, which is read where it is
+    named itself. Links to folders are not followed.
     """
     if not path.is_dir():
         return [regular(path)]
     found = []
     for folder, inner, names in os.walk(path, onerror=_unreadable):
         inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(IN_FOLDERS) and not name.startswith(".")]
     if not found:
-        raise ValueError(f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset.")
+        raise ValueError(
+            f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset; "
+            f"a .json is read where it is named itself."
+        )
     return sorted(map(regular, found))
 
 
@@ -134,6 +139,8 @@ def read_file(path: Path, separator: str | None, text_key: str | None) -> Read:
     with reading(path):
         if path.suffix == ".jsonl":
             yield from read_jsonl(path, text_key)
+        elif path.suffix == ".json":
+            yield from read_json_list(path, text_key)
         elif path.suffix == ".parquet":
             yield from read_parquet(path, text_key)
         else:
@@ -169,6 +176,19 @@ def read_jsonl(path: Path, text_key: str | None) -> Read:
             except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
                 raise DataError(f"{path}:{number}: is not JSON ({error}); every line must be one JSON object.") from error
             yield as_document(row, f"{path}:{number}", text_key), file.tell()
+
+
+def read_json_list(path: Path, text_key: str | None) -> Read:
+    """A list of texts, chats or rows. A list of messages is one chat."""
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON ({_line(error)}); mend the file, or write a row a line to a .jsonl.") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: holds a JSON {type(rows).__name__}, wanted a list of texts, of chats or of rows.")
+    if text_key is None and rows and all(isinstance(row, dict) and {"role", "content"} <= row.keys() for row in rows):
+        rows = [rows]
+    yield from _of_rows(rows, len(rows), path, path.stat().st_size, text_key)
 
 
 def read_parquet(path: Path, text_key: str | None) -> Read:

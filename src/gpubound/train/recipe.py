@@ -52,7 +52,7 @@ class Recipe:
     """Train low-rank adapters over the frozen model of a Hugging Face folder: their rank, alpha, targets, dropout, rslora, init
     and base, as gpubound.lora.add takes them. Only in a config file. Without it every weight is trained."""
     data: tuple[str, ...] = (STDLIB,)
-    """Texts, source code, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
+    """Texts, source code, json, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
     source of this Python or of its torch."""
     data_bytes: int | None = None
     """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
