@@ -9,6 +9,7 @@ from gpubound import kernels
 from gpubound.kernels.triton import hyper_connections as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from .deepseek import config, filled, theirs
 
 reference = definitions("hyper_connections")
 
@@ -55,27 +56,10 @@ def test_sums_shared_by_programs(tokens, device):
         same(name, got, want, TOLERANCES[FP32])
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    return pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-
-
-@pytest.fixture(scope="module")
-def config():
-    found = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
-    return found.DeepseekV4Config(hidden_size=24, hc_mult=4, hc_eps=0.01, rms_norm_eps=0.1, hc_sinkhorn_iters=5)
-
-
-def filled(module: torch.nn.Module) -> torch.nn.Module:
-    for i, parameter in enumerate(module.parameters()):
-        parameter.data.copy_(draw(torch.device("cpu"), FP32, *parameter.shape, seed=i) * 0.5)
-    return module
-
-
-def test_transformers_modules_are_the_definitions(theirs, config):
-    """Epsilons large enough to show, and the matrix not symmetric: its transpose would show too."""
+def test_transformers_modules_are_the_definitions():
+    """The matrix is not symmetric: its transpose would show."""
     x, y = draw(torch.device("cpu"), FP32, 2, 3, 4, 24), draw(torch.device("cpu"), FP32, 2, 3, 24, seed=9)
-    site, head = filled(theirs.DeepseekV4HyperConnection(config)), filled(theirs.DeepseekV4HyperHead(config))
+    site, head = (filled(module(config())) for module in (theirs().DeepseekV4HyperConnection, theirs().DeepseekV4HyperHead))
     post, comb, u = site(x)
     got = reference.hc_pre(x, site.fn, site.scale, site.base, 0.01, 0.1, 5)
     for name, a, b in zip(("u", "post", "comb"), got, (u, post, comb)):

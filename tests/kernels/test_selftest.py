@@ -28,6 +28,7 @@ SHAPED = {
     "add_product": (16, True),
     "add_rms_norm": (96,),
     "add_rows": (48,),
+    "compress": (1,),
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),
     "dynamic_tanh": (96,),

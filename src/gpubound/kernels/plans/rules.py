@@ -171,6 +171,7 @@ def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
 
 RULES = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
+    "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(4096, 2 if job.way == "forward" else 4), _first(0)),

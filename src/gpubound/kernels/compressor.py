@@ -1,0 +1,137 @@
+"""Compressed keys of DeepSeek-V4: a window of m tokens becomes one entry, which later tokens see in place of them.
+
+A token leaves two products, kv and gate. When a window is full, its entry is, channel by channel, the mean of the window's kv
+weighted by the softmax of gate + bias over the tokens; then an RMSNorm, and a turn by the position of the window's first token.
+Windows may overlap: kv and gate then hold two series side by side, and an entry has the first of the window before, and the
+second of its own, 2 m slots in all.
+
+Legend: B rows, T new tokens a row, m tokens a window, D channels of an entry, W = D or, of two series, 2 D.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import require
+from .choose import implementation
+from .decode_product import WRITTEN, Norm, rms_normed
+from .ops import definition, draw, ints
+from .rope import draw_angles
+
+
+class Pending(NamedTuple):
+    """The products of a row's last tokens: that of position p lies at slot p mod its number of slots, at least W / D · m."""
+
+    kv: Tensor  # (B, slots, W)
+    gate: Tensor  # (B, slots, W)
+
+
+def compress(
+    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take T new tokens of each row: their products go into `pending`, the entries of windows they fill into `store`.
+
+    (store, pending.kv, pending.gate) come back, all written in place. Which windows are full follows from the positions, on
+    the device: one token or many, the launches are the same.
+
+    kv, gate  (B, T, W), as the projections give them
+    position  (B,) int32: of each row's first new token. At a place below 0 the row is left as it is
+    store     (B, L, D): entry j stands for the tokens from j m to j m + m - 1. What is beyond the store is not written
+    bias      (m, W)
+    cos, sin  (positions, pairs) fp32, of every position where a window of the store may begin. The last 2 · pairs channels
+              are turned, neighbours being a pair
+    """
+    _check(kv, gate, position, pending, store, bias, norm, cos, sin)
+    kernel = implementation("compress", store, None, (kv.shape[2] // store.shape[2],))
+    return kernel(kv, gate, position, pending, store, bias, norm, cos, sin)
+
+
+@definition(lambda g, series=2: _example(g, series))
+@torch.no_grad()
+def compress_reference(
+    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (B, T, W), (m, D), size = kv.shape, (len(bias), store.shape[2]), pending.kv.shape[1]
+    slots, first = W // D * m, position.long()[:, None]
+    rows, wide = torch.arange(B, device=kv.device)[:, None], torch.promote_types(store.dtype, torch.float32)
+    ends = first + (m - 1 - first % m) + m * torch.arange(-(-T // m), device=kv.device)  # the last tokens of the windows
+    place = ends[..., None] - slots + 1 + torch.arange(slots, device=kv.device)  # (B, windows, slots)
+
+    def read(new: Tensor, old: Tensor) -> Tensor:
+        mine = new[rows[..., None], (place - first[..., None]).clamp(0, T - 1)].to(wide)
+        both = torch.where((place >= first[..., None])[..., None], mine, old[rows[..., None], place % size].to(wide))
+        return _series(both, m, D)
+
+    z = read(gate, pending.gate) + _series(bias.to(wide)[place % m], m, D)
+    shares = torch.where((place >= 0)[..., None], z, float("-inf")).softmax(2)
+    values = torch.where((place >= 0)[..., None], read(kv, pending.kv), 0.0)  # before the first token, a slot holds anything
+    start = (ends - m + 1).clamp(0, len(cos) - 1)
+    entries = turned(rms_normed((shares * values).sum(2), norm), cos[start].to(wide), sin[start].to(wide)).to(store.dtype)
+    full = (ends < first + T) & (ends // m < store.shape[1]) & (first >= 0)
+    for window in range(ends.shape[1]):
+        at = torch.where(full[:, window], ends[:, window] // m, 0)
+        store[rows[:, 0], at] = torch.where(full[:, window, None], entries[:, window], store[rows[:, 0], at])
+    kept = torch.arange(max(0, T - size), T, device=kv.device)
+    for new, old in ((kv, pending.kv), (gate, pending.gate)):
+        at = (first + kept) % size
+        old[rows, at] = torch.where((first >= 0)[..., None], new[:, kept].to(old.dtype), old[rows, at])
+    return store, *pending
+
+
+def _series(x: Tensor, m: int, D: int) -> Tensor:
+    """(..., slots, D) of (..., slots, W): of two series, the first of the window before and the second of its own."""
+    return x if x.shape[-1] == D else torch.cat([x[..., :m, :D], x[..., m:, D:]], -2)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last 2 · pairs channels turned, neighbours being a pair; what is before them stands still."""
+    pairs = cos.shape[-1]
+    still, moving = x.split([x.shape[-1] - 2 * pairs, 2 * pairs], -1)
+    a, b = moving.unflatten(-1, (pairs, 2)).unbind(-1)
+    return torch.cat([still, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)], -1)
+
+
+def _check(
+    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
+    sin: Tensor,
+) -> None:  # fmt: skip
+    device = store.device
+    require("compress", "store", store, None, ("rows", "entries", "channels"), device, WRITTEN)
+    require("compress", "kv", kv, None, (len(store), "tokens", "width"), device, "a row of it belongs to each new token")
+    require("compress", "gate", gate, kv.dtype, tuple(kv.shape), device, "it weighs kv")
+    (B, L, D), W, m = store.shape, kv.shape[2], len(bias)
+    if W not in (D, 2 * D):
+        raise ValueError(
+            f"compress: kv must be as wide as an entry of the store, {D}, or hold two series, {2 * D}, got {W}; "
+            "pass both series side by side."
+        )
+    require("compress", "bias", bias, None, ("window", W), device, "it has a row for each token of a window")
+    require("compress", "position", position, torch.int32, (B,), device, "it says where each row stands")
+    for name, t in (("pending.kv", pending.kv), ("pending.gate", pending.gate)):
+        require("compress", name, t, pending.kv.dtype, (B, pending.kv.shape[1], W), device, WRITTEN)
+    if pending.kv.shape[1] < W // D * m:
+        raise ValueError(
+            f"compress: pending must have a slot for each of the {W // D * m} tokens of an entry, got {pending.kv.shape[1]}."
+        )
+    require("compress", "norm.weight", norm.weight, None, (D,), device, "it has one number for each channel")
+    for name, t in (("cos", cos), ("sin", sin)):
+        require("compress", name, t, torch.float32, ("positions", "pairs"), device, "its rows are positions")
+    if len(cos) <= (L - 1) * m or 2 * cos.shape[1] > D or cos.shape != sin.shape:
+        raise ValueError(
+            f"compress: cos and sin must have a row for each position up to {(L - 1) * m} and at most {D // 2} pairs, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+
+
+def _example(generator: torch.Generator, series: int) -> tuple:
+    """Windows of 4: rows in the middle of one, at its last token, and at the beginning of all; one of them waits."""
+    rows, tokens, m, D = 4, 3, 4, 24
+    W, slots = series * D, series * m
+    products = (draw(generator, rows, tokens, W).detach() for _ in range(2))
+    pending = Pending(draw(generator, rows, slots, W), draw(generator, rows, slots, W))
+    store = draw(generator, rows, 6, D)
+    norm = Norm(draw(generator, D).detach(), 1e-6)
+    return *products, ints(9, 7, 0, -1), pending, store, draw(generator, m, W).detach(), norm, *draw_angles(generator, 24, 4)

@@ -1,0 +1,107 @@
+"""Windows of tokens to entries, in one launch for a decoding step: pooling, norm, turn, and what waits for the next token.
+
+A program owns a window that the new tokens may fill, and m of the new tokens. It finds on the device whether the window is
+full; if not, it reads nothing of it. Its softmax over the slots is an online one, all channels side by side. Slots of tokens
+that are not new are read from `pending`, which other programs write: a call of so many tokens that they could overwrite what a
+window still needs is two launches, one that pools and one that keeps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compressor import Pending
+from ..decode_product import Norm
+from ..plans.kinds import TilePlan, job_of, power_of_two
+from ._launch import launch
+
+
+@triton.jit
+def _slot(new_ptr, old_ptr, new_at, old_at, fresh, mask):
+    """Of each slot's token, the new product or the one that waited."""
+    new = tl.load(new_ptr + new_at, mask=mask & fresh, other=0.0).to(tl.float32)
+    return new + tl.load(old_ptr + old_at, mask=mask & ~fresh, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr):
+    """The last 2 · PAIRS of D channels, neighbours being a pair."""
+    a, b = tl.split(tl.reshape(y, [DP // 2, 2]))
+    angle = tl.arange(0, DP // 2) - (D // 2 - PAIRS)
+    moving = (angle >= 0) & (angle < PAIRS)
+    c = tl.load(cos_ptr + angle, mask=moving, other=1.0)
+    s = tl.load(sin_ptr + angle, mask=moving, other=0.0)
+    return tl.reshape(tl.join(a * c - b * s, b * c + a * s), [DP])
+
+
+@triton.jit
+def _compress_kernel(kv_ptr, gate_ptr, position_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr,
+                     eps, tokens, size, places, M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                     W: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr,
+                     KEEP: tl.constexpr):  # fmt: skip
+    """M tokens a window, R slots an entry, of SLOTS at a time."""
+    b, window = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(position_ptr + b)
+    kv_ptr += b * tokens * W
+    gate_ptr += b * tokens * W
+    old_kv_ptr += b * size * W
+    old_gate_ptr += b * size * W
+    c = tl.arange(0, DP)
+    if POOL:
+        end = first + (M - 1 - first % M) + window * M
+        if (first >= 0) & (end < first + tokens) & (end // M < places):
+            peak, total = tl.full([DP], -1e30, tl.float32), tl.zeros([DP], tl.float32)
+            mean = tl.zeros([DP], tl.float32)
+            for start in range(0, R, SLOTS):
+                slot = start + tl.arange(0, SLOTS)[:, None]
+                place = end - R + 1 + slot
+                col = c[None] + tl.where(slot >= M, W - D, 0)
+                mask = (place >= 0) & (slot < R) & (c < D)[None]
+                fresh = place >= first
+                new_at, old_at = (place - first) * W + col, place % size * W + col
+                z = _slot(gate_ptr, old_gate_ptr, new_at, old_at, fresh, mask)
+                z += tl.load(bias_ptr + place % M * W + col, mask=mask, other=0.0).to(tl.float32)
+                z = tl.where(mask, z, -1e30)
+                new = tl.maximum(peak, tl.max(z, 0))
+                share, fix = tl.where(mask, tl.exp(z - new[None]), 0.0), tl.exp(peak - new)
+                total = total * fix + tl.sum(share, 0)
+                mean = mean * fix + tl.sum(share * _slot(kv_ptr, old_kv_ptr, new_at, old_at, fresh, mask), 0)
+                peak = new
+            y = mean / tl.maximum(total, 1e-30)  # 0 beyond D, where every share is
+            gain = tl.load(norm_ptr + c, mask=c < D, other=0.0).to(tl.float32) + OFFSET
+            y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps) * gain
+            at = (end - M + 1) * PAIRS
+            y = _turned(y, cos_ptr + at, sin_ptr + at, D, DP, PAIRS)
+            to = store_ptr + (b * places + end // M) * D + c
+            tl.store(to, y.to(store_ptr.dtype.element_ty), mask=c < D)
+    if KEEP and first >= 0:
+        for t in range(tl.maximum(window * M, tokens - size), tl.minimum(window * M + M, tokens)):
+            at = (first + t) % size * W
+            for start in range(0, W, DP):
+                col = start + c
+                kv = tl.load(kv_ptr + t * W + col, mask=col < W, other=0.0).to(tl.float32)
+                gate = tl.load(gate_ptr + t * W + col, mask=col < W, other=0.0).to(tl.float32)
+                tl.store(old_kv_ptr + at + col, kv.to(old_kv_ptr.dtype.element_ty), mask=col < W)
+                tl.store(old_gate_ptr + at + col, gate.to(old_gate_ptr.dtype.element_ty), mask=col < W)
+
+
+@torch.no_grad()
+def compress(
+    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (rows, tokens, W), (m, D), size = kv.shape, (len(bias), store.shape[2]), pending.kv.shape[1]
+    slots, wide = W // D * m, power_of_two(D)
+    steps = [(True, True)] if size >= slots + tokens - 1 else [(True, False), (False, True)]
+
+    def run(plan: TilePlan) -> None:
+        each = max(1, min(power_of_two(slots), plan.elements // wide))
+        for pools, keeps in steps:
+            _compress_kernel[(rows, triton.cdiv(tokens, m))](
+                kv, gate, position, *pending, store, bias, norm.weight, cos, sin, norm.eps, tokens, size, store.shape[1], m,
+                slots, D, wide, W, cos.shape[1], norm.offset, each, pools, keeps, num_warps=plan.warps,
+            )  # fmt: skip
+
+    launch(job_of("compress", "", (D,), store), run)
+    return store, *pending
