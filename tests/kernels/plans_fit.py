@@ -58,6 +58,11 @@ SHAPES: dict[str, list[tuple]] = {
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
     "norm_product": [(), (1.0, 30.0), (None, 0.0), (0.0, 0.0, 16, True), (None, 0.0, 256, False)],
     "norm_rows": [(), (1.0,)],
+    "poly_attention": [
+        (8, 64, 8, 3, 0.0, False, False, False, True, 256),
+        (4, 128, 2, 3, 8.0, True, True, True, False, 256),
+    ],
+    "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False, False)],
     "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
     "quantized_norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],

@@ -47,6 +47,8 @@ SHAPED = {
     "norm_product": (1.0, 30.0, 16, True),
     "norm_rows": (1.0,),
     "plan_update": (160, (0.9, 0.95), 0.2, None, 0),
+    "poly_attention": (2, 16, 1, 5, 0.0, True, False, True, False, 20),
+    "poly_attention_step": (2, 16, 1, 5, 0.0, True, False, True),
     "quantize": (torch.float8_e5m2, False),
     "quantize_rows": (False,),
     "quantized_decode_attention": (3, 1, 32),

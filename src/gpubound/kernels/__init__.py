@@ -32,6 +32,7 @@ from .lora import (
 from .nf4 import dequantize_nf4 as dequantize_nf4
 from .norms import add_rms_norm as add_rms_norm, dynamic_tanh as dynamic_tanh, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
+from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
 from .quantize import (
     quantize as quantize,
     quantize_rows as quantize_rows,

@@ -208,6 +208,33 @@ class AttentionPlan(NamedTuple):
         return (AttentionPlan(*plan) for plan in product((32, 64, 128), (2, 3, 4), (2, 4, 8)))
 
 
+class WalkPlan(NamedTuple):
+    """Of attention over whole sequences: a program owns tokens of a head, and walks along the others tile by tile."""
+
+    own: int
+    other: int  # tokens of a tile that is walked along
+    stages: int  # tiles in flight
+    warps: int
+
+    def shared(self, job: Job) -> int:
+        """What is walked along, two tensors, in flight; and of what is owned what tensor cores read."""
+        owned = 1 if job.way == "forward" else 2
+        return power_of_two(max(16, job.shape[0])) * job.bytes * (2 * self.stages * self.other + owned * self.own)
+
+    def smaller(self) -> "WalkPlan | None":
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        if self.other > 16:
+            return self._replace(other=self.other // 2)
+        return self._replace(own=self.own // 2) if self.own > 16 else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[WalkPlan]":
+        for own, other, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
+            if own * other <= 8192 * warps // 4:  # a tile of scores is at most 64 registers a thread
+                yield WalkPlan(own, other, stages, warps)
+
+
 class ProductPlan(NamedTuple):
     """Of a kernel that multiplies tiles on tensor cores, and walks along what it sums over."""
 

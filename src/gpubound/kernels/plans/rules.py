@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .kinds import AttentionPlan, Job, MatrixPlan, Plan, ProductPlan, RopePlan, RowPlan, TilePlan, power_of_two
+from .kinds import AttentionPlan, Job, MatrixPlan, Plan, ProductPlan, RopePlan, RowPlan, TilePlan, WalkPlan, power_of_two
 
 # Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (a copy of it 69.0), 70.2 with one.
 TILE_ROWS = 2
@@ -127,6 +127,16 @@ def decode_attention(job: Job) -> AttentionPlan:
     return AttentionPlan(64, 3, 4)
 
 
+def poly_attention(job: Job) -> WalkPlan:
+    """shape: a head's width. The walk of keys holds four tiles of results and scores, one more than that of queries."""
+    if job.bytes > 2:
+        return WalkPlan(32, 32, 1, 4)
+    wide = job.shape[0] > 64
+    if job.way == "forward":
+        return WalkPlan(128, 64, 3, 8 if wide else 4)
+    return WalkPlan(64 if wide and job.way == "keys" else 128, 64, 2, 4 if wide and job.way == "keys" else 8)
+
+
 LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many waves
 WAVE = 1 << 22  # from which they are one
 
@@ -180,6 +190,8 @@ RULES = {
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),
     "losses": Rule(TilePlan, losses, _width),
     "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
+    "poly_attention": Rule(WalkPlan, poly_attention, _first(1)),
+    "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(2)),
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
     "rope": Rule(RopePlan, rope, _first(1)),

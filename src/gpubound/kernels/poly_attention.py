@@ -1,0 +1,259 @@
+"""Polynomial attention: a power of each score is its weight. No softmax, and nothing divides a row by its sum.
+
+    s_ij = q_i · k_j / √D + q_i · P[i − j]      the second term with a table P, and only for distances that P has
+    s̃    = c tanh(s / c)                        with a soft clip c, else s
+    φ_ij = scale · (a s̃^p + b)                  p odd and fixed; a, b and scale are learned
+    y_i  = g_i Σ_j φ_ij v_j                     g with gates, one a head and token; j runs over what i sees
+
+A token sees itself and those before it, or all if it is not causal; with a window, those less than `window` away.
+
+As no weight depends on another, the sums over any parts of the keys simply add. A key whose v is zero adds nothing and gets no
+gradient through it: that is how padding is left out.
+
+Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L places in the cache, R rows of the table.
+"""
+
+import torch
+from torch import Tensor
+
+from .checks import require
+from .choose import implementation
+from .ops import definition, draw, ints
+
+DEGREES = (1, 3, 5, 7)
+WIDEST_HEAD = 128
+
+
+def poly_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+    causal: bool = True,
+) -> Tensor:
+    """y (B, T, H, D) of q (B, T, H, D), k and v (B, T, K, D), in q's dtype. Any strides in, contiguous out.
+
+    coefficients  (3,): a, b and scale
+    table         (R, D): row r is P at the distance i − j = r; if not causal, at r − (R − 1) / 2, and R is odd
+    gates         (B, T, H)
+    soft_clip     0: none
+    window        0: none
+    """
+    op = "poly_attention"
+    _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 4)
+    if table is not None and not causal and len(table) % 2 == 0:
+        raise ValueError(
+            f"{op}: without causal the table needs an odd number of rows, as many before the token as behind it, "
+            f"got {len(table)}; give it 2 n + 1."
+        )
+    tokens = q.shape[1]
+    window = 0 if window >= tokens else window  # it hides nothing
+    has = table is not None, gates is not None, window > 0
+    shape = *q.shape[2:], k.shape[2], degree, soft_clip, *has, causal, 256 if tokens % 128 == 0 else 200
+    kernel = implementation(op, q, _unable(q), shape)
+    return kernel(q, k, v, coefficients, table, gates, degree, soft_clip, window, causal)
+
+
+def _example(
+    generator: torch.Generator,
+    heads: int = 2,
+    size: int = 16,
+    kv: int = 1,
+    degree: int = 3,
+    soft_clip: float = 2.0,
+    related: bool = True,
+    gated: bool = True,
+    windowed: bool = True,
+    causal: bool = True,
+    tokens: int = 24,
+) -> tuple:
+    q, k, v = (draw(generator, 1, tokens, count, size) for count in (heads, kv, kv))
+    table, gates = draw(generator, 5, size), draw(generator, 1, tokens, heads)
+    given = table if related else None, gates if gated else None
+    return q, k, v, draw(generator, 3), *given, degree, soft_clip, 9 if windowed else 0, causal
+
+
+@definition(_example)
+def poly_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+    causal: bool = True,
+) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups, tokens = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
+    keys, values = (t.to(wide).repeat_interleave(groups, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.to(wide), keys) * q.shape[3] ** -0.5
+    distance = tokens[:, None] - tokens
+    if table is not None:
+        row = distance + (0 if causal else len(table) // 2)
+        term = torch.einsum("bihd,rd->bhir", q.to(wide), table.to(wide))
+        term = term.gather(3, row.clamp(0, len(table) - 1).expand_as(scores))
+        scores = scores + torch.where((row >= 0) & (row < len(table)), term, 0.0)
+    weights = _weights(scores, coefficients.to(wide), degree, soft_clip)
+    visible = distance.abs() < window if window else torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        visible = visible & (distance >= 0)
+    y = torch.einsum("bhij,bjhd->bihd", torch.where(visible, weights, 0.0), values)
+    return (y if gates is None else y * gates.to(wide)[..., None]).to(q.dtype)
+
+
+def poly_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    position: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token of each row over the cache: (y (B, H, D), cache_k, cache_v). k and v are written to the cache first.
+
+    q (B, H, D), k and v (B, K, D) are the token's own; cache_k and cache_v are (B, L, K, D), in the same dtype.
+    position (B,) int32 is the token's place, and so how many keys its row has already. At a place that the cache does not have
+    nothing is written, and y is NaN. What lies behind a row's place is never read. gates are (B, H); the rest is as in
+    `poly_attention`, which gives the same y for the whole sequence at once.
+    """
+    op = "poly_attention_step"
+    _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 3)
+    if cache_k.dim() != 4 or cache_k.shape[1] < 1:
+        raise ValueError(
+            f"{op}: cache_k must be (rows, places, kv heads, head size), got {tuple(cache_k.shape)}; make it once, with a "
+            f"place for each token to come."
+        )
+    sizes = len(q), cache_k.shape[1], *k.shape[1:]
+    for name, cache in (("cache_k", cache_k), ("cache_v", cache_v)):
+        require(op, name, cache, q.dtype, sizes, q.device)
+    require(op, "position", position, torch.int32, (len(q),), q.device, "it says where each row stands")
+    has = table is not None, gates is not None, window > 0
+    kernel = implementation(op, q, _unable(q), (*q.shape[1:], k.shape[1], degree, soft_clip, *has))
+    window = min(window, 2**31 - 1)  # a larger one hides no more
+    return kernel(q, k, v, cache_k, cache_v, position, coefficients, table, gates, degree, soft_clip, window)
+
+
+def _step_example(
+    generator: torch.Generator,
+    heads: int = 4,
+    size: int = 16,
+    kv: int = 2,
+    degree: int = 3,
+    soft_clip: float = 2.0,
+    related: bool = True,
+    gated: bool = True,
+    windowed: bool = True,
+) -> tuple:
+    """Two rows of ten places; all drawn in the dtype of the call, none with a gradient that either mirror gives."""
+    shapes = (2, heads, size), (2, kv, size), (2, kv, size), (2, 10, kv, size), (2, 10, kv, size)
+    tensors = [draw(generator, *shape) for shape in shapes]
+    rest = draw(generator, 3), draw(generator, 5, size) if related else None, draw(generator, 2, heads) if gated else None
+    return *tensors, ints(9, 3), *rest, degree, soft_clip, 6 if windowed else 0
+
+
+@definition(_step_example)
+@torch.no_grad()
+def poly_attention_step_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    position: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    places, groups = cache_k.shape[1], q.shape[1] // k.shape[1]
+    known = (position >= 0) & (position < places)
+    at, rows = torch.where(known, position, 0).long(), torch.arange(len(q), device=q.device)
+    for cache, new in ((cache_k, k), (cache_v, v)):
+        cache[rows, at] = torch.where(known[:, None, None], new, cache[rows, at])
+    distance = at[:, None] - torch.arange(places, device=q.device)  # (B, L)
+    visible = distance >= 0
+    if window:
+        visible &= distance < window
+    keys, values = (
+        torch.where(visible[..., None, None], cache, 0).to(wide).repeat_interleave(groups, 2) for cache in (cache_k, cache_v)
+    )
+    scores = torch.einsum("bhd,blhd->bhl", q.to(wide), keys) * q.shape[2] ** -0.5
+    if table is not None:
+        term = torch.einsum("bhd,rd->bhr", q.to(wide), table.to(wide))
+        row = distance.clamp(0, len(table) - 1)[:, None].expand_as(scores)
+        scores = scores + torch.where(distance[:, None] < len(table), term.gather(2, row), 0.0)
+    weights = torch.where(visible[:, None], _weights(scores, coefficients.to(wide), degree, soft_clip), 0.0)
+    y = torch.einsum("bhl,blhd->bhd", weights, values)
+    y = y if gates is None else y * gates.to(wide)[..., None]
+    return torch.where(known[:, None, None], y, torch.nan).to(q.dtype), cache_k, cache_v
+
+
+def _weights(scores: Tensor, coefficients: Tensor, degree: int, soft_clip: float) -> Tensor:
+    a, b, scale = coefficients
+    clipped = soft_clip * torch.tanh(scores / soft_clip) if soft_clip else scores
+    return scale * (a * clipped**degree + b)
+
+
+def _unable(q: Tensor) -> str | None:
+    return f"its kernel holds heads of up to {WIDEST_HEAD} numbers" if q.shape[-1] > WIDEST_HEAD else None
+
+
+def _check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None,
+    gates: Tensor | None,
+    degree: int,
+    soft_clip: float,
+    window: int,
+    dims: int,
+) -> None:
+    tokens = "" if dims == 3 else "tokens, "
+    if q.dim() != dims or not q.is_floating_point() or 0 in q.shape[-2:]:
+        raise ValueError(
+            f"{op}: q must be a floating-point tensor (rows, {tokens}heads, head size), got {q.dtype} {tuple(q.shape)}; "
+            f"bring it into that shape before the call."
+        )
+    for name, t in (("k", k), ("v", v)):
+        heads = k.shape[-2] if k.dim() == dims else 0
+        fits = t.dim() == dims and t.shape == (*q.shape[:-2], heads, q.shape[-1]) and heads and q.shape[-2] % heads == 0
+        if not fits or t.dtype != q.dtype or t.device != q.device:
+            wanted = ", ".join(map(str, (*q.shape[:-2], "kv heads", q.shape[-1])))
+            raise ValueError(
+                f"{op}: {name} must be ({wanted}) in {q.dtype} on {q.device}, with as many kv heads as the other, a divisor of "
+                f"q's {q.shape[-2]}, got {tuple(t.shape)} {t.dtype} on {t.device}; cast, move or reshape it before the call."
+            )
+    require(op, "coefficients", coefficients, None, (3,), q.device, "they are a, b and scale")
+    if table is not None:
+        require(op, "table", table, None, ("R", q.shape[-1]), q.device, "it has one row for each distance")
+    if gates is not None and (gates.shape != q.shape[:-1] or not gates.is_floating_point() or gates.device != q.device):
+        raise ValueError(
+            f"{op}: gates must be a floating-point tensor {tuple(q.shape[:-1])} on {q.device}, got {gates.dtype} "
+            f"{tuple(gates.shape)} on {gates.device}; give one for each head of each token."
+        )
+    if degree not in DEGREES:
+        raise ValueError(f"{op}: degree must be one of 1, 3, 5 and 7, got {degree}; an odd power keeps the sign of a score.")
+    if not 0.0 <= soft_clip < float("inf"):
+        raise ValueError(f"{op}: soft_clip must be at least 0 and finite, got {soft_clip}; 0 clips nothing.")
+    if window < 0:
+        raise ValueError(f"{op}: window must be at least 0, got {window}; 0 lets a token see all.")

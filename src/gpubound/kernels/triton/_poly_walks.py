@@ -1,0 +1,236 @@
+"""The kernels of polynomial attention over whole sequences: forward, and backward for queries and for keys.
+
+Forward, a program owns queries and walks along keys, as flash attention does, but keeps no maximum and no sum: the result is
+what it has added up. Backward has two kernels, so that nothing is added by atomics and the bits are the same in every run:
+
+    queries   dq, the gates' gradients, and the sums that a, b and scale need, a pair for each program
+    keys      dk and dv, over all query heads of a key head
+
+With u_ij = dy_i · v_j and f the score, or its tanh under a clip, a gradient is u f^(p−1) f′ times what a row or the whole has
+in common; that is multiplied in at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from ._poly_tiles import _bent, _coefficients, _dot, _head, _keep, _powers, _term_at, _tile, _visible, _walk
+
+
+@triton.jit
+def _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE: tl.constexpr,
+           RELATED: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+    """(f^(p−1), f^p, f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns."""
+    s = _dot(q, tl.trans(k)) * alpha
+    if EDGE and RELATED:
+        at, there = _term_at(query, key, tokens, term_row, back, rows)
+        s += tl.load(term_ptr + at, mask=there, other=0.0).to(tl.float32)
+    f, slope = _bent(s, over, CLIP, FAST)
+    if DEGREE == 1:
+        return 1.0, f, slope
+    else:
+        low, high = _powers(f, DEGREE)
+        return low, high, slope
+
+
+@triton.jit
+def _place(HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
+    """(first token, row of the batch, head) of a program. LAST: the last tokens have the longest walk, and so begin first."""
+    tile = tl.program_id(0)
+    if LAST:
+        tile = tl.num_programs(0) - 1 - tile
+    return tile * OWN, tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+
+
+@triton.jit
+def _gates(gate_ptr, b, start, head, tokens, HEADS: tl.constexpr, N: tl.constexpr):
+    token = start + tl.arange(0, N)
+    at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
+    return tl.load(gate_ptr + at, mask=token < tokens, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_stretch(acc, q, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v_row, term_row, tokens, window, back, rows,
+                     alpha, over, factor, shift, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+                     DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr,
+                     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        key = (start + tl.arange(0, N))[None]
+        k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
+        _, high, _ = _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED, DEGREE,
+                            CLIP, FAST)  # fmt: skip
+        phi = high * factor + shift
+        if EDGE:
+            phi = tl.where(_visible(query, key, window, WINDOW, CAUSAL), phi, 0.0)
+        acc = _dot(phi, _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE), acc)
+    return acc
+
+
+@triton.jit
+def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch,
+                         k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top,
+                         HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                         DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                         RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                         WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    own, b, head = _place(HEADS, OWN, CAUSAL)
+    query = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    q = _tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE)
+    k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
+    v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
+    term_ptr = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
+    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    acc = tl.zeros([OWN, DP], tl.float32)
+    for part in tl.static_range(5):
+        if (STRETCHES >> part) % 2 == 1:
+            acc = _forward_stretch(acc, q, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
+                                   HEADS * rows, tokens, window, back, rows, alpha, over, scale * a * top, scale * c,
+                                   part % 2 == 0, N, DIM, DP, DEGREE, CLIP, FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    if GATED:
+        acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
+    row = HEADS * DIM
+    _keep(_head(y_ptr, b, head, tokens * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
+
+
+@triton.jit
+def _queries_stretch(acc, power, whole, q, dy, gain, query, begin, end, k_ptr, v_ptr, term_ptr, dterm_ptr, k_row, v_row,
+                     term_row, tokens, window, back, rows, alpha, over, EDGE: tl.constexpr, N: tl.constexpr,
+                     DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                     RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        key = (start + tl.arange(0, N))[None]
+        k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
+        v = _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE)
+        low, high, slope = _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED,
+                                  DEGREE, CLIP, FAST)  # fmt: skip
+        u = _dot(dy, tl.trans(v))
+        if EDGE:
+            u = tl.where(_visible(query, key, window, WINDOW, CAUSAL), u, 0.0)
+        power += tl.sum(u * high, 1)
+        whole += tl.sum(u, 1)
+        ds = u * low * slope
+        if EDGE and RELATED:
+            at, there = _term_at(query, key, tokens, term_row, back, rows)
+            tl.store(dterm_ptr + at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
+        acc = _dot(ds, k, acc)
+    return acc, power, whole
+
+
+@triton.jit
+def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, dterm_ptr,
+                         sums_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back,
+                         rows, alpha, over, top, steep, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr,
+                         DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                         RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                         WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """steep: what a slope has beside u f^(p−1) f′ and scale · a."""
+    own, b, head = _place(HEADS, OWN, CAUSAL)
+    query = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    dense = HEADS * DIM
+    q = _tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE)
+    dy = _tile(_head(dy_ptr, b, head, tokens * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
+    k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
+    v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
+    term_ptr = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
+    dterm_ptr = _head(dterm_ptr, b, head, tokens * HEADS * rows, rows)
+    gain = tl.zeros([OWN], tl.float32) + scale * a * steep
+    if GATED:
+        gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
+        gain *= gates
+    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    acc = tl.zeros([OWN, DP], tl.float32)
+    power, whole = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
+    for part in tl.static_range(5):
+        if (STRETCHES >> part) % 2 == 1:
+            acc, power, whole = _queries_stretch(
+                acc, power, whole, q, dy, gain, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, dterm_ptr,
+                k_row, v_row, HEADS * rows, tokens, window, back, rows, alpha, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    power *= top
+    _keep(_head(dq_ptr, b, head, tokens * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
+    if GATED:
+        token = own + tl.arange(0, OWN)
+        at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
+        dgate = scale * (a * power + c * whole)
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=token < tokens)
+        power, whole = power * gates, whole * gates
+    program, programs = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(0) * tl.num_programs(1)
+    tl.store(sums_ptr + program, tl.sum(power, 0))
+    tl.store(sums_ptr + programs + program, tl.sum(whole, 0))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs, BLOCK: tl.constexpr):
+    """Of a, b and scale, from every program's Σ dφ s̃^p and Σ dφ, added in one order."""
+    i = tl.arange(0, BLOCK)
+    power, whole = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, programs, BLOCK):
+        mask = start + i < programs
+        power += tl.load(sums_ptr + start + i, mask=mask, other=0.0)
+        whole += tl.load(sums_ptr + programs + start + i, mask=mask, other=0.0)
+    a, c, scale = _coefficients(coefficient_ptr)
+    powers, wholes = tl.sum(power, 0), tl.sum(whole, 0)
+    tl.store(gradient_ptr, scale * powers)
+    tl.store(gradient_ptr + 1, scale * wholes)
+    tl.store(gradient_ptr + 2, a * powers + c * wholes)
+
+
+@triton.jit
+def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_ptr, gate_ptr, q_row, dy_row, term_row, tokens,
+                  window, back, rows, alpha, over, factor, shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr,
+                  DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                  RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                  WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        query = (start + tl.arange(0, N))[None]
+        q = _tile(q_ptr, start, q_row, tokens, N, DIM, DP, WIDE)
+        dy = _tile(dy_ptr, start, dy_row, tokens, N, DIM, DP, WIDE)
+        low, high, slope = _score(k, q, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED,
+                                  DEGREE, CLIP, FAST)  # fmt: skip
+        u = _dot(v, tl.trans(dy))
+        if GATED:
+            gates = _gates(gate_ptr, b, start, head, tokens, HEADS, N)[None]
+            phi = high * (factor * gates) + shift * gates
+            u *= gates
+        else:
+            phi = high * factor + shift
+        ds = u * low * slope
+        if EDGE:
+            seen = _visible(query, key, window, WINDOW, CAUSAL)
+            phi, ds = tl.where(seen, phi, 0.0), tl.where(seen, ds, 0.0)
+        dv = _dot(phi, dy, dv)
+        dk = _dot(ds, q, dk)
+    return dk, dv
+
+
+@triton.jit
+def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head,
+                      k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top, steep,
+                      HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                      DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                      RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                      WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    own, b, kv = _place(HEADS // GROUP, OWN, False)
+    key = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    k = _tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE)
+    v = _tile(_head(v_ptr, b, kv, v_batch, v_head), own, v_row, tokens, OWN, DIM, DP, WIDE)
+    dense = HEADS * DIM
+    bounds = _walk(own, OWN, N, tokens, window, back + 1 - rows, back, True, RELATED, WINDOW, CAUSAL)
+    dk, dv = tl.zeros([OWN, DP], tl.float32), tl.zeros([OWN, DP], tl.float32)
+    for of_group in range(GROUP):
+        head = kv * GROUP + of_group
+        heads_q = _head(q_ptr, b, head, q_batch, q_head)
+        heads_dy = _head(dy_ptr, b, head, tokens * dense, DIM)
+        heads_term = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
+        for part in tl.static_range(5):
+            if (STRETCHES >> part) % 2 == 1:
+                dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
+                                       heads_term, gate_ptr, q_row, dense, HEADS * rows, tokens, window, back, rows, alpha,
+                                       over, scale * a * top, scale * c, HEADS, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                                       FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    mine = HEADS // GROUP * DIM
+    dk *= scale * a * steep * alpha
+    _keep(_head(dk_ptr, b, kv, tokens * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
+    _keep(_head(dv_ptr, b, kv, tokens * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)

@@ -1,0 +1,246 @@
+"""Polynomial attention, tiled: nothing of size T × T is stored, and backward computes each tile again (_poly_walks.py).
+
+The term of distance is q · Pᵀ, one product (T, R) a head, of which a tile reads what lies on its diagonals. A query and a
+distance belong to one key, so the term's gradient is stored and not added: dP and its share of dq are two more products. Memory
+grows with T · R, and only tiles under the band pay for it.
+
+A decoding step splits a row's keys over programs, whose sums a second kernel adds in one order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..accumulate import deliver, weight_gradient
+from ..plans.kinds import AttentionPlan, WalkPlan, job_of, power_of_two
+from ._launch import first_order_only, launch
+from ._poly_tiles import _bent, _coefficients, _dot, _powers, _tile, stretches
+from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
+
+
+class _Form(NamedTuple):
+    """What a call of polynomial attention is, beside its tensors."""
+
+    degree: int
+    soft_clip: float
+    window: int
+    causal: bool
+
+    def constants(self, table: Tensor | None, gates: Tensor | None, q: Tensor, k: Tensor, keys: bool) -> dict[str, Any]:
+        has = table is not None, self.window > 0, self.causal
+        return {
+            "HEADS": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "STRETCHES": stretches(keys, *has), "DIM": q.shape[3],
+            "DP": max(16, power_of_two(q.shape[3])), "DEGREE": self.degree, "CLIP": self.soft_clip > 0,
+            "FAST": q.dtype == torch.bfloat16 and not interpreted(), "RELATED": has[0], "GATED": gates is not None,
+            "WINDOW": has[1], "CAUSAL": self.causal, "WIDE": interpreted(),
+        }  # fmt: skip
+
+    def numbers(self, table: Tensor | None, q: Tensor) -> tuple:
+        """tokens, window, back, rows, alpha, over, top, steep."""
+        clip = self.soft_clip or 1.0
+        rows = 1 if table is None else len(table)
+        back = 0 if self.causal or table is None else rows // 2
+        top, steep = clip**self.degree, self.degree * clip ** (self.degree - 1)
+        return q.shape[1], self.window, back, rows, q.shape[-1] ** -0.5, 1 / clip, top, steep
+
+
+def _dense_last(*tensors: Tensor) -> list[Tensor]:
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: Tensor, numbers: tuple, constants: dict) -> Any:
+    """`tiled` (B, T, heads, D): what a program owns a tile of. The sums (2, programs), if there are any, come last."""
+    strides = [step for t in tensors[:3] for step in t.stride()[:3]]
+
+    def run(plan: WalkPlan) -> Tensor | None:
+        across, high = triton.cdiv(tiled.shape[1], plan.own), tiled.shape[0] * tiled.shape[2]
+        parts = [torch.empty(2, across * high, device=q.device, dtype=torch.float32)] if sums else []
+        kernel[(across, high)](
+            *(q if t is None else t for t in tensors), *parts, *strides, *numbers, **constants, OWN=plan.own, N=plan.other,
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+        return parts[0] if parts else None
+
+    return launch(job_of("poly_attention", way, (q.shape[3],), q), run)
+
+
+class _PolyAttention(torch.autograd.Function):
+    """The Parameters are kept on ctx for their main_grad, as in layers/linear_site.py."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, coefficients, table, gates, form):
+        q, k, v = _dense_last(q, k, v)
+        gates = None if gates is None else gates.contiguous()
+        term = None if table is None else torch.matmul(q, table.to(q.dtype).t())
+        y = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        *numbers, _ = form.numbers(table, q)
+        constants = form.constants(table, gates, q, k, False)
+        _launch(
+            _poly_forward_kernel, "forward", q, [q, k, v, term, gates, coefficients, y], False, q, tuple(numbers), constants
+        )
+        ctx.save_for_backward(q, k, v, coefficients, table, gates)
+        ctx.owners, ctx.form = (coefficients, table), form
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        first_order_only("poly_attention")
+        q, k, v, coefficients, table, gates = ctx.saved_tensors
+        form, dy = ctx.form, dy.contiguous()
+        term = None if table is None else torch.matmul(q, table.to(q.dtype).t())
+        dterm = None if term is None else torch.zeros_like(term)  # nobody stores where a distance leads out of the sequence
+        dq, dk, dv = (torch.empty(t.shape, device=q.device, dtype=q.dtype) for t in (q, k, v))
+        dgates = None if gates is None else torch.empty_like(gates)
+        given, numbers = [q, k, v, term, gates, coefficients, dy], form.numbers(table, q)
+        sums = _launch(_poly_queries_kernel, "queries", q, [*given, dq, dgates, dterm], True, q, numbers,
+                       form.constants(table, gates, q, k, False))  # fmt: skip
+        _launch(_poly_keys_kernel, "keys", k, [*given, dk, dv], False, q, numbers, form.constants(table, gates, q, k, True))
+        owner, of_table = ctx.owners
+        dcoefficients = dtable = None
+        if ctx.needs_input_grad[3]:
+            gradient = torch.empty(3, device=q.device, dtype=torch.float32)
+            _poly_coefficients_kernel[(1,)](sums, coefficients, gradient, sums.shape[1], 1024)
+            dcoefficients = deliver(owner, gradient)
+        if dterm is not None:
+            rows = dterm.view(-1, len(table))
+            dq.view(-1, q.shape[-1]).addmm_(rows, table.to(q.dtype))
+            if ctx.needs_input_grad[4]:
+                dtable = weight_gradient(of_table, rows, q.reshape(-1, q.shape[-1]))
+        return dq, dk, dv, dcoefficients, dtable, dgates, None
+
+
+def poly_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+    causal: bool = True,
+) -> Tensor:
+    return _PolyAttention.apply(q, k, v, coefficients, table, gates, _Form(degree, soft_clip, window, causal))
+
+
+@triton.jit
+def _weights(s, factor, shift, over, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):
+    f, _ = _bent(s, over, CLIP, FAST)
+    if DEGREE > 1:
+        _, f = _powers(f, DEGREE)
+    return f * factor + shift
+
+
+@triton.jit
+def _with_term(s, q, table_ptr, distance, nearest, rows, DIM: tl.constexpr, d, KIND: tl.constexpr):
+    """Tiles that lie farther off than the table reaches go without."""
+    if nearest < rows:
+        mask = ((distance < rows) & (distance > 0))[:, None] & (d < DIM)[None]
+        p = tl.load(table_ptr + distance[:, None] * DIM + d[None], mask=mask, other=0.0)
+        s += _dot(q, tl.trans(p.to(KIND)))
+    return s
+
+
+@triton.jit
+def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table_ptr, coefficient_ptr, part_ptr, places,
+                      window, rows, alpha, over, top, KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+                      DIM: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr,
+                      FAST: tl.constexpr, RELATED: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
+    g, d, n = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, N)
+    inside, heads = d < DIM, (g < GROUP)[:, None] & (d < DIM)[None]
+    position = tl.load(position_ptr + b)
+    known = (position >= 0) & (position < places)
+    at = tl.where(known, position, 0)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(at + 1 - window, 0)
+    chunk = tl.cdiv(tl.cdiv(at + 1 - begin, splits), N) * N
+    lo = begin + split * chunk
+    hi = tl.minimum(lo + chunk, at)  # the keys of this part but the token's own
+    a, c, scale = _coefficients(coefficient_ptr)
+    factor, shift = scale * a * top, scale * c
+    mine = (b * KV + kv) * GROUP * DIM + g[:, None] * DIM + d[None]
+    q = tl.load(q_ptr + mine, mask=heads, other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
+    base = (tl.cast(b, tl.int64) * places * KV + kv) * DIM
+    acc = tl.zeros([G, DP], tl.float32)
+    for start in range(lo, hi, N):
+        k = _tile(cache_k + base, start, KV * DIM, hi, N, DIM, DP, WIDE)
+        s = _dot(q, tl.trans(k)) * alpha
+        if RELATED:
+            s = _with_term(s, q, table_ptr, at - start - n, at - start - N + 1, rows, DIM, d, k.dtype)
+        phi = tl.where((start + n < hi)[None], _weights(s, factor, shift, over, DEGREE, CLIP, FAST), 0.0)
+        acc = _dot(phi, _tile(cache_v + base, start, KV * DIM, hi, N, DIM, DP, WIDE), acc)
+    if known & (lo <= at) & (at < lo + chunk):
+        new = (b * KV + kv) * DIM + d
+        k, v = tl.load(k_ptr + new, mask=inside, other=0.0), tl.load(v_ptr + new, mask=inside, other=0.0)
+        to = base + tl.cast(at, tl.int64) * (KV * DIM) + d
+        tl.store(cache_k + to, k, mask=inside)
+        tl.store(cache_v + to, v, mask=inside)
+        wide = q.to(tl.float32)
+        s = tl.sum(wide * k.to(tl.float32)[None], 1) * alpha
+        if RELATED:
+            s += tl.sum(wide * tl.load(table_ptr + d, mask=inside, other=0.0).to(tl.float32)[None], 1)
+        acc += _weights(s, factor, shift, over, DEGREE, CLIP, FAST)[:, None] * v.to(tl.float32)[None]
+    tl.store(part_ptr + split * (tl.num_programs(0) * GROUP * DIM) + mine, acc, mask=heads)
+
+
+@triton.jit
+def _poly_joined_kernel(part_ptr, gate_ptr, position_ptr, y_ptr, places, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
+                        DP: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    row, d = tl.program_id(0), tl.arange(0, DP)
+    acc = tl.zeros([DP], tl.float32)
+    for split in range(splits):
+        acc += tl.load(part_ptr + (split * tl.num_programs(0) + row) * DIM + d, mask=d < DIM, other=0.0)
+    if GATED:
+        acc *= tl.load(gate_ptr + row).to(tl.float32)
+    position = tl.load(position_ptr + row // HEADS)
+    acc = tl.where((position >= 0) & (position < places), acc, float("nan"))
+    tl.store(y_ptr + row * DIM + d, acc.to(y_ptr.dtype.element_ty), mask=d < DIM)
+
+
+MOST_SPLITS = 32  # programs that share a row's keys
+
+
+@torch.no_grad()
+def poly_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    position: Tensor,
+    coefficients: Tensor,
+    table: Tensor | None = None,
+    gates: Tensor | None = None,
+    degree: int = 3,
+    soft_clip: float = 0.0,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    y, form = torch.empty(q.shape, device=q.device, dtype=q.dtype), _Form(degree, soft_clip, window, True)
+    _, window, _, rows, alpha, over, top, _ = form.numbers(table, q)
+    DP, job = max(16, power_of_two(D)), job_of("poly_attention_step", "", (H // K, D // 2, q.element_size()), cache_k)
+
+    def run(plan: AttentionPlan) -> None:
+        splits = min(MOST_SPLITS, triton.cdiv(L, plan.keys), triton.cdiv(4 * job.chip.sms, B * K))
+        parts = torch.empty(splits, B, H, D, device=q.device, dtype=torch.float32)
+        _poly_step_kernel[(B * K, splits)](
+            q, k, v, cache_k, cache_v, position, q if table is None else table, coefficients, parts, L, window, rows, alpha,
+            over, top, K, H // K, max(16, power_of_two(H // K)), D, DP, plan.keys, degree, soft_clip > 0,
+            q.dtype == torch.bfloat16 and not interpreted(), table is not None, window > 0, interpreted(),
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+        given = q if gates is None else gates.contiguous()
+        _poly_joined_kernel[(B * H,)](parts, given, position, y, L, splits, H, D, DP, gates is not None, num_warps=1)
+
+    launch(job, run)
+    return y, cache_k, cache_v
