@@ -19,7 +19,7 @@ from ..errors import DataError, PlaceError
 from ..measure import machine
 from ..models.folder import Beyond, dtype_asked, read_config
 from ..models.foreign import attempt, layer_counts, load_foreign, needs_transformers
-from ..models.llama.weights import config_of
+from ..models.registry import family_of
 from ..place import place
 from ..trace import notice
 from ..words import readable
@@ -77,10 +77,12 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
 
 
 def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    about, family = read_config(folder), family_of(str(folder))
+    if not family.FOREIGN:
+        return family.load(folder, "cpu", dtype)
     needs_transformers(folder)
-    about = read_config(folder)
     with suppress(Beyond):  # a model of another family, whose fields transformers knows
-        config_of(about, folder)
+        family.config_of(about, folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return load_foreign(folder, torch.device("cpu"), dtype, trust_remote_code)
     notice(f"{folder} holds no weights: placing random ones.")

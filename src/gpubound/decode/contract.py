@@ -143,6 +143,10 @@ class Body(ABC):
         """The model as the judge reads it (judge.py), for a body whose logits the certificate compares with fp32; else None."""
         return None
 
+    def carried(self) -> list[Tensor]:
+        """What a step changes for good, beside its place in a cache, which the next step at that position writes again."""
+        return []
+
     def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Fill the cache with NaN, where a body never reads beyond a row's live length."""
 

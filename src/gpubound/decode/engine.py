@@ -21,6 +21,7 @@ from ..models import Decoder
 from ..models.decoding import DenseWeights
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
+from ..models.own import LanguageModel
 from ..trace import fallback, notice
 from .adapters import form_of_layers
 from .bind import BoundModel, bind
@@ -30,6 +31,7 @@ from .contract import Body, Build
 from .fused import NARROW, FusedBody
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
+from .own_model import OwnBody
 from .request import Request, check_prompts, make_request, pad, read_prompts
 from .result import Generation
 from .speculate import Draft, stepper_of, tokens_a_step
@@ -251,6 +253,8 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
     if isinstance(live, str):
         if fused:
             fallback("decoder: the fused kernels", live)
+        if isinstance(model, LanguageModel) and model.cached is not None:
+            return OwnBody(model, build, live)
         own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
         from .any_model import StaticBody
 

@@ -252,6 +252,6 @@ class StepGraphs:
 
     def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """What a step changes besides the place it writes in the cache, which the next step at that position writes again."""
-        tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position]
+        tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position, *self.body.carried()]
         tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]
         return [(t, t.clone()) for t in tensors]

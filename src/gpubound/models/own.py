@@ -20,6 +20,9 @@ class LanguageModel(nn.Module):
     """
 
     reader: Any
+    cached: Any = None
+    """(rows, places) -> what goes on from a text by the model's own layers, as models/richards/cached.py; None where nothing
+    does"""
     task_type = "CAUSAL_LM"  # what PEFT calls what it is for
     name_or_path = ""  # the folder that it was read from, as transformers' models have it
 
@@ -36,6 +39,10 @@ class LanguageModel(nn.Module):
     def calls(self) -> Iterator[Call]:
         """What its training calls, and in which shapes."""
         raise NotImplementedError
+
+    def undecoded(self) -> str | None:
+        """Why no text goes on from it token by token, whatever computes its steps."""
+        return None
 
     @property
     def base_model(self) -> Any:

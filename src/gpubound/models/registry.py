@@ -11,6 +11,7 @@ A family that can be trained by name, from a preset or a Hugging Face folder to 
 a file `training.py` there:
 
 PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too
+FOREIGN           whether transformers has these models, too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
 reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer)
 config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it

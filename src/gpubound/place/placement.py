@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .. import device as facts
-from ..layers import RMSNorm
 from ..models.registry import fused_types
 from .fused import Fused, release
 from .verify import Verdict
@@ -107,7 +106,7 @@ class Placement:
         if self.device.type == "cuda":
             return f"GPU ready: {where}. Whole model, forward and backward: {self._verdict}. {swaps}."
         kernels = "Triton's interpreter (slow, for tests)" if facts.interpreted() else "reference kernels"
-        ours = self.swapped or any(isinstance(note.module, RMSNorm) for note in self._notes)
+        ours = self.swapped or any(hasattr(type(note.module), "fused_kernels") for note in self._notes)
         return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from .. import device as facts
 from ..errors import PlaceError
 from ..kernels.choose import hasten, runs
-from ..layers import MLP, Attention
+from ..layers.stacked import Projecting
 from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
 from ..trace import fallback
 from . import candidates
@@ -176,9 +176,9 @@ def _torn(c: Candidate, shared: dict[str, str]) -> str:
 
 
 def _within_ours(model: nn.Module, name: str) -> bool:
-    """Inside an attention or MLP of ours: its row speaks for its projections."""
+    """Inside an attention, an MLP or another part of ours that projects: its row speaks for its projections."""
     parents = [name[:i] for i, c in enumerate(name) if c == "."]
-    return any(isinstance(model.get_submodule(p), Attention | MLP) for p in parents)
+    return any(isinstance(model.get_submodule(p), Projecting) for p in parents)
 
 
 def _kernel(module: Any) -> str:

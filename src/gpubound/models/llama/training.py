@@ -11,8 +11,9 @@ from ..registry import Sizes
 from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
 from .weights import COMPUTED, config_of as config_of, load_hf as load, outline as outline, save_hf as save
 
-__all__ = ["MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
+__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
 
+FOREIGN = True
 PRESETS = SIZES | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}
 """The last one is what two CPU cores teach some Python in two minutes (the demo's)."""
 

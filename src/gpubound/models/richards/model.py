@@ -11,12 +11,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ...kernels.choose import Call
-from ...layers.attention import Angles, RopeTable, RotaryAngles
+from ...layers.attention import RopeTable, RotaryAngles
 from ...layers.block import run_block, run_blocks
 from ...layers.vocabulary import look_up
 from ..llama.decoder import OwnReader
 from ..own import LanguageModel
 from .blocks import DiffusionBlock, TimeEmbedding, TransformerBlock, run_at_time
+from .cached import CachedModel
 from .config import RichardsConfig
 from .parts import NORMS
 
@@ -63,16 +64,13 @@ class RichardsReader(OwnReader):
     KNOWN: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("softmax",), "mlp": ("swiglu",), "norm": ("rms",)}
 
     def refusal(self, max_length: int) -> str | None:
+        if why := self.model.undecoded():
+            return why
         c = self.config
-        if not c.causal:
-            return "its tokens see what comes behind them"
-        if c.time != "none":
-            return "its blocks are told a time"
+        if c.head_dim % 2:
+            return "its heads have an odd width, and rotation works on pairs"
         strange = [getattr(c, field) for field, known in self.KNOWN.items() if getattr(c, field) not in known]
         return f"they have no {' and no '.join(strange)}" if strange else None
-
-    def angles(self) -> list[Angles]:
-        return super().angles() if self.config.rope else []
 
     def table(self, attention) -> int | None:
         return 0 if self.config.rope else None
@@ -86,6 +84,14 @@ class RichardsDecoder(LanguageModel):
 
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
         super().__init__(config, RichardsTrunk(config, device, dtype), device, dtype)
+
+    def cached(self, rows: int, places: int) -> CachedModel:
+        return CachedModel(self, rows, places)
+
+    def undecoded(self) -> str | None:
+        if not self.config.causal:
+            return "its tokens see what comes behind them (causal=False)"
+        return "its blocks are told a time" if self.config.time != "none" else None
 
     def calls(self) -> Iterator[Call]:
         for part in self.config.parts:

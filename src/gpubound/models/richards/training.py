@@ -20,8 +20,9 @@ from .weights import (
     save_richards as save,
 )
 
-__all__ = ["MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
+__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
 
+FOREIGN = False
 KINDS: dict[str, dict[str, Any]] = {"richards": {}, "diffusion": {"causal": False}}
 PRESETS = {
     f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts) for kind, parts in KINDS.items() for size in ("tiny", "350m")

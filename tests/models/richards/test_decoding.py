@@ -1,0 +1,44 @@
+"""Texts token by token: by the fused kernels where they know the parts, else by the model's own layers."""
+
+import pytest
+import torch
+
+import gpubound as gb
+
+from .test_model import inputs, made, reference_kernels  # noqa: F401
+
+WAYS = {"fused": {}, "without positions": {"rope": False}, "own layers": {"fused": False}}
+
+
+def greedy(model, ids, count):
+    """`count` tokens behind ids (T,), the whole text read anew for each."""
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids[None])[0, -1].argmax()[None]])
+    return ids[-count:].tolist()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_tokens_are_those_of_the_whole_text_read_anew(name):
+    options = dict(WAYS[name])
+    fused = options.pop("fused", True)
+    model = made(torch.float32, **options).eval()
+    texts = [ids[:length] for ids, length in zip(inputs(model, 3)[0], (9, 4, 1))]
+    fast = gb.decoder(model, 3, 32, fused=fused)
+    assert (fast.path == "") == fused
+    got = fast.generate([ids.tolist() for ids in texts], max_new_tokens=8, stop=()).tokens
+    assert got == [greedy(model, ids, 8) for ids in texts]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-1)  # the next request reads the weights as they are now
+    assert fast.generate([texts[0].tolist()], max_new_tokens=8, stop=()).tokens == [greedy(model, texts[0], 8)]
+    scores = model(texts[0][None])[0].log_softmax(-1)[:-1].gather(-1, texts[0][1:, None])[:, 0]
+    assert fast.score([texts[0].tolist()])[0] == pytest.approx(scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"time": "film"}], ids=str)
+def test_what_is_not_decoded(options):
+    model = made(torch.float32, **options)
+    with pytest.raises(ValueError) as error:
+        gb.decoder(model, 1, 16)
+    why = "its tokens see what comes behind them (causal=False)" if "causal" in options else "its blocks are told a time"
+    assert str(error.value) == f"decoder: model: got a RichardsDecoder that is not decoded token by token: {why}."
