@@ -39,6 +39,12 @@ def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
     return *arguments[:at], dependent, *arguments[at + 1 :]
 
 
+def curve(*form: Any) -> Any:
+    from gpubound.kernels import Curve
+
+    return Curve(*form)
+
+
 # Cases that take kernels or plans which an op's self-test does not.
 MORE = {
     "add_product with adapters": ("add_product", lambda: adapted("add_product", 16, True, dependent=1, at=4)),
@@ -68,6 +74,10 @@ MORE = {
     "lora_product by pointers": (
         "lora_product",
         lambda: (torch.randn(40, 63), torch.randn(30, 63), torch.randn(30), torch.randn(40, 130), torch.randn(30, 130)),
+    ),
+    "richards of a tanh with tail": (
+        "richards",
+        lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "scale", "beta"), "tanh", True)),
     ),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }

@@ -67,6 +67,8 @@ SHAPES: dict[str, list[tuple]] = {
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
     "quantized_norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
     "quantized_norm_product": [(), (1.0, 30.0), (None, 0.0)],
+    "richards_glu": [(4096,)],
+    "richards_glu_backward": [(4096,)],
     "rms_norm": NORMS,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],

@@ -118,6 +118,7 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     monkeypatch.setattr(choose, "_source", source)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     draw = lambda *shape: torch.randn(*shape).as_subclass(Cuda)  # noqa: E731
+    logistic = kernels.Curve()
     x, angles = draw(2, 3, 48), (torch.ones(3, 2), torch.zeros(3, 2))
     kernels.rms_norm(x)
     kernels.add_rms_norm(x, x)
@@ -126,6 +127,9 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     kernels.swiglu(x)
     kernels.geglu(x, x)
     kernels.swiglu_backward(draw(2, 24), draw(2, 48))
+    kernels.richards(x, None, logistic)
+    kernels.richards_glu(x, None, None, logistic, logistic)
+    kernels.richards_glu_backward(draw(2, 24), draw(2, 48), None, None, logistic, logistic)
     kernels.rope(draw(2, 3, 4, 6), draw(2, 3, 2, 6), *angles)
     kernels.rope_qkv(x, *angles, 4, 2)
     kernels.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), softcap=2.0)
@@ -140,6 +144,9 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
         "swiglu": (24, True),
         "geglu": (48, False),
         "swiglu_backward": (24,),
+        "richards": (logistic,),
+        "richards_glu": (24, logistic, logistic),
+        "richards_glu_backward": (24, logistic, logistic),
         "rope": (4, 2, 6, 2),
         "rope_qkv": (4, 2, 6, 2),
         "cross_entropy": (48, False, True),

@@ -8,7 +8,7 @@ from gpubound import trace
 from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans import Job, fits, plan_for, rules
-from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan, RopePlan, RowPlan, TilePlan, WalkPlan
+from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
 from gpubound.kernels.triton._launch import launch
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -98,6 +98,7 @@ def test_what_attention_over_codes_asks_for(keys, stages, bytes_):
     [
         RowPlan(4, 2, 4, 3),
         TilePlan(4096, 4),
+        StridePlan(1024, 8, 4, 3),
         MatrixPlan(8, 512, 4),
         RopePlan(16, 1, 2),
         AttentionPlan(64, 3, 4),

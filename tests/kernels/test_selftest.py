@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels
 from gpubound.kernels import choose, selftest
 from gpubound.kernels.ops import OPS
+from gpubound.kernels.richards import GATE, VALUE, Curve
 from gpubound.kernels.triton import norms as fast
 
 from .cases import TOLERANCE, definitions, same
@@ -54,6 +55,9 @@ SHAPED = {
     "quantized_decode_attention": (3, 1, 32),
     "quantized_norm_gate_up": (1.0, "gelu_tanh"),
     "quantized_norm_product": (1.0, 30.0),
+    "richards": (Curve(("nu", "scale", "beta"), "tanh", tail=True),),
+    "richards_glu": (72, GATE, VALUE),
+    "richards_glu_backward": (72, Curve(), GATE),
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),

@@ -48,6 +48,12 @@ from .quantized_product import (
     quantized_norm_product as quantized_norm_product,
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
+from .richards import (
+    Curve as Curve,
+    richards as richards,
+    richards_glu as richards_glu,
+    richards_glu_backward as richards_glu_backward,
+)
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
 from .sinkhorn import sinkhorn as sinkhorn

@@ -90,11 +90,11 @@ def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
         )
 
 
-def check_half(op: str, dh: Tensor, gate_up: Tensor) -> None:
-    """dh is the gradient of what a packed gate_up gives."""
-    half = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    if dh.shape != half or dh.dtype != gate_up.dtype or dh.device != gate_up.device:
+def check_half(op: str, dh: Tensor, packed: Tensor, name: str = "gate_up", unit: str = "SwiGLU") -> None:
+    """dh is the gradient of what the packed tensor of that name gives, which `unit` is called."""
+    half = (*packed.shape[:-1], packed.shape[-1] // 2)
+    if dh.shape != half or dh.dtype != packed.dtype or dh.device != packed.device:
         raise ValueError(
-            f"{op}: dh must be half of gate_up, {half} {gate_up.dtype} on {gate_up.device}, "
-            f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its SwiGLU."
+            f"{op}: dh must be half of {name}, {half} {packed.dtype} on {packed.device}, "
+            f"got {tuple(dh.shape)} {dh.dtype} on {dh.device}; pass the gradient of its {unit}."
         )

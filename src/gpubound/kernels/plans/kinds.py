@@ -73,7 +73,7 @@ class RowPlan(NamedTuple):
         return (min(self.each * job.chip.sms, tiles) if self.each else tiles,)
 
     def shared(self, job: Job) -> int:
-        tensors = (2 if job.way == "backward" else 1) + (job.op == "add_rms_norm")  # that are read row by row
+        tensors = (2 if job.way == "backward" else 1) + job.op.startswith("add_")  # that are read row by row
         return (self.stages - 1) * tensors * self.rows * power_of_two(job.shape[0]) * job.bytes
 
     def smaller(self) -> "RowPlan | None":
@@ -120,6 +120,35 @@ class TilePlan(NamedTuple):
         for elements, warps, hint in product(tiles, (1, 2, 4, 8, 16), hints):
             if elements <= most and 8 <= elements / (32 * warps) <= (128 if job.op == "losses" else 64):
                 yield TilePlan(elements, warps, hint)
+
+
+class StridePlan(NamedTuple):
+    """Of a kernel by element whose programs stride over tiles: they compute something once, such as the numbers of a curve, or
+    each sums something, and a few hundred of them do so."""
+
+    elements: int  # of a tile
+    each: int  # programs a multiprocessor
+    warps: int
+    stages: int = 1  # tiles in flight, this one counted
+    hint: str = ""
+
+    def grid(self, tiles: int, job: Job) -> tuple[int]:
+        return (max(1, min(self.each * job.chip.sms, tiles)),)
+
+    def shared(self, job: Job) -> int:
+        return (self.stages - 1) * job.shape[0] * self.elements * job.bytes
+
+    def smaller(self) -> "StridePlan | None":
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
+
+    @staticmethod
+    def candidates(job: Job) -> "Iterator[StridePlan]":
+        """8 or 16 elements a thread, and up to 48 warps a multiprocessor."""
+        for warps, each, held, stages in product((2, 4, 8), (2, 4, 6, 8, 12, 16), (8, 16), (1, 2, 3)):
+            if 16 <= each * warps <= 48:
+                yield from (StridePlan(32 * warps * held, each, warps, stages, hint) for hint in ("", "evict_first"))
 
 
 class MatrixPlan(NamedTuple):

@@ -3,7 +3,19 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .kinds import AttentionPlan, Job, MatrixPlan, Plan, ProductPlan, RopePlan, RowPlan, TilePlan, WalkPlan, power_of_two
+from .kinds import (
+    AttentionPlan,
+    Job,
+    MatrixPlan,
+    Plan,
+    ProductPlan,
+    RopePlan,
+    RowPlan,
+    StridePlan,
+    TilePlan,
+    WalkPlan,
+    power_of_two,
+)
 
 # Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (a copy of it 69.0), 70.2 with one.
 TILE_ROWS = 2
@@ -55,6 +67,11 @@ def hyper_connections(job: Job) -> MatrixPlan:
     if job.way == "few":
         return MatrixPlan(1, 128, 4)
     return MatrixPlan(64, 64, 4) if job.shape[0] > 2048 else MatrixPlan(16, 64, 4)
+
+
+def richards(job: Job) -> StridePlan:
+    """shape: tensors that it reads. 8 elements a thread, 16 bytes of each tensor in 16 bits, and its sums take registers."""
+    return StridePlan(1024, 8 if job.way == "forward" else 5, 4)
 
 
 def losses(job: Job) -> TilePlan:
@@ -194,6 +211,7 @@ RULES = {
     "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(2)),
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
+    "richards": Rule(StridePlan, richards, _first(1)),
     "rope": Rule(RopePlan, rope, _first(1)),
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),

@@ -1,0 +1,266 @@
+"""A Richards curve inside a kernel (kernels/curve.py has its nine numbers).
+
+An element needs five, made once a program:
+
+    f = gain · σ + offset        σ = (1 + 2^u)^(−1/nu)        u = rate · x + place
+
+With w the gradient of f, r = 2^u / (1 + 2^u) and d = w σ r, dx = steep · d for steep = −gain · rate · ln 2 / nu. Five sums
+over all elements hold the gradients of all nine numbers: Σ d·x, Σ d, Σ wσ · log2(1 + 2^u), Σ wσ, Σ w. A program sums those that
+the learned numbers need; `deliver_curves` adds the programs up, and turns sums into gradients of `free`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..accumulate import deliver, main_gradient, opens
+from ..aside import aside
+from ..curve import LEAST, NAMES, POSITIVE, Curve
+from ._math import reciprocal
+
+SUMS = 8  # five, and room to a power of two
+PARTS = 64  # programs whose sums are added at a time
+
+# Places in Curve.constants
+_NU, _K, _M, _BETA, _TEMPERATURE, _GAIN, _BIAS, _SCALE, _SHIFT = (tl.constexpr(i) for i in range(9))
+_VALUES = tl.constexpr(9)
+_TAIL = tl.constexpr(18)
+_TANH = tl.constexpr(19)
+_POSITIVE = tl.constexpr(tuple(name in POSITIVE for name in NAMES))
+_LEAST = tl.constexpr(LEAST)
+
+
+@triton.jit
+def _parameter(free_ptr, CURVE: tl.constexpr, WHICH: tl.constexpr):
+    PLACE: tl.constexpr = CURVE[WHICH]
+    VALUE: tl.constexpr = CURVE[_VALUES + WHICH]
+    if PLACE < 0:
+        p = tl.full((), VALUE, tl.float32)
+    else:
+        p = tl.load(free_ptr + PLACE).to(tl.float32)
+        if _POSITIVE[WHICH]:
+            e = tl.exp(-tl.abs(p))
+            # below 2e-4, 1 + e has lost digits of e, and e − e²/2 is exact to the last
+            p = _LEAST + tl.maximum(p, 0.0) + tl.where(e < 2e-4, e * (1.0 - 0.5 * e), tl.log(1.0 + e))
+    return p
+
+
+@triton.jit
+def numbers(free_ptr, CURVE: tl.constexpr):
+    """(rate, place, 1 / nu, gain, offset, steep)"""
+    nu = _parameter(free_ptr, CURVE, _NU)
+    rate = _parameter(free_ptr, CURVE, _K)
+    if CURVE[_TAIL]:
+        rate *= nu
+    gain = _parameter(free_ptr, CURVE, _GAIN)
+    offset = _parameter(free_ptr, CURVE, _BIAS)
+    scale = _parameter(free_ptr, CURVE, _SCALE) / _parameter(free_ptr, CURVE, _TEMPERATURE)
+    shift = _parameter(free_ptr, CURVE, _SHIFT)
+    if CURVE[_TANH]:
+        scale, shift, offset, gain = 2.0 * scale, 2.0 * shift, offset - gain, 2.0 * gain
+    place = tl.log(_parameter(free_ptr, CURVE, _BETA)) - rate * (shift - _parameter(free_ptr, CURVE, _M))
+    rate *= -scale
+    inverse_nu = 1.0 / nu
+    return (
+        rate * 1.4426950408889634,
+        place * 1.4426950408889634,
+        inverse_nu,
+        gain,
+        offset,
+        -gain * rate * inverse_nu,
+    )  # 1 / ln 2
+
+
+@triton.jit
+def _log2_of_1_and(e, FP32: tl.constexpr):
+    """log2(1 + e) for e from 0 to 1, to 1e-7 of itself, and to 1.3e-6 where 16 bits come of it: the GPU computes few
+    exponentials and logarithms at a time, and the polynomial beside them."""
+    if FP32:
+        p = 0.11287620668087887 + e * (-0.04257843342855279 + e * 0.007551843253441593)
+        p = 0.48069343923458685 + e * (-0.3584114783496546 + e * (0.27565136256534006 + e * (-0.19713766524740137 + e * p)))
+        return e * (1.4426949981656463 + e * (-0.7213402427366691 + e * p))
+    p = 0.21528567920575625 + e * (-0.09579842879337903 + e * 0.02040144849017436)
+    return e * (1.442693211976278 + e * (-0.7211595025471458 + e * (0.4776685921787274 + e * (-0.3390897321312084 + e * p))))
+
+
+@triton.jit
+def sigma_of(x, rate, place, inverse_nu, CURVE: tl.constexpr, FP32: tl.constexpr):
+    """(σ, r, log2(1 + 2^u)). Nothing overflows: of u the exponential is taken below 0 alone."""
+    u = rate * x + place
+    e = tl.exp2(-tl.abs(u))
+    over = 1.0 / (1.0 + e) if FP32 else reciprocal(1.0 + e)
+    r = tl.where(u > 0.0, 1.0, e) * over
+    length = tl.maximum(u, 0.0) + _log2_of_1_and(e, FP32)
+    PLACE: tl.constexpr = CURVE[_NU]
+    VALUE: tl.constexpr = CURVE[_VALUES + _NU]
+    if PLACE < 0 and VALUE == 1.0:
+        sigma = tl.where(u > 0.0, e, 1.0) * over
+    else:
+        sigma = tl.exp2(-length * inverse_nu)
+    return sigma, r, length
+
+
+@triton.jit
+def _inside(t, COUNT: tl.constexpr):
+    """Sums of eight neighbours each, which one thread holds: of a tile's COUNT elements one in eight is left."""
+    WIDE: tl.constexpr = 8 if COUNT >= 8 else COUNT
+    return tl.sum(tl.reshape(t, (COUNT // WIDE, WIDE)), 1)
+
+
+@triton.jit
+def no_sums(COUNT: tl.constexpr):
+    zero = tl.zeros([COUNT // 8 if COUNT >= 8 else 1], tl.float32)
+    return zero, zero, zero, zero, zero
+
+
+@triton.jit
+def add_sums(sums, w, d, x, sigma, length, COUNT: tl.constexpr, CURVE: tl.constexpr):
+    """`sums` and those of a tile, w being the gradient of f there and d = w σ r."""
+    line, place, bend, height, level = sums
+    NU: tl.constexpr = CURVE[_NU] >= 0
+    STRETCH: tl.constexpr = CURVE[_K] >= 0 or CURVE[_SCALE] >= 0 or CURVE[_TEMPERATURE] >= 0
+    MOVE: tl.constexpr = CURVE[_M] >= 0 or CURVE[_BETA] >= 0 or CURVE[_SHIFT] >= 0
+    GAIN: tl.constexpr = CURVE[_GAIN] >= 0
+    BIAS: tl.constexpr = CURVE[_BIAS] >= 0
+    TAIL: tl.constexpr = CURVE[_TAIL]
+    TANH: tl.constexpr = CURVE[_TANH]
+    if STRETCH or (NU and TAIL):
+        line += _inside(d * x, COUNT)
+    if STRETCH or MOVE or (NU and TAIL):
+        place += _inside(d, COUNT)
+    if NU:
+        bend += _inside(w * sigma * length, COUNT)
+    if GAIN:
+        height += _inside(w * sigma, COUNT)
+    if BIAS or (GAIN and TANH):
+        level += _inside(w, COUNT)
+    return line, place, bend, height, level
+
+
+@triton.jit
+def put_sums(parts_ptr, sums):
+    """A program's five numbers, to its SUMS places."""
+    line, place, bend, height, level = sums
+    tl.store(parts_ptr, tl.sum(line, 0))
+    tl.store(parts_ptr + 1, tl.sum(place, 0))
+    tl.store(parts_ptr + 2, tl.sum(bend, 0))
+    tl.store(parts_ptr + 3, tl.sum(height, 0))
+    tl.store(parts_ptr + 4, tl.sum(level, 0))
+
+
+@triton.jit
+def _give(out_ptr, free_ptr, gradient, add, CURVE: tl.constexpr, WHICH: tl.constexpr):
+    PLACE: tl.constexpr = CURVE[WHICH]
+    if PLACE >= 0:
+        if _POSITIVE[WHICH]:  # the slope of softplus
+            gradient *= 1.0 / (1.0 + tl.exp(-tl.load(free_ptr + PLACE).to(tl.float32)))
+        if add != 0:
+            gradient += tl.load(out_ptr + PLACE)
+        tl.store(out_ptr + PLACE, gradient.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    """out = the gradient of free, or more of it: the programs' sums, and what each learned number does to the five."""
+    col = tl.arange(0, SUMS)
+    total = tl.zeros([PARTS, SUMS], tl.float32)
+    for first in range(0, programs, PARTS):
+        row = first + tl.arange(0, PARTS)
+        total += tl.load(
+            parts_ptr + row[:, None] * step + col[None], mask=(row < programs)[:, None] & (col < 5)[None], other=0.0
+        )
+    sums = tl.sum(total, 0)
+    line, place = tl.sum(tl.where(col == 0, sums, 0.0), 0), tl.sum(tl.where(col == 1, sums, 0.0), 0)
+    bend, height = tl.sum(tl.where(col == 2, sums, 0.0), 0), tl.sum(tl.where(col == 3, sums, 0.0), 0)
+    level = tl.sum(tl.where(col == 4, sums, 0.0), 0)
+    nu, k, m = _parameter(free_ptr, CURVE, _NU), _parameter(free_ptr, CURVE, _K), _parameter(free_ptr, CURVE, _M)
+    beta, temperature = _parameter(free_ptr, CURVE, _BETA), _parameter(free_ptr, CURVE, _TEMPERATURE)
+    gain, scale, shift = (
+        _parameter(free_ptr, CURVE, _GAIN),
+        _parameter(free_ptr, CURVE, _SCALE),
+        _parameter(free_ptr, CURVE, _SHIFT),
+    )
+    inner = tl.full((), 1.0, tl.float32)
+    if CURVE[_TANH]:
+        inner, gain = inner * 2.0, gain * 2.0
+    steep = k
+    if CURVE[_TAIL]:
+        steep = k * nu
+    # from here on gradients: of t's factor of x, and of t itself
+    line, place = -gain / nu * line, -gain / nu * place
+    of_steep = -inner * scale / temperature * line - (inner * shift - m) * place
+    of_nu, of_k = gain * 0.6931471805599453 / (nu * nu) * bend, of_steep  # ln 2
+    if CURVE[_TAIL]:
+        of_nu, of_k = of_nu + k * of_steep, nu * of_steep
+    of_gain = height
+    if CURVE[_TANH]:
+        of_gain = 2.0 * height - level
+    _give(out_ptr, free_ptr, of_nu, add, CURVE, _NU)
+    _give(out_ptr, free_ptr, of_k, add, CURVE, _K)
+    _give(out_ptr, free_ptr, steep * place, add, CURVE, _M)
+    _give(out_ptr, free_ptr, place / beta, add, CURVE, _BETA)
+    _give(out_ptr, free_ptr, steep * inner * scale / (temperature * temperature) * line, add, CURVE, _TEMPERATURE)
+    _give(out_ptr, free_ptr, of_gain, add, CURVE, _GAIN)
+    _give(out_ptr, free_ptr, level, add, CURVE, _BIAS)
+    _give(out_ptr, free_ptr, -steep * inner / temperature * line, add, CURVE, _SCALE)
+    _give(out_ptr, free_ptr, -steep * inner * place, add, CURVE, _SHIFT)
+
+
+@triton.jit(do_not_specialize=["programs", "add_first", "add_second"])
+def _curve_sums_kernel(parts_ptr, first_ptr, second_ptr, first_out_ptr, second_out_ptr, programs, add_first, add_second,
+                       CURVES: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr,
+                       SUMS: tl.constexpr):  # fmt: skip
+    """A program a curve, of one or two."""
+    if tl.program_id(0) == 0:
+        _finish(parts_ptr, first_ptr, first_out_ptr, programs, CURVES * SUMS, add_first, FIRST, PARTS, SUMS)
+    elif CURVES == 2:
+        _finish(parts_ptr + SUMS, second_ptr, second_out_ptr, programs, CURVES * SUMS, add_second, SECOND, PARTS, SUMS)
+
+
+def deliver_curves(
+    parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """`accumulate.deliver` for each of the `frees` that is needed: parts (P, curves, SUMS) is what P programs summed."""
+    owners = [free if need else None for free, need in zip(frees, needed)]
+    mains = [None if owner is None else main_gradient(owner) for owner in owners]
+    if not all(main is None or main.is_contiguous() for main in mains):
+        return tuple(
+            None if owner is None or gradient is None else deliver(owner, gradient)
+            for owner, gradient in zip(owners, gradients(parts, frees, curves))
+        )
+    # A frozen one has a gradient, too, which is dropped.
+    outs = [
+        None if free is None else torch.empty(free.shape, device=free.device, dtype=free.dtype) if main is None else main
+        for free, main in zip(frees, mains)
+    ]
+    adds = [main is not None and owner is not None and not opens([owner]) for owner, main in zip(owners, mains)]
+    there = [owner for owner, main in zip(owners, mains) if owner is not None and main is not None]
+    if there and all(main is not None or owner is None for owner, main in zip(owners, mains)):
+        aside(there[0], lambda: _finish_all(parts, frees, outs, curves, adds), parts)
+    else:  # autograd takes what it writes
+        _finish_all(parts, frees, outs, curves, adds)
+    return tuple(None if owner is None or main is not None else out for owner, main, out in zip(owners, mains, outs))
+
+
+def gradients(parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve]) -> list[Tensor | None]:
+    """Those of `frees`, in fp32."""
+    outs = [None if free is None else torch.empty(free.shape, device=free.device, dtype=torch.float32) for free in frees]
+    _finish_all(parts, frees, outs, curves, [False] * len(outs))
+    return outs
+
+
+def _finish_all(
+    parts: Tensor, frees: Sequence[Tensor | None], outs: Sequence[Tensor | None], curves: Sequence[Curve], adds: Sequence[bool]
+) -> None:
+    """A curve that learns nothing has None, for which parts stands in, unread and unwritten."""
+    if all(free is None for free in frees):
+        return
+    first, last = 0, len(curves) - 1
+    pointers = [parts if t is None else t.contiguous() for t in (frees[first], frees[last], outs[first], outs[last])]
+    _curve_sums_kernel[(len(curves),)](
+        parts, *pointers, parts.shape[0], int(adds[first]), int(adds[last]), len(curves), curves[first].constants,
+        curves[last].constants, PARTS, SUMS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Richards curves: y = f(x), and the gated unit h = x1 · f_v(x1) · f_g(x2) of a packed [x1 | x2], one pass over memory a way.
+
+Backward, from the saved input, with v = f_v(x1), g = f_g(x2) and slopes v', g':
+
+    dx1 = dh · g · (v + x1 · v')        dx2 = dh · x1 · v · g'
+
+What reaches the curves themselves is dh · x1 · g and dh · x1 · v. Programs stride over tiles, so that a few hundred of them
+make the curves' numbers and sum their gradients (_curve.py). `richards_glu_backward` gives h again in the same pass, as
+`swiglu_backward` does.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..curve import Curve
+from ..plans.kinds import StridePlan, job_of, power_of_two
+from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of
+from ._launch import first_order_only, launch
+from .gated import _halves, _matrix
+
+
+@triton.jit
+def _tile_at(tile, rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(rows, columns, mask) of a tile; tiles follow each other along a row."""
+    ACROSS: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
+    row = (tile // ACROSS * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = (tile % ACROSS * BLOCK + tl.arange(0, BLOCK))[None]
+    mask = row < rows
+    if COLS % BLOCK != 0:
+        mask &= col < COLS
+    return row, col, mask
+
+
+@triton.jit
+def _load(ptr, row, stride, col, mask, HINT: tl.constexpr):
+    return tl.load(ptr + row * stride + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, row, stride, col, value, mask):
+    tl.store(ptr + row * stride + col, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _richards_forward_kernel(x_ptr, free_ptr, y_ptr, rows, tiles, x_row, CURVE: tl.constexpr, COLS: tl.constexpr,
+                             ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    rate, place, inverse_nu, gain, offset, _steep = numbers(free_ptr, CURVE)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
+        x = _load(x_ptr, row, x_row, col, mask, HINT)
+        sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+        _store(y_ptr, row, COLS, col, gain * sigma + offset, mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _richards_backward_kernel(dy_ptr, x_ptr, free_ptr, dx_ptr, parts_ptr, rows, tiles, dy_row, x_row, CURVE: tl.constexpr,
+                              SUMS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                              STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    rate, place, inverse_nu, _gain, _offset, steep = numbers(free_ptr, CURVE)
+    sums = no_sums(ROWS * BLOCK)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
+        dy = _load(dy_ptr, row, dy_row, col, mask, HINT)
+        x = _load(x_ptr, row, x_row, col, mask, HINT)
+        sigma, r, length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+        d = dy * sigma * r
+        _store(dx_ptr, row, COLS, col, steep * d, mask)
+        if SUMS:
+            sums = add_sums(sums, dy, d, x, sigma, length, ROWS * BLOCK, CURVE)
+    if SUMS:
+        put_sums(parts_ptr + tl.program_id(0) * SUMS, sums)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _richards_glu_forward_kernel(x1_ptr, x2_ptr, v_ptr, g_ptr, h_ptr, rows, tiles, x_row, VALUE: tl.constexpr,
+                                 GATE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                                 STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+    FP32: tl.constexpr = x1_ptr.dtype.element_ty == tl.float32
+    v_rate, v_place, v_inverse_nu, v_gain, v_offset, _v_steep = numbers(v_ptr, VALUE)
+    g_rate, g_place, g_inverse_nu, g_gain, g_offset, _g_steep = numbers(g_ptr, GATE)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
+        x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
+        x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
+        v_sigma, _v_r, _v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, VALUE, FP32)
+        g_sigma, _g_r, _g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, GATE, FP32)
+        _store(h_ptr, row, COLS, col, x1 * (v_gain * v_sigma + v_offset) * (g_gain * g_sigma + g_offset), mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, d2_ptr, h_ptr, parts_ptr, rows, tiles, dh_row,
+                                  x_row, d_row, VALUE: tl.constexpr, GATE: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
+                                  COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+                                  HINT: tl.constexpr):  # fmt: skip
+    FP32: tl.constexpr = x1_ptr.dtype.element_ty == tl.float32
+    v_rate, v_place, v_inverse_nu, v_gain, v_offset, v_steep = numbers(v_ptr, VALUE)
+    g_rate, g_place, g_inverse_nu, g_gain, g_offset, g_steep = numbers(g_ptr, GATE)
+    v_sums = no_sums(ROWS * BLOCK)
+    g_sums = no_sums(ROWS * BLOCK)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
+        dh = _load(dh_ptr, row, dh_row, col, mask, HINT)
+        x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
+        x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
+        v_sigma, v_r, v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, VALUE, FP32)
+        g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, GATE, FP32)
+        v = v_gain * v_sigma + v_offset
+        g = g_gain * g_sigma + g_offset
+        at_x1 = dh * g
+        v_w, g_w = at_x1 * x1, dh * (x1 * v)
+        v_d, g_d = v_w * (v_sigma * v_r), g_w * (g_sigma * g_r)
+        _store(d1_ptr, row, d_row, col, at_x1 * v + v_steep * v_d, mask)
+        _store(d2_ptr, row, d_row, col, g_steep * g_d, mask)
+        if H:
+            _store(h_ptr, row, COLS, col, x1 * v * g, mask)
+        if SUMS:
+            v_sums = add_sums(v_sums, v_w, v_d, x1, v_sigma, v_length, ROWS * BLOCK, VALUE)
+            g_sums = add_sums(g_sums, g_w, g_d, x2, g_sigma, g_length, ROWS * BLOCK, GATE)
+    if SUMS:
+        parts_ptr += tl.program_id(0) * 2 * SUMS
+        put_sums(parts_ptr, v_sums)
+        put_sums(parts_ptr + SUMS, g_sums)
+
+
+def _stride(kernel: Any, way: str, matrices: list[Tensor], reads: int, strided: list[Tensor], curves: list[Curve],
+            summed: bool | None = None, **constants: Any) -> Tensor | None:  # fmt: skip
+    """Launch over matrices of one shape. `strided`: those whose row strides the kernel takes; `summed`: whether its sums are
+    wanted, which it returns; None: it has none. `reads`: how many tensors a tile is read of."""
+    rows, cols = strided[0].shape
+    job = job_of("richards", way, (reads,), strided[0])
+
+    def run(plan: StridePlan) -> Tensor | None:
+        wide = min(plan.elements, power_of_two(cols))
+        high = plan.elements // wide
+        tiles = triton.cdiv(rows, high) * triton.cdiv(cols, wide)
+        grid = plan.grid(tiles, job)
+        parts = None
+        own: list[Any] = []
+        if summed is not None:
+            parts = torch.empty(*grid, len(curves), SUMS, device=matrices[0].device, dtype=torch.float32)
+            own = [parts]
+            constants["SUMS"] = SUMS if summed else 0
+        kernel[grid](
+            *matrices, *own, rows, tiles, *(t.stride(0) for t in strided), *(curve.constants for curve in curves), COLS=cols,
+            ROWS=high, BLOCK=wide, STAGES=plan.stages, HINT=plan.hint, **constants, num_warps=plan.warps,
+        )  # fmt: skip
+        return parts
+
+    return launch(job, run)
+
+
+def _or(free: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if free is None else free.contiguous()
+
+
+class _Richards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, free, curve):
+        m, y = _matrix(x), torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        _stride(_richards_forward_kernel, "forward", [m, _or(free, m), _matrix(y)], 1, [m], [curve])
+        ctx.save_for_backward(x, free)
+        ctx.curve, ctx.free = curve, free  # a saved one may come back without its main_grad (torch.utils.checkpoint)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        first_order_only("richards")
+        x, free = ctx.saved_tensors
+        d, m, dx = _matrix(dy), _matrix(x), torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        need = ctx.needs_input_grad[1]
+        matrices = [d, m, _or(free, m), _matrix(dx)]
+        parts = _stride(_richards_backward_kernel, "backward", matrices, 2, [d, m], [ctx.curve], need)
+        assert parts is not None
+        return dx, deliver_curves(parts, [ctx.free], [ctx.curve], [need])[0] if need else None, None
+
+
+def _glu_backward(
+    dh: Tensor, packed: Tensor, frees: list[Tensor | None], curves: list[Curve], again: bool, summed: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(gradient of packed, h if it is wanted again, parts of the curves' sums)."""
+    d, (x1, x2) = _matrix(dh), _halves(packed, None)
+    gradient = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
+    d1, d2 = _halves(gradient, None)
+    h = torch.empty(dh.shape, device=dh.device, dtype=dh.dtype) if again else None
+    matrices = [d, x1, x2, *(_or(free, x1) for free in frees), d1, d2, d if h is None else _matrix(h)]
+    kernel = _richards_glu_backward_kernel
+    parts = _stride(kernel, "backward", matrices, 3, [d, x1, d1], curves, summed, H=again)
+    assert parts is not None
+    return gradient, h, parts
+
+
+class _RichardsGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, packed, value_free, gate_free, value_curve, gate_curve):
+        x1, x2 = _halves(packed, None)
+        h = torch.empty(*packed.shape[:-1], x1.shape[1], device=packed.device, dtype=packed.dtype)
+        matrices = [x1, x2, _or(value_free, x1), _or(gate_free, x1), _matrix(h)]
+        _stride(_richards_glu_forward_kernel, "forward", matrices, 2, [x1], [value_curve, gate_curve])
+        ctx.save_for_backward(packed, value_free, gate_free)
+        ctx.curves, ctx.frees = [value_curve, gate_curve], [value_free, gate_free]  # as in _Richards
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        first_order_only("richards_glu")
+        packed, *frees = ctx.saved_tensors
+        need = ctx.needs_input_grad[1:3]
+        gradient, _, parts = _glu_backward(dh, packed, frees, ctx.curves, False, any(need))
+        given = deliver_curves(parts, ctx.frees, ctx.curves, need) if any(need) else (None, None)
+        return gradient, *given, None, None
+
+
+def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
+    return _Richards.apply(x, free, curve)
+
+
+def richards_glu(
+    packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
+) -> Tensor:
+    return _RichardsGLU.apply(packed, value_free, gate_free, value_curve, gate_curve)
+
+
+@torch.no_grad()
+def richards_glu_backward(
+    dh: Tensor, packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    frees, curves = [value_free, gate_free], [value_curve, gate_curve]
+    gradient, h, parts = _glu_backward(dh, packed, frees, curves, True, any(free is not None for free in frees))
+    assert h is not None
+    value, gate = gradients(parts, frees, curves)
+    return gradient, h, value, gate

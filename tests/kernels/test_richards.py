@@ -1,0 +1,277 @@
+"""Richards curves: the formula by plain arithmetic, its nine gradients, both mirrors, far numbers, what cannot be learned
+beside what. And the gated unit of two curves, with its backward as an op."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels import plans
+from gpubound.kernels.curve import LEAST, NAMES, POSITIVE, Curve
+from gpubound.kernels.plans.kinds import StridePlan
+from gpubound.kernels.richards import GATE, VALUE
+from gpubound.kernels.triton import richards as fast
+
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+
+reference = definitions("richards")
+
+FP32, FP64 = torch.float32, torch.float64
+CPU = torch.device("cpu")
+
+# Together they learn all nine, with and without tail.
+CURVES = {
+    "fixed": Curve(),
+    "fixed, bent": Curve(nu=0.5, beta=2.0, m=0.3),
+    "free": Curve(("bias", "nu", "k", "gain", "m"), "free", nu=1.3, k=0.8, m=-0.2, gain=1.5, bias=0.1),
+    "tanh": Curve(("nu", "scale", "shift"), "tanh", nu=0.7, k=1.2, scale=0.9, gain=1.1, bias=0.2),
+    "tail": Curve(("nu", "temperature", "beta"), tail=True, nu=0.6, beta=1.5, temperature=1.4, shift=0.2, m=0.1),
+    "gompertz": Curve(("k", "shift"), "gompertz"),
+}
+
+
+def free_of(curve, device=CPU, dtype=FP32):
+    return torch.tensor(curve.start(), device=device, dtype=dtype) if curve.learned else None
+
+
+def by_hand(x: float, curve: Curve) -> float:
+    """f(x) from the power that defines it."""
+    n = {name: getattr(curve, name) for name in NAMES}
+    z = n["scale"] * x / n["temperature"] + n["shift"]
+    if curve.variant == "tanh":
+        z *= 2
+    steepness = n["k"] * n["nu"] if curve.tail else n["k"]
+    y = math.pow(1 + n["beta"] * math.exp(-steepness * (z - n["m"])), -1 / n["nu"])
+    return n["gain"] * (2 * y - 1 if curve.variant == "tanh" else y) + n["bias"]
+
+
+@pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+def test_the_definition_is_the_formula(curve):
+    x = torch.linspace(-6, 6, 41, dtype=FP64)
+    want = torch.tensor([by_hand(v, curve) for v in x.tolist()], dtype=FP64)
+    torch.testing.assert_close(reference.richards(x, free_of(curve, dtype=FP64), curve), want, rtol=1e-12, atol=1e-14)
+
+
+def test_the_defaults_are_the_logistic_sigmoid_and_tanh():
+    x = torch.linspace(-9, 9, 61, dtype=FP64)
+    torch.testing.assert_close(reference.richards(x, None, Curve()), x.sigmoid(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(reference.richards(x, None, Curve(variant="tanh")), x.tanh(), rtol=0, atol=4e-16)
+    learned = Curve(("nu", "k", "m"), tail=True)
+    torch.testing.assert_close(reference.richards(x, free_of(learned, dtype=FP64), learned), x.sigmoid(), rtol=1e-12, atol=0)
+    limit = torch.exp(-torch.exp(-x))
+    torch.testing.assert_close(reference.richards(x, None, Curve(variant="gompertz")), limit, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("curve", [c for c in CURVES.values() if c.learned], ids=[n for n, c in CURVES.items() if c.learned])
+def test_gradients_in_fp64(curve):
+    """Of x, and of every number through `free`: nu, k, beta and temperature are softplus of theirs, and LEAST."""
+    x, free = draw(CPU, FP64, 2, 5).requires_grad_(), free_of(curve, dtype=FP64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: reference.richards(*a, curve), (x, free))
+    stepped = free.detach() + 0.3
+    values = {
+        name: LEAST + math.log1p(math.exp(u)) if name in POSITIVE else u for name, u in zip(curve.learned, stepped.tolist())
+    }
+    moved = replace(curve, learned=(), **values)
+    want = torch.tensor([by_hand(v, moved) for v in x.flatten().tolist()], dtype=FP64).view_as(x)
+    torch.testing.assert_close(reference.richards(x, stepped, curve).detach(), want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_matches(name, device):
+    """A Gompertz curve's nu divides a length by 0.01: of fp32's digits two are gone in both mirrors."""
+    curve = CURVES[name]
+    tolerance = 2e-5 if name == "gompertz" else 2 * TOLERANCE[FP32]
+    arguments = draw(device, FP32, 3, 63), free_of(curve, device), curve
+    parity(fast.richards, reference.richards, arguments, tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_dtypes_match(dtype, device):
+    parity(fast.richards, reference.richards, (draw(device, dtype, 2, 5, 24), free_of(VALUE, device), VALUE), TOLERANCE[dtype])
+    packed, frees = draw(device, dtype, 2, 5, 48), (free_of(VALUE, device), free_of(GATE, device))
+    parity(fast.richards_glu, reference.richards_glu, (packed, *frees, VALUE, GATE), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", ROW_SHAPES[:4], ids=str)
+def test_shapes_match(shape, device):
+    packed, frees = draw(device, FP32, *shape[:-1], 2 * shape[-1]), (free_of(VALUE, device), free_of(GATE, device))
+    parity(fast.richards_glu, reference.richards_glu, (packed, *frees, VALUE, GATE), 2 * TOLERANCE[FP32])
+
+
+def test_curves_of_other_kinds_match(device):
+    """One that learns nothing beside one that does, and what no gate of ours is."""
+    x = draw(device, FP32, 3, 62)
+    for first, second in (("tail", "fixed"), ("fixed, bent", "tanh")):
+        a, b = CURVES[first], CURVES[second]
+        arguments = x, free_of(a, device), free_of(b, device), a, b
+        parity(fast.richards_glu, reference.richards_glu, arguments, 2 * TOLERANCE[FP32])
+
+
+def test_with_an_open_gate_it_is_silu(device):
+    """The value's is logistic, and the gate's 0 · σ + 1, which leaves x2 out."""
+    x = draw(device, FP64, 4, 20)
+    got = reference.richards_glu(x, None, None, Curve(), Curve(variant="free", gain=0.0, bias=1.0))
+    torch.testing.assert_close(got, torch.nn.functional.silu(x[:, :10]))
+
+
+def test_programs_stride_over_tiles(device, monkeypatch):
+    """Two programs, more tiles than that, none of them whole."""
+    for reads, way in ((2, "forward"), (3, "backward")):
+        monkeypatch.setitem(plans.TRIED, ("richards", way, (reads,)), StridePlan(32, 1, 1))
+    packed, frees = draw(device, FP32, 5, 2 * 37), (free_of(VALUE, device), free_of(GATE, device))
+    parity(fast.richards_glu, reference.richards_glu, (packed, *frees, VALUE, GATE), 2 * TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("nu", [0.01, 30.0])
+@pytest.mark.parametrize("tail", [False, True])
+def test_far_numbers_stay_finite(nu, tail, device):
+    """To |x| = 1e4 and nu = 0.01, where e^t is infinite and 1 / nu² 10,000; then every value is an end of the curve."""
+    x = torch.tensor([-1e4, -300.0, -20.0, 0.0, 20.0, 300.0, 1e4], device=device)
+    curve = Curve(("nu", "k", "m", "gain", "bias"), "free", tail=tail, nu=nu)
+    free = free_of(curve, device)
+    parity(fast.richards, reference.richards, (x, free, curve), 2e-5)
+    packed = torch.cat([x, x.flip(0)])[None]
+    h, small = torch.tensor(CURVES["free"].start()), CURVES["free"]
+    for op in (fast.richards_glu, reference.richards_glu):
+        leaves = [t.clone().requires_grad_() for t in (packed, free, h.to(device))]
+        y = op(*leaves, curve, small)
+        assert all(t.isfinite().all() for t in (y, *torch.autograd.grad(y.sum(), leaves)))
+    ends = reference.richards(x[[0, -1]], free, curve)
+    torch.testing.assert_close(ends, torch.tensor([0.0, 1.0], device=device), rtol=0, atol=2e-6 + 0.02 * (nu > 1))
+
+
+def test_what_the_groups_name_gives_the_same_curves():
+    """Why at most one of each is learned: another of the group, moved, is the same function."""
+    x = torch.linspace(-4, 4, 30, dtype=FP64)
+
+    def f(**numbers):
+        return reference.richards(x, None, Curve(nu=0.6, **numbers))
+
+    for tail in (False, True):
+        steep = 1.7 * (0.6 if tail else 1.0)
+        for other in ({"scale": 1.7, "m": 0.3 * 1.7}, {"temperature": 1 / 1.7, "m": 0.3 * 1.7}):
+            torch.testing.assert_close(f(k=1.7, m=0.3, tail=tail), f(**other, tail=tail))
+        for other in ({"shift": -0.3}, {"beta": math.exp(steep * 0.3)}):
+            torch.testing.assert_close(f(k=1.7, m=0.3, tail=tail), f(k=1.7, **other, tail=tail))
+
+
+def test_gradients_are_added_to_main_grad_and_frozen_curves_are_left_alone(device):
+    packed = draw(device, FP32, 3, 80)
+    value, gate = (torch.nn.Parameter(free_of(c, device)) for c in (VALUE, GATE))
+    wide = [t.detach().clone().requires_grad_() for t in (value, gate)]
+    reference.richards_glu(packed, *wide, VALUE, GATE).sum().backward()
+    value.main_grad, gate.main_grad = torch.ones_like(value), torch.ones_like(gate)
+    fast.richards_glu(packed, value, gate, VALUE, GATE).sum().backward()
+    assert value.grad is None and gate.grad is None
+    same("value", value.main_grad - 1, wide[0].grad, 5e-6)
+    same("gate", gate.main_grad - 1, wide[1].grad, 5e-6)
+    del value.main_grad
+    before = gate.main_grad.clone()
+    fast.richards_glu(packed, value, gate.requires_grad_(False), VALUE, GATE).sum().backward()
+    same("value", value.grad, wide[0].grad, 5e-6)
+    assert gate.grad is None and gate.main_grad.equal(before)
+
+
+def test_stores_stay_inside(device):
+    packed, (value, gate) = draw(device, FP32, 5, 2 * 37), (free_of(VALUE, device), free_of(GATE, device))
+    x1, x2 = packed[:, :37], packed[:, 37:]
+    whole, h = banded((5, 37), device)
+    curves = VALUE.constants, GATE.constants
+    fast._richards_glu_forward_kernel[(3,)](x1, x2, value, gate, h, 5, 10, 74, *curves, 37, 1, 32, 1, "")
+    assert_inside(whole, h)
+    made = [banded(shape, device) for shape in ((5, 74), (5, 37), (3, 2, 8))]
+    gradient, again, parts = (inside for _, inside in made)
+    parts[:, :, 5:] = 0  # room that nobody reads
+    d1, d2 = gradient[:, :37], gradient[:, 37:]
+    fast._richards_glu_backward_kernel[(3,)](
+        h, x1, x2, value, gate, d1, d2, again, parts, 5, 10, 37, 74, 74, *curves, 8, True, 37, 1, 32, 1, ""
+    )
+    for whole, inside in made:
+        assert_inside(whole, inside)
+    assert again.equal(h), "h computed again is forward's, bit for bit"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_backward_with_h_matches(dtype, device):
+    wide = draw(device, dtype, 6, 300)
+    dh, packed = wide[:, 7:57], wide[:, 100:200]  # rows with gaps
+    frees = free_of(VALUE, device), free_of(GATE, device)
+    got, want = (m.richards_glu_backward(dh, packed, *frees, VALUE, GATE) for m in (fast, reference))
+    for name, a, b in zip(("gradient", "h", "value", "gate"), got, want):
+        same(name, a, b, TOLERANCE[dtype] if a.dtype == dtype else 2e-5)
+
+
+def test_backward_with_h_is_autograds_in_fp64():
+    dh, packed = draw(CPU, FP64, 3, 7), draw(CPU, FP64, 3, 14, seed=1).requires_grad_()
+    value, gate = (free_of(c, dtype=FP64).requires_grad_() for c in (CURVES["free"], CURVES["tail"]))
+    x1, x2 = packed.chunk(2, -1)
+    h = x1 * reference.richards(x1, value, CURVES["free"]) * reference.richards(x2, gate, CURVES["tail"])
+    want = torch.autograd.grad(h, (packed, value, gate), dh)
+    plain = (t.detach() for t in (packed, value, gate))
+    gradient, again, *scalars = reference.richards_glu_backward(dh, *plain, CURVES["free"], CURVES["tail"])
+    for name, a, b in zip(("h", "packed", "value", "gate"), (again, gradient, *scalars), (h.detach(), *want)):
+        same(name, a, b, 1e-13)
+
+
+def test_second_derivatives_are_refused(device):
+    x = draw(device, FP32, 4).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^richards: its kernel has no second derivative"):
+        torch.autograd.grad(fast.richards(x, None, Curve()).sum(), x, create_graph=True)
+
+
+WRONG = {
+    "variant": (
+        lambda: Curve(variant="logistic"),
+        "Curve: learned must be names in a tuple and variant one of sigmoid, tanh, gompertz, free, got () and 'logistic'.",
+    ),
+    "unknown": (
+        lambda: Curve(("nu", "slope")),
+        "Curve: learned must name each once, some of nu, k, m, beta, temperature, gain, bias, scale, shift, got nu, slope.",
+    ),
+    "stretch": (
+        lambda: Curve(("k", "nu", "temperature")),
+        "Curve: at most one of k, scale, temperature can be learned, got k and temperature: each of them stretches x; "
+        "keep one in learned.",
+    ),
+    "move": (
+        lambda: Curve(("m", "shift"), tail=True),
+        "Curve: at most one of m, shift, beta can be learned, got m and shift: each of them moves the curve along x; "
+        "keep one in learned.",
+    ),
+    "range": (
+        lambda: Curve(("gain", "nu"), "tanh"),
+        'Curve: a "tanh" keeps its range, so gain cannot be learned; take variant "free".',
+    ),
+    "negative": (
+        lambda: Curve(nu=0.0),
+        "Curve: nu must be a number from 2e-06 up, got 0.0; start from its default.",
+    ),
+    "no free": (
+        lambda: kernels.richards(torch.ones(2, 4), None, GATE),
+        "richards: free must hold its learned nu, k, m to match its curve, got None; RichardsCurve keeps both together.",
+    ),
+    "too many": (
+        lambda: kernels.richards(torch.ones(2, 4), torch.ones(4), GATE),
+        "richards: free must be floating point of shape (3,), for nu, k, m, got torch.float32 (4,); "
+        "begin with its curve's start().",
+    ),
+    "odd": (
+        lambda: kernels.richards_glu(torch.ones(2, 5), None, None, Curve(), Curve()),
+        "richards_glu: packed [x1 | x2] needs an even last dimension, got (2, 5); join two halves of one width.",
+    ),
+    "half": (
+        lambda: kernels.richards_glu_backward(torch.ones(2, 3), torch.ones(2, 4), None, None, Curve(), Curve()),
+        "richards_glu_backward: dh must be half of packed, (2, 2) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
+        "pass the gradient of its richards_glu.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what):
+    call, sentence = WRONG[what]
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == sentence
