@@ -1,7 +1,10 @@
-"""A language model asked for its last hidden states or its logits, and whether its head makes the one of the other."""
+"""A language model asked for its last hidden states or its logits, and what may be asked of it: whether its head makes the one
+of the other, whether it looks ahead, whether it is told a time, how it is told of places that hold nothing."""
 
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..layers.vocabulary import head_of, why_whole
@@ -35,6 +38,34 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
 
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in inputs.items()}
+
+
+@torch.no_grad()
+def is_causal(model: Any, inputs: dict[str, Any], other: int) -> bool:
+    """As its config says; else whether what it gives for the first token stays the same with other tokens behind it, such as
+    the id `other`. Waits for the device."""
+    declared = getattr(getattr(model, "config", None), "causal", None)
+    row = first_row(inputs)
+    if isinstance(declared, bool) or row["input_ids"].shape[1] < 2:
+        return declared is True
+    changed = row["input_ids"].clone()
+    changed[:, 1:] = torch.where(changed[:, 1:] == other, 0, other)
+    with mode(model, training=False):
+        one, two = logits_of(model, row), logits_of(model, row | {"input_ids": changed})
+    return torch.equal(one[:, 0], two[:, 0])
+
+
+def told_time(model: Any, time_B: Tensor) -> dict[str, Tensor]:
+    """The argument that tells a model the time of each row; nothing for one that is not told."""
+    return {"time": time_B} if getattr(getattr(model, "config", None), "time", "none") != "none" else {}
+
+
+def told_places(model: Any, real_BT: Tensor) -> dict[str, Tensor]:
+    """The argument that keeps a model from looking at places that hold nothing: attention_mask as transformers has it, or an
+    SDPA mask."""
+    if "attention_mask" in signature(model.forward).parameters:
+        return {"attention_mask": real_BT.long()}
+    return {"mask": real_BT[:, None, None, :]}
 
 
 def _arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ...corpus import Tokenizer
 from ...layers.vocabulary import head_of
-from ...models.placing import mode
-from ...models.states import first_row, logits_of
+from ...models.states import is_causal, told_time
 from .word_loss import IGNORE, WordLoss
 
 SEED = 0x5EED  # of the masks that validation draws: the same for every run and every evaluation
@@ -80,9 +79,13 @@ class MaskedDiffusion(WordLoss):
         """Σ of the masked tokens' losses, each over its row's rate."""
         assert self.mask_token is not None  # `check` has seen to it
         ids = inputs["input_ids"].masked_fill(masked, self.mask_token)
-        time = {"time": rate_B} if tells_time(model) else {}
         weights = rate_B.reciprocal()[:, None].expand(labels.shape)
-        return self.total(model, inputs | time | {"input_ids": ids}, labels.masked_fill(~masked, IGNORE), scale, weights)
+        inputs = inputs | told_time(model, rate_B) | {"input_ids": ids}
+        return self.total(model, inputs, labels.masked_fill(~masked, IGNORE), scale, weights)
+
+    def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        ids = inputs["input_ids"]
+        return inputs | told_time(model, torch.full(ids.shape[:1], 0.5, device=ids.device))
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         ids, head = inputs["input_ids"], head_of(model)
@@ -125,22 +128,3 @@ def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Gener
     place = torch.rand(counts.shape, device=counts.device, generator=generator).masked_fill(~counts, 2.0)
     rank = place.argsort(1).argsort(1)
     return (rank < k[:, None]) & counts, k / number.clamp(min=1)
-
-
-def tells_time(model: Any) -> bool:
-    """Whether the model wants to know how much is masked."""
-    return getattr(getattr(model, "config", None), "time", "none") != "none"
-
-
-@torch.no_grad()
-def is_causal(model: Any, inputs: dict[str, Any], other: int) -> bool:
-    """As its config says; else whether what it gives for the first token stays the same with other tokens behind it."""
-    declared = getattr(getattr(model, "config", None), "causal", None)
-    row = first_row(inputs)
-    if isinstance(declared, bool) or row["input_ids"].shape[1] < 2:
-        return declared is True
-    changed = row["input_ids"].clone()
-    changed[:, 1:] = torch.where(changed[:, 1:] == other, 0, other)
-    with mode(model, training=False):
-        one, two = logits_of(model, row), logits_of(model, row | {"input_ids": changed})
-    return torch.equal(one[:, 0], two[:, 0])

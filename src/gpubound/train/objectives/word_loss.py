@@ -41,11 +41,16 @@ class WordLoss(Objective):
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         """Find out how this model is best asked. Reads the device once; the step itself never does."""
         if self._tried is not model:
-            inputs, labels = self.split(batch)
+            given, labels = self.split(batch)
+            inputs = self.trial(model, given)
             self.check(model, inputs, labels)
             self._tried, self._whole = model, why_not_head(model, inputs)
             if self._whole:
                 fallback(f"{self.name} without whole logits", self._whole)
+
+    def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model takes when it is tried: what it is told in training beside the batch."""
+        return inputs
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         """Refuse a model or a batch that the loss would be wrong for. Called once for each model; may read the device."""

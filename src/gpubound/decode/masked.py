@@ -1,0 +1,174 @@
+"""Generation by a masked diffusion model: places that hold the mask token are filled, the surest ones first.
+
+An answer of N tokens begins as N masks behind its prompt. A step runs the model once, draws a token for every place that is
+still masked, and writes those of which the model is surest; the others stay masked and are drawn anew, in the light of what was
+written. So k steps write N tokens, N / k at a time (LLaDA's low-confidence remasking). With a `block` shorter than the answer
+the masks are filled block by block from the left, which most models need for long answers.
+
+A step is one function of fixed shapes that reads its number, and how many tokens to write, from the device. It is captured
+once for a shape, and a request is its replays, one behind the other; the host reads nothing before the last (or, to show text,
+before a block's last).
+
+Guidance g > 0 runs each row a second time with its prompt masked and takes logits + g · (logits - logits without the prompt).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import GenerateError
+from ..graph import capture
+from ..layers.vocabulary import head_of
+from ..models.placing import mode
+from ..models.states import is_causal, told_time, why_not_head
+from ..trace import fallback
+from .canvas import Canvas, Filling, filling
+from .request import Choice, check_prompts, read_prompts
+from .result import Generated, Generation
+
+MODES = ("auto", "require", "off")
+
+
+class MaskedSampler:
+    """Fills masks with a model that sees both sides of a token, on its live weights.
+
+    tokenizer   for texts in and out. Its mask token and its end of text are taken
+    mask_token  the mask token's id, where there is no tokenizer or it has none
+    ends        tokens that end an answer. None: the tokenizer's end of text
+    graph       "auto": the step is captured on a GPU. "require": captured, or GraphError. "off": called
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        mask_token: int | None = None,
+        ends: Sequence[int] | None = None,
+        graph: str = "auto",
+    ) -> None:
+        self.model, self.tokenizer, self.device = model, tokenizer, next(model.parameters()).device
+        self.vocab = head_of(model).weight.shape[0]
+        self.mask_token = _mask_token(mask_token, tokenizer, self.vocab)
+        own = getattr(tokenizer, "eos", None)
+        self.ends = tuple(ends) if ends is not None else () if own is None else (own,)
+        if graph not in MODES:
+            raise ValueError(f"MaskedSampler: graph: got {graph!r}, wanted one of {', '.join(MODES)}.")
+        self.graph = graph
+        self.barred = torch.zeros(self.vocab, device=self.device)  # what is never written: the mask, ids of no token
+        self.barred[[self.mask_token, *range(getattr(tokenizer, "vocab_size", self.vocab), self.vocab)]] = -torch.inf
+        self.whole = self._try()
+        self._canvases: dict[tuple, Canvas] = {}
+
+    def _try(self) -> str | None:
+        """Why the logits are asked whole; refuses a model that does not look ahead."""
+        ids = torch.tensor([[self.mask_token, 0, 0]], device=self.device)
+        inputs = {"input_ids": ids} | told_time(self.model, torch.full((1,), 0.5, device=self.device))
+        if is_causal(self.model, inputs, 1):
+            raise ValueError(
+                f"MaskedSampler: {type(self.model).__name__} is causal, and cannot fill a place by what stands behind it; "
+                f"generate with gpubound.decoder(model)."
+            )
+        with torch.no_grad():
+            why = why_not_head(self.model, inputs)
+        if why:
+            fallback("masked sampler without whole logits", why)
+        return why
+
+    def generate(self, prompts: Any, tokens: int = 128, **settings: Any) -> Generation:
+        """`tokens` tokens behind each prompt: text, ids, lists of either, a tensor.
+
+        steps        model runs, shared by the blocks. None: one for each token. Fewer are faster, and write more at once
+        block        tokens of a block, filled before the next; it divides `tokens`. None: one block
+        temperature  0 takes the likeliest token of a place; above 0 it is drawn
+        guidance     how far to move away from what is likely without the prompt; 0 is off
+        seed         with the same seed, a prompt gets the same tokens
+        """
+        found = Generation([])
+        for found in self.play(prompts, tokens, reading=False, **settings):  # noqa: B007 (the last one counts)
+            pass
+        return found
+
+    def play(
+        self,
+        prompts: Any,
+        tokens: int = 128,
+        *,
+        steps: int | None = None,
+        block: int | None = None,
+        temperature: float = 0.0,
+        guidance: float = 0.0,
+        seed: int = 0,
+        reading: bool = True,
+    ) -> Iterator[Generation]:
+        """What `generate` does, given out after each block while it grows; not `reading`, once, at the end."""
+        how, choice = filling(tokens, steps, block), Choice(temperature=temperature, seed=seed)
+        if not 0 <= guidance < float("inf"):
+            raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
+        given = read_prompts(prompts, self.tokenizer)
+        check_prompts(given, self.vocab, len(given), 1 << 30)
+        for number, prompt in enumerate(given):
+            if self.mask_token in prompt:
+                raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
+        return self._play(given, how, choice, tokens, guidance, reading)
+
+    def _play(
+        self, prompts: list[list[int]], how: Filling, choice: Choice, tokens: int, guidance: float, reading: bool
+    ) -> Iterator[Generation]:
+        begun, found = time.perf_counter(), Generation([Generated(prompt) for prompt in prompts])
+        with mode(self.model, training=False):
+            canvas = self._canvas(prompts, tokens, how.block, guidance > 0)
+            canvas.fill(prompts, how, choice, guidance)
+            graph = self._graph(canvas)
+            for begin, ends_block in zip(how.begins, how.last_of_block):
+                graph()
+                found.launches, found.steps = found.launches + 1, found.steps + 1
+                last = begin + how.block == tokens
+                if ends_block and (reading or last):
+                    self._read(canvas, found, begin + how.block)
+                    found.seconds = time.perf_counter() - begun
+                    found.first_token_s = found.first_token_s or found.seconds
+                    yield found
+
+    def _canvas(self, prompts: list[list[int]], tokens: int, block: int, guided: bool) -> Canvas:
+        longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+        key = (len(prompts), longest + tokens, tokens, block, longest > shortest, guided)
+        if key not in self._canvases:
+            self._canvases[key] = Canvas(self, *key)
+        return self._canvases[key]
+
+    def _graph(self, canvas: Canvas) -> Any:
+        if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
+            return canvas.step
+        if canvas.graph is None:
+            canvas.graph = capture(canvas.step, state=[self.model, *canvas.tensors()])
+        return canvas.graph
+
+    def _read(self, canvas: Canvas, found: Generation, written: int) -> None:
+        """The first `written` tokens of every answer. Waits for the device."""
+        for number, (row, sequence) in enumerate(zip(canvas.ids.tolist(), found.sequences)):
+            begin = len(sequence.prompt)
+            new = row[begin : begin + written]
+            if self.mask_token in new:
+                raise GenerateError(
+                    f"sequence {number}: the logits at position {begin + new.index(self.mask_token)} are not finite. Check the "
+                    f"weights (a diverged training run?) and the dtype."
+                )
+            end = next((at for at, token in enumerate(new) if token in self.ends), None)
+            sequence.tokens = new if end is None else new[: end + 1]
+            sequence.finish = "stop token" if end is not None else "length" if written == canvas.tokens else ""
+            if self.tokenizer is not None:
+                sequence.text = self.tokenizer.decode([token for token in sequence.tokens if token not in self.ends])
+
+
+def _mask_token(given: int | None, tokenizer: Any, vocab: int) -> int:
+    found = getattr(tokenizer, "mask", None) if given is None else given
+    if found is None:
+        raise ValueError(
+            "MaskedSampler: mask_token: got none, and the tokenizer has none; give the id that the model was trained with."
+        )
+    if not 0 <= found < vocab:
+        raise ValueError(f"MaskedSampler: mask_token: got {found}, but the model knows the ids 0 to {vocab - 1}.")
+    return found
