@@ -129,6 +129,22 @@ def test_gates_and_ups_agree_with_the_reference(device, shape, dtype):
     same("gated", *results, max(TOLERANCE[dtype], 1e-5))
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_gates_and_ups_are_limited_before_their_product(source, device):
+    """A gate from above alone; a NaN stays one."""
+    x, norm = draw(device, torch.float32, 3, 64), Norm(draw(device, torch.float32, 64, seed=1), 1e-5)
+    gate_up, ids = draw(device, torch.float32, 4, 24, 64, seed=2), some_ids(device, 3, 2, 4)
+    x[2, 7] = float("nan")
+    out = torch.zeros(3, 2, 12, device=device)
+    run(source, "routed_gate_up", x, norm, gate_up, ids, out, 0, 0.75)
+    normed = torch.nn.functional.rms_norm(x.double(), (64,), norm.weight.double(), 1e-5)
+    gate, up = torch.einsum("bh,bsih->bsi", normed, gate_up.double()[ids.long()]).chunk(2, -1)
+    assert (gate[:2] < -0.75).any() and (gate[:2] > 0.75).any() and (up[:2].abs() > 0.75).any()
+    want = torch.nn.functional.silu(gate.clamp(max=0.75)) * up.clamp(-0.75, 0.75)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5, equal_nan=True)
+    assert out[2].isnan().all() and out[:2].isfinite().all()
+
+
 @PARITY
 def test_the_weighted_sum_agrees_with_the_reference(device, shape, dtype):
     rows, slots, experts, hidden, width = shape
@@ -279,6 +295,10 @@ def test_wrong_arguments_are_named(device):
         (
             lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, h),
             "routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+        ),
+        (
+            lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h, limit=0.0),
+            "routed_gate_up: limit must be more than 0, got 0.0; leave it out for none.",
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, gate_up, ids[:1], h),

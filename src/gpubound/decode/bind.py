@@ -6,7 +6,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -146,18 +146,35 @@ def _unread(model: nn.Module, reader: Reader) -> str | None:
     return "the rows of an adapter's a are not dense" if any(low.a.stride(1) != 1 for low in read) else None
 
 
+def unadded(model: nn.Module) -> str | None:
+    """Of a step that adds no adapters: which projection has some."""
+    ours = [key for key, adapters in adapted_layers(model) if adapters.on()]
+    theirs = [name for name, layer in model.named_modules() if foreign(layer) and site_of(layer).extra]
+    found = next(iter([*ours, *theirs]), None)
+    return None if found is None else f"{found}: it carries a low-rank adapter, which a step of its own does not add"
+
+
 def _closed(layer: nn.Module) -> str | None:
     """Why a projection's weight may not be read in its place."""
     site = site_of(layer)
     return site.why or (describe(getattr(layer, "base_layer", layer)) if format_of(site.weight).coded else None)
 
 
+def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | None:
+    """The first projection whose weight may not be read in its place, and why; `known` are roles of a family's own ones."""
+    trunk: Any = model.model
+    for name, module in trunk.named_modules(prefix="model"):
+        projects = isinstance(module, nn.Linear) or name.endswith("_proj")
+        if projects and role_of(module) not in known and (why := _closed(module)):
+            return f"{name}: {why}"
+    return None
+
+
 def _unreadable(model: nn.Module) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
-    for name, module in trunk.named_modules(prefix="model"):
-        if (isinstance(module, nn.Linear) or name.endswith("_proj")) and (why := _closed(module)):
-            return f"{name}: {why}"
+    if why := closed_projection(model):
+        return why
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
     head: Any = model.lm_head

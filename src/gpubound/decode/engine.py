@@ -22,11 +22,13 @@ from ..models.decoding import DenseWeights
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
+from ..models.registry import reader_of
 from ..trace import fallback, notice
 from .adapters import form_of_layers
 from .bind import BoundModel, bind
 from .cache import CacheLayout
 from .certify import DecoderCertificate, certify
+from .compressed.body import CompressedBody
 from .contract import Body, Build
 from .fused import NARROW, FusedBody
 from .judge import Accuracy, accuracy
@@ -243,13 +245,22 @@ def decoder(
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
 
 
+OWN_STEP = "the model's layers have a step of their own"
+# Bodies for layers that are no attention part beside an MLP part, by Reader.BODY.
+OWN_BODIES: dict[str, Callable[[Any, Build], Body]] = {"compressed": CompressedBody}
+
+
 def _body(model: Any, build: Build, fused: bool) -> Body:
     """What runs the model."""
+    reader = reader_of(model) if fused else None
+    own = None if reader is None else OWN_BODIES.get(reader.BODY)
     together = build.weights is None and build.max_batch * build.tokens > NARROW
-    live = bind(model, build.max_length, together) if fused else "fused=False was asked for"
+    live = OWN_STEP if own else bind(model, build.max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
+    if own is not None:
+        return own(reader, build)
     if isinstance(live, str):
         if fused:
             fallback("decoder: the fused kernels", live)

@@ -8,6 +8,7 @@ which expert it was.
 Legend: N tokens, S experts a token (its slots), E experts in all, I width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,23 +124,30 @@ def not_grouped(*stacks: Tensor) -> str | None:
     return None
 
 
-def grouped(h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """(N, hidden) fp32: Σ share · down(silu(gate) · up) over each token's experts, for h (N, hidden), ids and shares (N, S)."""
+def grouped(
+    h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gated: Callable[[Tensor], Tensor] = swiglu
+) -> Tensor:
+    """(N, hidden) fp32: Σ share · down(silu(gate) · up) over each token's experts, for h (N, hidden), ids and shares (N, S).
+
+    `gated` makes silu(gate) · up of the two side by side, or what a family has in its place.
+    """
     by_expert, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(len(gate_up), device=h.device), right=True, out_int32=True)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=h.device))
     both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), gate_up.transpose(1, 2), offs=ends)
-    y = F.grouped_mm(swiglu(both), down.transpose(1, 2), offs=ends)
+    y = F.grouped_mm(gated(both), down.transpose(1, 2), offs=ends)
     y = y.index_select(0, back).view(*ids.shape, -1)
     return torch.bmm(shares[:, None], y.float())[:, 0]
 
 
-def each_expert(h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def each_expert(
+    h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gated: Callable[[Tensor], Tensor] = swiglu
+) -> Tensor:
     """The same by every expert for all tokens, of which those that chose it keep the result: E/S times the work."""
     y = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
     for expert, (own_gate_up, own_down) in enumerate(zip(gate_up, down)):
         mine = ids == expert
         share = torch.where(mine, shares, 0.0).sum(1, keepdim=True)
-        product = F.linear(swiglu(F.linear(h, own_gate_up)), own_down)
+        product = F.linear(gated(F.linear(h, own_gate_up)), own_down)
         y += torch.where(mine.any(1, keepdim=True), product * share, 0.0)
     return y

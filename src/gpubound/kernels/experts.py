@@ -16,6 +16,7 @@ from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
 from .ops import definition, doubles, draw, ints
 
+INFINITE = float("inf")
 STACKED = "an expert's weight follows the other's"
 
 
@@ -73,10 +74,13 @@ def route_reference(
     return ids.copy_(found), weights.copy_(shares)
 
 
-def routed_gate_up(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_gate_up(
+    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+) -> Tensor:
     """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
+    limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
     ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
     """
     check_stream("routed_gate_up", x, norm)
@@ -84,16 +88,20 @@ def routed_gate_up(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Ten
     require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
     require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
-    return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent)
+    if not limit > 0:
+        raise ValueError(f"routed_gate_up: limit must be more than 0, got {limit}; leave it out for none.")
+    return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent, limit)
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], torch.zeros(2, 3, 40)))
 @torch.no_grad()
-def routed_gate_up_reference(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_gate_up_reference(
+    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+) -> Tensor:
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         gate, up = _times(gate_up, ids[:, slot], normed).chunk(2, -1)
-        out[:, slot] = F.silu(gate) * up
+        out[:, slot] = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     return out
 
 

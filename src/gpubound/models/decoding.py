@@ -178,6 +178,7 @@ class Reader:
     # A block's norms: before attention, behind it, before the MLP, behind it.
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
+    BODY: ClassVar[str] = "fused"  # which of decode/engine.py's runs it
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk, self.config = model, model.model, model.config

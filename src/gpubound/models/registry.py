@@ -38,6 +38,7 @@ FAMILIES = {
     "gemma3": {"gemma3": "Gemma3"},
     "olmo2": {"olmo2": "Olmo2"},
     "phi3": {"phi3": "Phi3"},
+    "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
 TRAINABLE = ("llama", "richards")
 

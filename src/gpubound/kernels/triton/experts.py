@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
+from ..experts import INFINITE
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._step import _begin, _end, _row, _tile, _wait
@@ -89,7 +90,7 @@ def _expert(id_ptr, experts):
 
 
 @triton.jit
-def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, experts, rows, S: tl.constexpr,
+def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, limit, experts, rows, S: tl.constexpr,
                            K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
     first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
@@ -115,8 +116,9 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
             u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
     _end(DEPENDENT)
     factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-    y = tl.sum(gate, 1) * factor
-    y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * factor) * poison
+    y, z = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
+    y, z = tl.where(y > limit, limit, y), tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))  # a NaN stays
+    y = y / (1.0 + tl.exp(-y)) * z * poison
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
 
@@ -168,11 +170,13 @@ def route(
 
 
 @torch.no_grad()
-def routed_gate_up(x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_gate_up(
+    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+) -> Tensor:
     rows, width = out.shape[2], x.shape[1]
     launch_product(
         _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
-        dependent, x, norm.weight, gate_up, ids, out, norm.eps, len(gate_up), rows, S=ids.shape[1],
+        dependent, x, norm.weight, gate_up, ids, out, norm.eps, limit, len(gate_up), rows, S=ids.shape[1],
     )  # fmt: skip
     return out
 

@@ -1,0 +1,65 @@
+"""The sparse MLP of such a layer: experts by their scores or by the token itself, and one that all tokens share.
+
+A few rows read the chosen experts' weights where they lie (kernels/experts.py); more are sorted by their experts, on the
+device. Nothing here asks the device which expert it was.
+
+Legend: N tokens, E experts, S of them a token, I width of an expert.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import add_routed, routed_gate_up
+from ...models.deepseek_v4.weights import MixtureWeights
+from ..experts import PIECE, each_expert, grouped, not_grouped
+from .attention import product
+
+NARROW = 8  # rows that read their experts' weights one by one
+
+
+class Mixture:
+    def __init__(self, weights: MixtureWeights, number: int) -> None:
+        self.weights, self.number = weights, number
+        self.ungrouped = not_grouped(weights.gate_up, weights.down)
+        self.overheard: Any = None  # the judge's Choices, while it listens
+
+    def __call__(self, u: Tensor, h: Tensor, token: Tensor) -> Tensor:
+        """What is added for tokens (N,): u (N, hidden) fp32 is what the part reads, h its norm."""
+        w = self.weights
+        ids, shares = self.choose(h, token)
+        if self.overheard is not None:
+            self.overheard.add(self.number, ids)
+        shared = product(clamped(product(h, w.gate), product(h, w.up), w.limit), w.shared_down).float()
+        if len(h) <= NARROW:
+            routed = h.new_empty(*ids.shape, w.gate_up.shape[1] // 2)
+            routed_gate_up(u.contiguous(), w.norm, w.gate_up, ids, routed, limit=w.limit)
+            return add_routed(routed, w.down, ids, shares, shared)
+        gated = partial(packed, limit=w.limit)
+        mlp = each_expert if self.ungrouped else grouped
+        pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
+        return shared + torch.cat([mlp(x, some, share, w.gate_up, w.down, gated) for x, some, share in pieces])
+
+    def choose(self, h: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""
+        w = self.weights
+        scores = w.score(product(h, w.router).float())
+        if w.table is not None:
+            ids = w.table.index_select(0, token)
+        else:
+            assert w.correction is not None
+            ids = (scores + w.correction).sort(dim=-1, descending=True, stable=True).indices[:, : w.slots]
+        shares = scores.gather(-1, ids)
+        return ids.int(), shares / (shares.sum(-1, keepdim=True) + 1e-20) * w.scale
+
+
+def clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def packed(both: Tensor, limit: float) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return clamped(gate, up, limit)

@@ -1,0 +1,221 @@
+"""What a row keeps: its last tokens in rings, and stores of entries. All of it lies still, and all places follow from positions
+on the device, so a graph serves any length.
+
+Token p of a row stands in slot p mod R of a ring. When token P is the row's last, slot s holds the latest position up to P
+that falls on s: what a slot holds is computed, never kept. A ring for `span` tokens has R = span + T - 1 slots for steps of
+T tokens: then the last of a step's tokens overwrites nothing that the first still reads, and guesses that turned out wrong are
+overwritten before they count.
+
+An entry is pooled in every step for the stretch that its token stands in, from the tokens that are there, and written in the
+entry's place. While the stretch is open nobody sees it; the token that closes it writes it whole. So nothing asks whether a
+stretch has closed.
+
+Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...kernels.decode_product import Norm
+from ...models.deepseek_v4.weights import EntryWeights
+from ..contract import Build
+
+Tables = list[tuple[Tensor, Tensor]]
+Made = TypeVar("Made")
+
+
+def mod(x: Tensor, size: int) -> Tensor:
+    """0 to size - 1, of negative x too."""
+    return torch.remainder(x, size)
+
+
+class Moment:
+    """Where the tokens of one pass stand, (B, T), and what follows from that; each is computed once for all layers."""
+
+    def __init__(self, position_BT: Tensor, tables: Tables) -> None:
+        self.position, self.tables = position_BT, tables
+        self.last = position_BT[:, -1:]
+        self.row = torch.arange(len(position_BT), device=position_BT.device)[:, None]
+        self._made: dict[tuple, Any] = {}
+
+    def once(self, key: tuple, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def angles(self, table: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (B, T, pairs) where the tokens stand."""
+        return self.once(("angles", table), lambda: self._angles(table, self.position))
+
+    def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
+        """The same where the stretches begin that the tokens stand in."""
+        return self.once(("opened", table, rate), lambda: self._angles(table, self.stretch(rate) * rate))
+
+    def _angles(self, table: int, position: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.tables[table]
+        return cos[position], sin[position]
+
+    def stretch(self, rate: int) -> Tensor:
+        """(B, T): the number of the stretch that each token stands in."""
+        return self.once(("stretch", rate), lambda: torch.div(self.position, rate, rounding_mode="floor"))
+
+    def closed(self, rate: int) -> Tensor:
+        """(B, T): how many stretches have ended where each token stands."""
+        return self.once(("closed", rate), lambda: torch.div(self.position + 1, rate, rounding_mode="floor"))
+
+    def slot(self, size: int) -> Tensor:
+        """(B, T): where each token goes in a ring."""
+        return self.once(("slot", size), lambda: mod(self.position, size))
+
+    def window(self, window: int, size: int) -> Tensor:
+        """(B, T, R): which slots of a ring each token sees."""
+
+        def make() -> Tensor:
+            slots = torch.arange(size, device=self.position.device)
+            held = (self.last - mod(self.last - slots, size))[:, None]
+            query = self.position[..., None]
+            return (held >= 0) & (held <= query) & (held > query - window)
+
+        return self.once(("window", window, size), make)
+
+    def pooled(self, weights: EntryWeights, size: int) -> tuple[Tensor, Tensor]:
+        """(B, T, span): the slots of the tokens that the entry of a token's stretch pools, and which of these are there."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            end = (self.stretch(weights.rate)[..., None] + 1) * weights.rate
+            position = end - weights.span + torch.arange(weights.span, device=end.device)
+            return mod(position, size), (position >= 0) & (position <= self.last[..., None])
+
+        return self.once(("pooled", weights.rate, weights.span, size), make)
+
+
+class Stretch:
+    """A piece of a prompt: places start to end of rows that have `lengths_B` tokens."""
+
+    def __init__(self, start: int, end: int, lengths_B: Tensor, tables: Tables) -> None:
+        self.start, self.end, self.lengths, self.tables = start, end, lengths_B, tables
+        self.position = torch.arange(start, end, device=lengths_B.device)
+        self.last = lengths_B.clamp(max=end)[:, None] - 1  # of each row, as far as it has come
+
+    def angles(self, table: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (1, T, pairs)."""
+        cos, sin = self.tables[table]
+        return cos[None, self.start : self.end], sin[None, self.start : self.end]
+
+    def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
+        """The same where the stretches of `rate` tokens begin."""
+        cos, sin = self.tables[table]
+        return cos[None, self.start : self.end : rate], sin[None, self.start : self.end : rate]
+
+
+class TokenRing:
+    """The last tokens of each row."""
+
+    def __init__(self, span: int, width: int, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+        self.size = span + build.tokens - 1
+        self.data = torch.zeros(build.max_batch, self.size, width, device=device, dtype=dtype)
+
+    def step(self, now: Moment, new_BTD: Tensor) -> Tensor:
+        """What the rows hold with their new tokens, (B, R, D)."""
+        put(self.data, now.row, now.slot(self.size), new_BTD)
+        return self.data[: len(new_BTD)]
+
+    def before(self, now: Stretch, count: int) -> Tensor:
+        """(B, count, D) of the tokens before a piece of a prompt, in order; of what is before the first token, anything."""
+        slots = mod(torch.arange(now.start - count, now.start, device=self.data.device), self.size)
+        return self.data[: len(now.lengths)].index_select(1, slots)
+
+    def prompt(self, now: Stretch, new_BTD: Tensor) -> None:
+        """Keep of a piece of a prompt what later tokens read: the last tokens of each row, up to its length."""
+        rows = len(new_BTD)
+        slots = torch.arange(self.size, device=self.data.device)
+        held = now.last - mod(now.last - slots, self.size)  # (B, R)
+        from_piece = held - now.start
+        index = from_piece.clamp(0, new_BTD.shape[1] - 1)[..., None].expand(-1, -1, new_BTD.shape[2])
+        kept = torch.where(from_piece[..., None] >= 0, new_BTD.gather(1, index), self.data[:rows])
+        self.data[:rows] = kept
+
+
+class Entries:
+    """The entries of each row, and the rings that they are pooled from."""
+
+    def __init__(self, weights: EntryWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+        self.weights = weights
+        width = len(weights.norm.weight)
+        count = (build.max_length - 1) // weights.rate + 1
+        self.store = torch.zeros(build.max_batch, count, width, device=device, dtype=dtype)
+        self.kv, self.gate = (TokenRing(weights.span, len(w.weight), build, dtype, device) for w in (weights.kv, weights.gate))
+
+    def tensors(self) -> list[Tensor]:
+        return [self.store, self.kv.data, self.gate.data]
+
+    def step(self, now: Moment, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
+        """Every place of the rows' stores, (B, S, D), the stretches that the tokens stand in pooled anew."""
+        w = self.weights
+        kv, gate = self.kv.step(now, kv_BTC), self.gate.step(now, gate_BTC)
+        slots, there = now.pooled(w, self.kv.size)
+        row = now.row[..., None]
+        entry = pool(w, kv[row, slots], gate[row, slots], there, now.opened(table, w.rate))
+        put(self.store, now.row, now.stretch(w.rate), entry)
+        return self.store[: len(kv_BTC)]
+
+    def prompt(self, now: Stretch, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
+        """The entries (B, S, D) up to the end of a piece that begins where a stretch does."""
+        w, rows = self.weights, len(kv_BTC)
+        back = w.span - w.rate
+        count = -(-(now.end - now.start) // w.rate)
+        behind = now.start + count * w.rate - now.end  # places of the last stretch that the piece does not have
+        whole = [torch.cat([ring.before(now, back), x, x.new_zeros(rows, behind, x.shape[2])], 1)
+                 for ring, x in ((self.kv, kv_BTC), (self.gate, gate_BTC))]  # fmt: skip
+        kv, gate = (x.unfold(1, w.span, w.rate).transpose(2, 3) for x in whole)  # (B, count, span, C)
+        first = now.start - back + torch.arange(count, device=kv.device)[:, None] * w.rate
+        position = first + torch.arange(w.span, device=kv.device)
+        there = ((position >= 0) & (position < now.end))[None]
+        entry = pool(w, kv, gate, there, now.opened(table, w.rate))
+        self.store[:rows, now.start // w.rate : now.start // w.rate + count] = entry
+        self.kv.prompt(now, kv_BTC)
+        self.gate.prompt(now, gate_BTC)
+        return self.store[:rows, : now.end // w.rate]
+
+
+def put(data: Tensor, row: Tensor, place: Tensor, new: Tensor) -> None:
+    """data[row, place] = new, without the check of indices that reads the largest back to the host."""
+    torch._index_put_impl_(data, (row, place), new.to(data.dtype), accumulate=False, unsafe=True)
+
+
+def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Entries (..., D) of kv and gate (..., span, C): by channel, a mean weighed by a softmax of the gates over the tokens that
+    are there. What is not there may be NaN.
+
+    The products of an overlapping entry have two halves: of the tokens before its stretch it pools the first, of its own the
+    second.
+    """
+    width = len(w.norm.weight)
+    bias = w.bias.float()
+    if w.overlapping:
+        kv, gate, bias = (
+            torch.cat([x[..., : x.shape[-2] - w.rate, :width], x[..., -w.rate :, width:]], -2)
+            for x in (kv, gate, torch.cat([bias, bias]))
+        )
+    there = there[..., None]
+    share = torch.where(there, gate.float() + bias, float("-inf")).softmax(-2)
+    mean = (torch.where(there, kv.float(), 0.0) * share).sum(-2)
+    return turn_last(normed(mean, w.norm), angles)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """Of fp32, in fp32."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
+
+
+def turn_last(x: Tensor, angles: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
+    """x (..., D), fp32, whose last channels turn in pairs of neighbours by angles (..., pairs); `back`: the other way."""
+    cos, sin = angles
+    sin = -sin if back else sin
+    still, turning = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([still, turned], -1)

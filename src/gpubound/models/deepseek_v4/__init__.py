@@ -1,0 +1,1 @@
+"""DeepSeek-V4: transformers' own model, whose weights are read where they lie."""

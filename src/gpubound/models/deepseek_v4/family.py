@@ -1,0 +1,130 @@
+"""How transformers' DeepSeek-V4 is read. Its modules stay transformers' own when a model is placed."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..decoding import Linear, Reader, linear_of
+from ..placing import Maker, activation_name
+from ..registry import role_of
+from ..rotary import FIXED, rope_types
+from .weights import (
+    CollapseWeights,
+    EntryWeights,
+    HyperWeights,
+    IndexWeights,
+    LatentWeights,
+    MixtureWeights,
+    StreamedLayerWeights,
+)
+
+SWAPS: dict[str, Maker] = {}
+ROLES = {"self_attn": {"Attention"}, "mlp": {"SparseMoeBlock"}, "attn_hc": {"HyperConnection"}, "ffn_hc": {"HyperConnection"}}
+ROUTERS = {"TopKRouter", "HashRouter"}
+
+
+class CompressedReader(Reader):
+    BODY: ClassVar[str] = "compressed"
+    PRODUCTS: ClassVar[set[str]] = {"GroupedLinear"}  # the roles of linear layers of the family's own
+
+    def refusal(self, max_length: int) -> str | None:
+        for kind in rope_types(self.trunk.rotary_emb):
+            if kind not in FIXED:
+                return f"its rotary angles ({kind!r}) change with the length of what is read"
+        if self.config.hidden_act != "silu":
+            return f"its activation is {activation_name(self.config)!r}, that of the experts' kernels is silu"
+        for number, block in enumerate(self.trunk.layers):
+            parts = {name: (getattr(block, name), roles) for name, roles in ROLES.items()}
+            parts |= {"self_attn.o_a_proj": (block.self_attn.o_a_proj, self.PRODUCTS)}
+            parts |= {"mlp.gate": (block.mlp.gate, ROUTERS), "mlp.experts": (block.mlp.experts, {"Experts"})}
+            for name, (module, roles) in parts.items():
+                if role_of(module) not in roles:
+                    return f"model.layers.{number}.{name}: {type(module).__name__}, not the family's own"
+                if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                    return f"model.layers.{number}.{name}: it carries hooks or another forward"
+        return None
+
+    def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin (length, pairs), fp32: of layers with a window alone, and of those with entries."""
+        like, positions = torch.empty(0, device=device), torch.arange(length, device=device)[None]
+        found = (self.trunk.rotary_emb(like, position_ids=positions, layer_type=kind) for kind in ("main", "compress"))
+        return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
+
+    def collapse(self) -> CollapseWeights:
+        head = self.trunk.hc_head
+        weights = head._parameters["hc_fn"], head._parameters["hc_base"], head._parameters["hc_scale"]
+        return CollapseWeights(*weights, eps=head.eps, norm_eps=head.input_norm.eps)
+
+    def layers(self) -> list[Any]:
+        return [
+            StreamedLayerWeights(
+                self.streams(block.attn_hc),
+                self.latent(block.self_attn, block.input_layernorm),
+                self.streams(block.ffn_hc),
+                self.mixture(block.mlp, block.post_attention_layernorm),
+            )
+            for block in self.trunk.layers
+        ]
+
+    def streams(self, module: Any) -> HyperWeights:
+        weights = module._parameters["fn"], module._parameters["base"], module._parameters["scale"]
+        return HyperWeights(*weights, module.hc_sinkhorn_iters, module.hc_eps, module.input_norm.eps)
+
+    def latent(self, attention: Any, norm: Any) -> LatentWeights:
+        compressor = attention.compressor
+        indexer = getattr(compressor, "indexer", None)
+        return LatentWeights(
+            norm=self.norm(norm),
+            q_a=linear_of(attention.q_a_proj),
+            q_a_norm=self.norm(attention.q_a_norm),
+            q_b=linear_of(attention.q_b_proj),
+            kv=linear_of(attention.kv_proj),
+            kv_norm=self.norm(attention.kv_norm),
+            o_a=linear_of(attention.o_a_proj),
+            o_b=linear_of(attention.o_b_proj),
+            sinks=attention._parameters["sinks"],
+            heads=attention.num_heads,
+            groups=attention.o_a_proj.n_groups,
+            window=attention.sliding_window,
+            table=0 if attention.rope_layer_type == "main" else 1,
+            scale=attention.scaling,
+            eps=attention.q_b_norm.eps,
+            entries=None if compressor is None else self.entries(compressor),
+            index=None if indexer is None else self.index(indexer),
+        )
+
+    def entries(self, module: Any) -> EntryWeights:
+        kv, gate = linear_of(module.kv_proj), linear_of(module.gate_proj)
+        overlapping = len(kv.weight) == 2 * module.head_dim
+        return EntryWeights(
+            kv, gate, module._parameters["position_bias"], self.norm(module.kv_norm), module.compress_rate, overlapping
+        )
+
+    def index(self, module: Any) -> IndexWeights:
+        q, share = linear_of(module.q_b_proj), linear_of(module.scorer.weights_proj)
+        return IndexWeights(self.entries(module), q, share, module.num_heads, module.index_topk)
+
+    def mixture(self, block: Any, norm: Any) -> MixtureWeights:
+        router, experts, shared = block.gate, block.experts, block.shared_experts
+        return MixtureWeights(
+            norm=self.norm(norm),
+            router=Linear(router._parameters["weight"]),
+            correction=router._buffers.get("e_score_correction_bias"),
+            table=router._buffers.get("tid2eid"),
+            score=router.score_fn,
+            slots=router.top_k,
+            scale=router.routed_scaling_factor,
+            gate_up=experts._parameters["gate_up_proj"],
+            down=experts._parameters["down_proj"],
+            gate=linear_of(shared.gate_proj),
+            up=linear_of(shared.up_proj),
+            shared_down=linear_of(shared.down_proj),
+            limit=experts.limit,
+        )
+
+    def routers(self) -> dict[int, Any]:
+        return {number: block.mlp.gate for number, block in enumerate(self.trunk.layers)}
+
+
+DECODING = {"ForCausalLM": CompressedReader}

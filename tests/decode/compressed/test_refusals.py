@@ -1,0 +1,77 @@
+"""What is not decoded, and a step that does not compute its model: one sentence each."""
+
+import re
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.compressed import attention, mixture, state, trial
+
+from .cases import ROOM, build
+
+NOT_DECODED = "decoder: model: got DeepseekV4ForCausalLM, which is not decoded: "
+
+
+def refusal(model, kind=ValueError, **options) -> str:
+    with pytest.raises(kind) as error:
+        gb.decoder(model, 2, ROOM, **options)
+    return str(error.value)
+
+
+def test_options_that_the_fused_kernels_read():
+    assert refusal(build(), weights="int8") == (
+        "decoder: weights: got 'int8', which only the fused kernels read, and the model's layers have a step of their own."
+    )
+
+
+def test_adapters_and_hooks():
+    model = build()
+    gb.lora.add(model, targets=["q_a_proj"], rank=2)
+    assert refusal(model) == (
+        f"{NOT_DECODED}model.layers.0.self_attn.q_a_proj: it carries a low-rank adapter, which a step of its own does not add."
+    )
+    model = build()
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda *given: None)
+    assert refusal(model) == f"{NOT_DECODED}model.layers.1.mlp.gate: it carries hooks or another forward."
+    model = build()
+    model.model.layers[2].self_attn.kv_proj.register_forward_hook(lambda *given: None)
+    assert refusal(model) == f"{NOT_DECODED}model.layers.2.self_attn.kv_proj: a projection carries hooks."
+
+
+def test_a_model_whose_logits_are_not_finite():
+    model = build()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_b_proj.weight[0, 0] = float("nan")
+    assert refusal(model, gb.GenerateError) == (
+        "decoder: the model's logits are not finite; first seen in model.layers.1.self_attn. Check the weights (a "
+        "diverged training run?) and the dtype."
+    )
+
+
+@pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (mixture, "routed_gate_up"), (state, "pool")])
+def test_a_step_that_is_off(module, name, monkeypatch):
+    """Each of its parts by a hundredth."""
+    own = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **named: own(*given, **named).mul_(1.01))
+    assert re.fullmatch(
+        r"decoder: logits are \d\.\de-0\d from those of DeepseekV4ForCausalLM itself \(limit 1e-04\): the step does not "
+        r"compute this model; report it with the model's config\.",
+        refusal(build(), gb.GenerateError),
+    )
+
+
+def test_a_choice_of_the_wrong_experts(monkeypatch):
+    own = mixture.Mixture.choose
+
+    def worst(self, h, token):
+        ids, shares = own(self, h, token)
+        return (ids, shares) if self.weights.table is not None else (torch.tensor([[0, 1]]).expand_as(ids).int(), shares)
+
+    monkeypatch.setattr(mixture.Mixture, "choose", worst)
+    monkeypatch.setitem(trial.TOLERANCE, torch.float32, 1e9)
+    assert re.fullmatch(
+        r"decoder: the step chooses experts whose scores lie [\d.e+-]+ deviations below those that DeepseekV4ForCausalLM finds "
+        r"best \(limit 1e-04\): it does not compute this model; report it with the model's config\.",
+        refusal(build(), gb.GenerateError),
+    )
