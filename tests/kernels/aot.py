@@ -79,6 +79,10 @@ MORE = {
         "richards",
         lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "scale", "beta"), "tanh", True)),
     ),
+    "rg_lru from a state": (
+        "rg_lru",
+        lambda: (torch.randn(2, 150, 60), torch.randn(20), torch.randn(2, 20)),
+    ),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 

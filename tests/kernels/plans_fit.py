@@ -69,6 +69,7 @@ SHAPES: dict[str, list[tuple]] = {
     "quantized_norm_product": [(), (1.0, 30.0), (None, 0.0)],
     "richards_glu": [(4096,)],
     "richards_glu_backward": [(4096,)],
+    "rg_lru": [(False,), (True,)],
     "rms_norm": NORMS,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],

@@ -58,6 +58,7 @@ SHAPED = {
     "richards": (Curve(("nu", "scale", "beta"), "tanh", tail=True),),
     "richards_glu": (72, GATE, VALUE),
     "richards_glu_backward": (72, Curve(), GATE),
+    "rg_lru": (True,),
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),

@@ -48,6 +48,7 @@ from .quantized_product import (
     quantized_norm_product as quantized_norm_product,
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
+from .rg_lru import rg_lru as rg_lru
 from .richards import (
     Curve as Curve,
     richards as richards,

@@ -8,5 +8,6 @@ from .block import Block as Block, run_blocks as run_blocks
 from .linear_site import fused_linear as fused_linear, linear as linear
 from .mlp import MLP as MLP
 from .norm import RMSNorm as RMSNorm
+from .rg_lru import RGLRU as RGLRU
 from .stacked import Stacked as Stacked
 from .vocabulary import LMLoss as LMLoss, look_up as look_up, shift as shift

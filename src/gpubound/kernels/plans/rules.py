@@ -89,6 +89,17 @@ def quantize(job: Job) -> MatrixPlan:
     return MatrixPlan(*tiles[job.way])
 
 
+CHUNKS = 64  # of a text at most: a program folds the ends of all chunks before its own
+
+
+def rg_lru(job: Job) -> MatrixPlan:
+    """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program walks one by one.
+
+    A warp of four neighbouring channels a thread: 16 texts of 1,024 tokens, 1,024 wide, are 2,048 such programs.
+    """
+    return MatrixPlan(max(64, job.shape[0] // CHUNKS), 128, 1)
+
+
 def rope(job: Job) -> RopePlan:
     """shape: pairs of a head, and the largest number of heads that q, k or v has.
 
@@ -212,6 +223,7 @@ RULES = {
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
     "richards": Rule(StridePlan, richards, _first(1)),
+    "rg_lru": Rule(MatrixPlan, rg_lru, _first(1)),
     "rope": Rule(RopePlan, rope, _first(1)),
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),

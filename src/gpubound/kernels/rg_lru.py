@@ -1,0 +1,61 @@
+"""The real-gated linear recurrent unit (RG-LRU): a state that forgets at a rate of its own in each channel, gated by the input.
+
+    a_t = σ(λ)^(8 σ(r_t))        h_t = a_t · h_{t-1} + √(1 − a_t²) · σ(i_t) · x_t
+
+It reads a text in one direction and keeps one number a channel, however long the text. √(1 − a²) keeps the state's variance
+where it is. It is Griffin's (De et al. 2024), whose 8 makes a small change of λ a long memory.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import require_device, require_last
+from .choose import implementation
+from .ops import definition, draw
+
+POWER = 8.0
+LEAST = -80.0  # of log a: exp of less is 0 in fp32, and sums of many such logs stay finite
+
+
+def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(h (B, T, C), the last state (B, C)) of packed [x | r | i] (B, T, 3 C), decay λ (C,) and perhaps the state before.
+
+    States are fp32. Called with T = 1 and the last state it is a step of decoding.
+    """
+    require_last("rg_lru", "packed", packed, "(B, T, 3 C)")
+    channels = packed.shape[-1] // 3
+    if packed.dim() != 3 or packed.shape[-1] % 3 or not channels or not packed.shape[1]:
+        raise ValueError(f"rg_lru: packed must be [x | r | i] of shape (B, T, 3 C), T and C from 1, got {tuple(packed.shape)}.")
+    if decay.shape != (channels,) or not decay.is_floating_point():
+        raise ValueError(
+            f"rg_lru: decay must be {channels} floating-point numbers, one a channel of packed, got {decay.dtype} "
+            f"{tuple(decay.shape)}."
+        )
+    wide, wanted = torch.promote_types(packed.dtype, torch.float32), (packed.shape[0], channels)
+    if state is not None and (state.shape != wanted or state.dtype != wide):
+        raise ValueError(f"rg_lru: state must be {wide} {wanted}, got {state.dtype} {tuple(state.shape)}; pass a last state.")
+    require_device("rg_lru", "decay", decay, packed)
+    require_device("rg_lru", "state", state, packed)
+    return implementation("rg_lru", packed, None, (state is not None,))(packed, decay, state)
+
+
+def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    state = torch.randn(2, 20, generator=g) if with_state else None
+    return draw(g, 2, 70, 60), draw(g, 20), state
+
+
+@definition(_example)
+def rg_lru_reference(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(packed.dtype, torch.float32)
+    x, r, i = packed.to(wide).chunk(3, -1)
+    log_a = (POWER * F.logsigmoid(decay.to(wide)) * r.sigmoid()).clamp(LEAST, 0.0)
+    share = -torch.expm1(2 * log_a)
+    # At a = 1 nothing comes in, and the slope of the root is infinite: there it counts as 0, its limit times that of log a.
+    comes = share.clamp_min(torch.finfo(wide).tiny).sqrt() * i.sigmoid() * x
+    a, h = log_a.exp(), torch.zeros_like(comes[:, 0]) if state is None else state
+    states = []
+    for t in range(packed.shape[1]):
+        h = a[:, t] * h + comes[:, t]
+        states.append(h)
+    return torch.stack(states, 1).to(packed.dtype), h

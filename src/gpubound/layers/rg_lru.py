@@ -1,0 +1,60 @@
+"""A recurrent mixer in attention's place: what a token hands on is one number a channel, however long the text.
+
+The unit and its two gates read the same x, so all three are one product, and the recurrence is one walk (kernels/rg_lru.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import rg_lru
+from ..kernels.choose import Call
+from ..kernels.rg_lru import POWER
+from .attention import Rope
+from .stacked import Kernels, Projecting, Stacked, run_linear
+
+REMEMBERED = (0.9, 0.999)  # what a channel keeps of its state in a token whose gate is open, at first: drawn between these
+
+
+class RGLRU(Projecting):
+    """h_t = a_t · h_{t-1} + √(1 − a_t²) · σ(i_t) · x_t with a_t = σ(λ)^(8 σ(r_t)); x, r and i are projections of the input."""
+
+    PROJECTIONS: tuple[str, ...] = ("x_proj", "r_proj", "i_proj")  # together [x | r | i]
+
+    def __init__(self, hidden: int, width: int | None = None, bias: bool = True, device=None, dtype=None) -> None:
+        super().__init__()
+        width, where = width or hidden, {"device": device, "dtype": dtype}
+        self.x_proj = nn.Linear(hidden, width, bias=bias, **where)
+        self.r_proj = nn.Linear(hidden, width, bias=bias, **where)
+        self.i_proj = nn.Linear(hidden, width, bias=bias, **where)
+        self.o_proj = nn.Linear(width, hidden, bias=False, **where)
+        kept = torch.empty(width, device=device, dtype=torch.float32).uniform_(*REMEMBERED) ** (1 / POWER)
+        self.decay = nn.Parameter(torch.logit(kept).to(self.x_proj.weight.dtype))
+        self.stacked = Stacked()
+
+    def forward(self, x: Tensor, rope: Rope | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.mix(x, rope, mask)
+
+    def mix(self, x: Tensor, rope: Rope | None = None, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden). Positions follow from the order of the tokens: `rope` is for other mixers."""
+        if mask is not None:
+            raise ValueError("RGLRU: mask: got one, but a recurrence reads all tokens before its own; leave the mask out.")
+        return self.step(x, None)[0]
+
+    def step(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same for the tokens that come next, and the state behind them (B, width): both begin where `state` is."""
+        packed = self.stacked.product(x, self.projections())
+        if packed is None:
+            packed = torch.cat(self.one_by_one(x), -1)
+        decay: Any = self._parameters["decay"]
+        y, state = rg_lru(packed, decay, state)
+        return run_linear(self._modules["o_proj"], y), state
+
+    def fused_kernels(self) -> Kernels:
+        return f"{self.product_words('x, r, i')}; {{}}", ("rg_lru",)
+
+
+def rg_lru_calls() -> tuple[Call, ...]:
+    """What a training step will call, for a first step that compiles its kernels side by side."""
+    return (("rg_lru", (False,)),)
