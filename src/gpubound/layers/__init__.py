@@ -7,6 +7,7 @@ from .attention import Attention as Attention, RopeTable as RopeTable, RotaryAng
 from .block import Block as Block, run_blocks as run_blocks
 from .linear_site import fused_linear as fused_linear, linear as linear
 from .mlp import MLP as MLP
+from .moe import MoE as MoE
 from .norm import RMSNorm as RMSNorm
 from .rg_lru import RGLRU as RGLRU
 from .stacked import Stacked as Stacked

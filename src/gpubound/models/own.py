@@ -40,6 +40,10 @@ class LanguageModel(nn.Module):
         """What its training calls, and in which shapes."""
         raise NotImplementedError
 
+    def extra_loss(self) -> Tensor | None:
+        """What the last call of the trunk in training adds to the mean loss of a token; asked once."""
+        return None
+
     def undecoded(self) -> str | None:
         """Why no text goes on from it token by token, whatever computes its steps."""
         return None

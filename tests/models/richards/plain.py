@@ -64,4 +64,16 @@ def film(w, told):
     return (1 + s1.tanh() / 10, b1.tanh() / 10), (1 + s2.tanh() / 10, b2.tanh() / 10)
 
 
-MIXERS, MLPS, NORMS = {"softmax": softmax}, {"swiglu": swiglu}, {"rms": rms}
+def moe(c, w, x):
+    """Token by token, expert by expert."""
+    y = torch.zeros_like(x).flatten(0, 1)
+    for row, token in enumerate(x.flatten(0, 1)):
+        odds = (w["mlp.router.weight"] @ token).softmax(0)
+        best = sorted(range(c.experts), key=lambda e: -odds[e].item())[: c.slots]
+        for e in best:
+            gate, up = (w["mlp.gate_up_proj"][e] @ token).chunk(2)
+            y[row] = y[row] + odds[e] / sum(odds[b] for b in best) * (w["mlp.down_proj"][e] @ (F.silu(gate) * up))
+    return y.view(x.shape)
+
+
+MIXERS, MLPS, NORMS = {"softmax": softmax}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}

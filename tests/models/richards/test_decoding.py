@@ -7,7 +7,13 @@ import gpubound as gb
 
 from .test_model import inputs, made, reference_kernels  # noqa: F401
 
-WAYS = {"fused": {}, "without positions": {"rope": False}, "own layers": {"fused": False}}
+WAYS = {
+    "fused": {},
+    "without positions": {"rope": False},
+    "experts": {"mlp": "moe", "experts": 5},
+    "own layers": {"fused": False},
+    "experts, own layers": {"mlp": "moe", "experts": 5, "fused": False},
+}
 
 
 def greedy(model, ids, count):

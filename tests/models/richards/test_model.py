@@ -14,6 +14,7 @@ MODELS = {
     "plain": {},
     "tied, without positions": {"tied": True, "rope": False},
     "bidirectional": {"causal": False},
+    "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
     "told the time": {"causal": False, "time": "film"},
 }
 

@@ -19,6 +19,9 @@ class RichardsConfig(DecoderConfig):
     causal: bool = True  # False: every token sees all, as masked diffusion wants it
     time: str = "none"  # film: norms are scaled and shifted by a time, as a denoiser of continuous inputs wants it
     rope: bool = True  # False: no rotary positions
+    experts: int = 8  # of a moe, each `intermediate` wide
+    slots: int = 2  # experts a token is given to
+    balance: float = 0.01  # times how uneven the experts' load is: a part of the loss while a model is trained
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +35,11 @@ class RichardsConfig(DecoderConfig):
         if not self.causal and not all(part.backwards for part in self.parts):
             raise ValueError(
                 f"RichardsConfig: causal: got False, but {self.attention} reads a text in one direction; take softmax or poly."
+            )
+        if not 1 <= self.slots <= self.experts or self.balance < 0:
+            raise ValueError(
+                f"RichardsConfig: experts, slots and balance: got {self.experts}, {self.slots} and {self.balance}; wanted "
+                f"slots from 1 to experts, and a balance of 0 or more."
             )
         self._check_options()
 

@@ -5,15 +5,19 @@ Legend: B batch, T tokens.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Call
 from ...layers.attention import RopeTable, RotaryAngles
 from ...layers.block import run_block, run_blocks
+from ...layers.moe import MoE
 from ...layers.vocabulary import look_up
+from ..decoding import ExpertWeights, Linear
 from ..llama.decoder import OwnReader
 from ..own import LanguageModel
 from .blocks import DiffusionBlock, TimeEmbedding, TransformerBlock, run_at_time
@@ -33,6 +37,8 @@ class RichardsTrunk(nn.Module):
         block = TransformerBlock if self.time is None else DiffusionBlock
         self.layers = nn.ModuleList(block(config, **where) for _ in range(config.layers))
         self.norm = NORMS[config.norm].make(config.hidden, config.eps, **where)
+        self.balance = config.balance
+        self.load: Tensor | None = None  # of the last call: how uneven it was
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None
 
     def forward(
@@ -45,7 +51,23 @@ class RichardsTrunk(nn.Module):
     ) -> Tensor:
         """What `forward` does with embedded tokens, or with any other x (B, T, hidden)."""
         rope = None if self.rope is None else self.rope.of(x, position_ids)
-        return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
+        with self._hearing() as loads:
+            y = run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
+        self.load = torch.stack(loads).mean() if loads else None
+        return y
+
+    @contextmanager
+    def _hearing(self) -> Iterator[list[Tensor]]:
+        """Inside, experts tell how uneven their load is, where the loss wants to know. Not in what backward computes again."""
+        sparse = [block.mlp for block in self.layers if isinstance(block.mlp, MoE)] if self.balance and self.training else []
+        loads: list[Tensor] = []
+        for mlp in sparse:
+            mlp.heard = loads
+        try:
+            yield loads
+        finally:
+            for mlp in sparse:
+                mlp.heard = None
 
     def _step(self, x: Tensor, time: Tensor | None):
         if (time is None) != (self.time is None):
@@ -61,7 +83,7 @@ class RichardsTrunk(nn.Module):
 class RichardsReader(OwnReader):
     """How the fused kernels decode it, where they know its parts."""
 
-    KNOWN: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("softmax",), "mlp": ("swiglu",), "norm": ("rms",)}
+    KNOWN: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("softmax",), "mlp": ("swiglu", "moe"), "norm": ("rms",)}
 
     def refusal(self, max_length: int) -> str | None:
         if why := self.model.undecoded():
@@ -71,6 +93,17 @@ class RichardsReader(OwnReader):
             return "its heads have an odd width, and rotation works on pairs"
         strange = [getattr(c, field) for field, known in self.KNOWN.items() if getattr(c, field) not in known]
         return f"they have no {' and no '.join(strange)}" if strange else None
+
+    def mlp(self, block: Any) -> Any:
+        if not isinstance(block.mlp, MoE):
+            return super().mlp(block)
+        (norm, _), sparse = self.norms(block, self.NORMS[2:]), block.mlp
+        assert norm is not None
+        router = Linear(sparse.router.weight)
+        return ExpertWeights(norm, router, sparse.gate_up_proj, sparse.down_proj, sparse.router.slots, normalise=True)
+
+    def routers(self) -> dict[int, nn.Module]:
+        return {n: block.mlp.router for n, block in enumerate(self.trunk.layers) if isinstance(block.mlp, MoE)}
 
     def table(self, attention) -> int | None:
         return 0 if self.config.rope else None
@@ -92,6 +125,10 @@ class RichardsDecoder(LanguageModel):
         if not self.config.causal:
             return "its tokens see what comes behind them (causal=False)"
         return "its blocks are told a time" if self.config.time != "none" else None
+
+    def extra_loss(self) -> Tensor | None:
+        load, self.model.load = self.model.load, None
+        return None if load is None else self.config.balance * load
 
     def calls(self) -> Iterator[Call]:
         for part in self.config.parts:

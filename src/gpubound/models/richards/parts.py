@@ -12,6 +12,7 @@ from torch import nn
 from ...kernels.choose import Call
 from ...layers.attention import Attention, turn_calls
 from ...layers.mlp import MLP, gated_calls
+from ...layers.moe import MoE
 from ...layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -46,13 +47,24 @@ def _gated(c: "RichardsConfig") -> int:
     return 3 * c.hidden * c.intermediate
 
 
+def _moe(c: "RichardsConfig", **where: Any) -> nn.Module:
+    return MoE(c.hidden, c.intermediate, c.experts, c.slots, **where)
+
+
+def _chosen(c: "RichardsConfig") -> int:
+    return c.experts * c.hidden + c.slots * _gated(c)
+
+
+def _gated_calls(c: "RichardsConfig") -> Iterable[Call]:
+    return gated_calls("silu", c.intermediate)
+
+
 MIXERS = {
     "softmax": NamedPart(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
 }
 MLPS = {
-    "swiglu": NamedPart(
-        lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, lambda c: gated_calls("silu", c.intermediate)
-    ),
+    "swiglu": NamedPart(lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, _gated_calls),
+    "moe": NamedPart(_moe, _chosen, _gated_calls, ("experts", "slots", "balance")),
 }
 NORMS = {
     "rms": NamedPart(RMSNorm, calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)))),

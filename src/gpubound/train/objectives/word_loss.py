@@ -15,6 +15,7 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.choose import Call
 from ...kernels.cross_entropy import loss_shape
 from ...layers.vocabulary import head_of
+from ...models.own import LanguageModel
 from ...models.states import hidden_of, logits_of, why_not_head
 from ...trace import fallback
 from . import Objective
@@ -72,6 +73,17 @@ class WordLoss(Objective):
         return inputs, labels
 
     def total(
+        self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
+    ) -> Tensor:
+        """`words_loss`, and what the model itself adds to the mean of a training step, times the words that count."""
+        loss = self.words_loss(model, inputs, targets, scale, weights)
+        extra = model.extra_loss() if isinstance(model, LanguageModel) else None
+        if extra is None:
+            return loss
+        extra = extra * (targets != IGNORE).sum()
+        return loss + (extra if scale is None else extra * scale)
+
+    def words_loss(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
         """The sum over all targets but -100, each times its own of `weights`, all times `scale`. With `scale` the head's

@@ -1,0 +1,111 @@
+"""A sparse MLP: a router gives each token to a few experts, and each expert is a gated MLP of its own.
+
+Tokens are sorted by expert on the device, and the experts' products are one grouped product whose borders are device numbers:
+no host knows who chose what, so a step with experts is captured like any other. Tokens go there and back by permutations, whose
+gradients are permutations, too: nothing is added up in an order that changes from run to run.
+
+Legend: N tokens, S experts a token (its slots), E experts, I their width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels import swiglu
+from .stacked import Kernels
+
+
+class Router(nn.Module):
+    """Chooses the S likeliest experts of each token; their shares are divided by their sum."""
+
+    def __init__(self, hidden: int, experts: int, slots: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden, device=device, dtype=dtype).normal_(0, hidden**-0.5))
+        self.slots = slots
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (N, hidden) -> (probabilities of all experts (N, E), shares (N, S), ids (N, S)); the first two in fp32."""
+        probabilities = F.linear(x, self.weight.to(x.dtype)).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+        shares, ids = probabilities.topk(self.slots, -1)
+        return probabilities, shares / shares.sum(-1, keepdim=True), ids
+
+
+class MoE(nn.Module):
+    """y = Σ share · down_e(silu(gate_e(x)) · up_e(x)) over the experts e that the router chooses.
+
+    `heard`, a list, is given what the layer's load costs (`imbalance`) at each call, for a loss that wants it balanced.
+    """
+
+    heard: list[Tensor] | None = None
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, slots: int, device=None, dtype=None) -> None:
+        super().__init__()
+        if not 1 <= slots <= experts:
+            raise ValueError(f"MoE: slots: got {slots} of {experts} experts; wanted between 1 and all of them.")
+        where = {"device": device, "dtype": dtype}
+        self.router = Router(hidden, experts, slots, **where)
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden, **where).normal_(0, hidden**-0.5))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, **where).normal_(0, intermediate**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+    def mix(self, x: Tensor) -> Tensor:
+        rows, weights = x.flatten(0, -2), self._parameters
+        probabilities, shares, ids = self._modules["router"](rows)  # type: ignore[misc]
+        if self.heard is not None:
+            self.heard.append(imbalance(probabilities, ids))
+        there, back, ends = sorted_by_expert(ids, probabilities.shape[1])
+        packed = grouped_product(_Moved.apply(rows, there, back, ids.shape[1]), weights["gate_up_proj"], ends)
+        y = grouped_product(swiglu(packed), weights["down_proj"], ends)
+        y = _Moved.apply(y, back, there, 1).view(*ids.shape, -1)
+        return (y * shares[..., None].to(y.dtype)).sum(1).view(x.shape)
+
+    def fused_kernels(self) -> Kernels:
+        return "tokens sorted by expert; grouped products (torch); {}", ("swiglu",)
+
+
+def imbalance(probabilities: Tensor, ids: Tensor) -> Tensor:
+    """E Σ_e (the share of all choices that fell on e) (its mean probability): 1 where the load is even, E where one expert has
+    all of it. It pulls at the probabilities alone."""
+    experts = probabilities.shape[1]
+    chosen = F.one_hot(ids, experts).sum((0, 1)).to(probabilities.dtype) / ids.numel()
+    return experts * (chosen * probabilities.mean(0)).sum()
+
+
+def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For choices (N, S): which of the N S choices stands at each place once they are sorted, the place of each choice, and
+    the place behind each expert's last, int32 (E,)."""
+    chosen, there = ids.flatten().sort(stable=True)
+    back = torch.empty_like(there).scatter_(0, there, torch.arange(len(there), device=ids.device))
+    ends = torch.searchsorted(chosen, torch.arange(experts, device=ids.device), right=True, out_int32=True)
+    return there, back, ends
+
+
+def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
+    """Rows of x (M, K) up to ends[0] times weights[0]ᵀ, those up to ends[1] times weights[1]ᵀ, and so on; weights (E, O, K)."""
+    weights = weights.to(x.dtype)
+    if x.dtype == torch.float64:  # for gradient checks: torch groups no doubles
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(sizes), weights)])
+    return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows of x, each `copies` times in a row, in the order `there`. `back` undoes the order: autograd's own gradient of an
+    index adds atomically, in any order."""
+
+    @staticmethod
+    def forward(ctx, x, there, back, copies):
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x[there // copies if copies > 1 else there]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (back,) = ctx.saved_tensors
+        g = g[back]
+        return (g.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else g), None, None, None
