@@ -246,21 +246,21 @@ def decoder(
 
 
 OWN_STEP = "the model's layers have a step of their own"
-# Bodies for layers that are no attention part beside an MLP part, by Reader.BODY.
-OWN_BODIES: dict[str, Callable[[Any, Build], Body]] = {"compressed": CompressedBody}
+# What runs layers that are no attention part beside an MLP part, by Reader.BODY.
+BODIES: dict[str, Callable[[Any, Build], Body]] = {"compressed": CompressedBody}
 
 
 def _body(model: Any, build: Build, fused: bool) -> Body:
     """What runs the model."""
     reader = reader_of(model) if fused else None
-    own = None if reader is None else OWN_BODIES.get(reader.BODY)
+    special = None if reader is None else BODIES.get(reader.BODY)
     together = build.weights is None and build.max_batch * build.tokens > NARROW
-    live = OWN_STEP if own else bind(model, build.max_length, together) if fused else "fused=False was asked for"
+    live = OWN_STEP if special else bind(model, build.max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
-    if own is not None:
-        return own(reader, build)
+    if special is not None:
+        return special(reader, build)
     if isinstance(live, str):
         if fused:
             fallback("decoder: the fused kernels", live)

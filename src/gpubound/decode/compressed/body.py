@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import GenerateError
+from ...kernels import hc_head, hc_post, hc_pre
 from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
@@ -27,7 +28,6 @@ from ..contract import Body, Build, Watched, check_room
 from .attention import LatentAttention
 from .mixture import NARROW, Mixture
 from .state import Moment, Stretch, normed
-from .streams import collapse, read, write
 from .trial import Trial, try_body
 
 CHUNK = 1024  # tokens of a prompt at a time, about: a whole number of every stretch
@@ -122,22 +122,23 @@ class CompressedBody(Body):
 
     def _stages(self, token_BT: Tensor, now: Any, attend: Attend) -> Iterator[tuple[str, Tensor]]:
         """(name, the streams behind it) of every part."""
-        x = F.embedding(token_BT, self.embed_weight).float()[:, :, None].expand(-1, -1, self.streams, -1)
+        x = F.embedding(token_BT, self.embed_weight).float()[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
         yield "model.embed_tokens", x
         token_N = token_BT.flatten()
         for number, layer in enumerate(self.layers):
             u, give, mix = read(x, layer.attention_streams)
             h = normed(u, layer.attention.weights.norm).to(self.dtype)
-            x = write(x, attend(layer.attention, h, now), give, mix)
+            x = hc_post(x, attend(layer.attention, h, now), give, mix)
             yield f"model.layers.{number}.self_attn", x
             u, give, mix = read(x, layer.mixture_streams)
             h = normed(u, layer.mixture.weights.norm).to(self.dtype)
             y = layer.mixture(u.flatten(0, 1), h.flatten(0, 1), token_N)
-            x = write(x, y.view_as(u), give, mix)
+            x = hc_post(x, y.view_as(u), give, mix)
             yield f"model.layers.{number}.mlp", x
 
     def _logits(self, x: Tensor) -> Tensor:
-        h = normed(collapse(x, self.collapse), self.norm).to(self.dtype)
+        w = self.collapse
+        h = normed(hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps), self.norm).to(self.dtype)
         return F.linear(h, self.head).float()
 
     def moved(self) -> str | None:
@@ -195,3 +196,8 @@ class CompressedBody(Body):
             ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
             self.trial.row(),
         ]
+
+
+def read(x: Tensor, w: HyperWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """What a part reads of the streams, and how `hc_post` spreads what it gives."""
+    return hc_pre(x, w.product, w.scale, w.base, w.eps, w.norm_eps, w.rounds)

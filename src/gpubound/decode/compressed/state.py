@@ -6,9 +6,7 @@ that falls on s: what a slot holds is computed, never kept. A ring for `span` to
 T tokens: then the last of a step's tokens overwrites nothing that the first still reads, and guesses that turned out wrong are
 overwritten before they count.
 
-An entry is pooled in every step for the stretch that its token stands in, from the tokens that are there, and written in the
-entry's place. While the stretch is open nobody sees it; the token that closes it writes it whole. So nothing asks whether a
-stretch has closed.
+An entry is seen when its stretch has ended. One that a wrong guess ended is not seen before it is written again.
 
 Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
 """
@@ -19,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...kernels import compress
+from ...kernels.compressor import Pending
 from ...kernels.decode_product import Norm
 from ...models.deepseek_v4.weights import EntryWeights
 from ..contract import Build
@@ -38,6 +38,7 @@ class Moment:
     def __init__(self, position_BT: Tensor, tables: Tables) -> None:
         self.position, self.tables = position_BT, tables
         self.last = position_BT[:, -1:]
+        self.first = position_BT[:, 0].int()
         self.row = torch.arange(len(position_BT), device=position_BT.device)[:, None]
         self._made: dict[tuple, Any] = {}
 
@@ -48,19 +49,8 @@ class Moment:
 
     def angles(self, table: int) -> tuple[Tensor, Tensor]:
         """cos and sin (B, T, pairs) where the tokens stand."""
-        return self.once(("angles", table), lambda: self._angles(table, self.position))
-
-    def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
-        """The same where the stretches begin that the tokens stand in."""
-        return self.once(("opened", table, rate), lambda: self._angles(table, self.stretch(rate) * rate))
-
-    def _angles(self, table: int, position: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.tables[table]
-        return cos[position], sin[position]
-
-    def stretch(self, rate: int) -> Tensor:
-        """(B, T): the number of the stretch that each token stands in."""
-        return self.once(("stretch", rate), lambda: torch.div(self.position, rate, rounding_mode="floor"))
+        return self.once(("angles", table), lambda: (cos[self.position], sin[self.position]))
 
     def closed(self, rate: int) -> Tensor:
         """(B, T): how many stretches have ended where each token stands."""
@@ -80,16 +70,6 @@ class Moment:
             return (held >= 0) & (held <= query) & (held > query - window)
 
         return self.once(("window", window, size), make)
-
-    def pooled(self, weights: EntryWeights, size: int) -> tuple[Tensor, Tensor]:
-        """(B, T, span): the slots of the tokens that the entry of a token's stretch pools, and which of these are there."""
-
-        def make() -> tuple[Tensor, Tensor]:
-            end = (self.stretch(weights.rate)[..., None] + 1) * weights.rate
-            position = end - weights.span + torch.arange(weights.span, device=end.device)
-            return mod(position, size), (position >= 0) & (position <= self.last[..., None])
-
-        return self.once(("pooled", weights.rate, weights.span, size), make)
 
 
 class Stretch:
@@ -153,14 +133,11 @@ class Entries:
         return [self.store, self.kv.data, self.gate.data]
 
     def step(self, now: Moment, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
-        """Every place of the rows' stores, (B, S, D), the stretches that the tokens stand in pooled anew."""
-        w = self.weights
-        kv, gate = self.kv.step(now, kv_BTC), self.gate.step(now, gate_BTC)
-        slots, there = now.pooled(w, self.kv.size)
-        row = now.row[..., None]
-        entry = pool(w, kv[row, slots], gate[row, slots], there, now.opened(table, w.rate))
-        put(self.store, now.row, now.stretch(w.rate), entry)
-        return self.store[: len(kv_BTC)]
+        """Every place of the rows' stores, (B, S, D), with the entries of the stretches that the tokens end."""
+        w, rows = self.weights, len(kv_BTC)
+        pending, store = Pending(self.kv.data[:rows], self.gate.data[:rows]), self.store[:rows]
+        compress(kv_BTC, gate_BTC, now.first, pending, store, w.bias, w.norm, *now.tables[table])
+        return store
 
     def prompt(self, now: Stretch, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
         """The entries (B, S, D) up to the end of a piece that begins where a stretch does."""
