@@ -215,6 +215,8 @@ RULES = {
     "group_norm": Rule(TilePlan, lambda job: TilePlan(4096, 2 if job.way == "forward" else 4), _first(0)),
     "hc_mix": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
     "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
+    "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), _first(2)),
+    "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), _width),  # 16 numbers a thread: 32 spill
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),
     "losses": Rule(TilePlan, losses, _width),
     "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
