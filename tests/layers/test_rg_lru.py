@@ -48,6 +48,15 @@ def test_steps_go_on_where_the_text_ended():
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-12)
 
 
+def test_a_row_that_is_padded_has_the_state_behind_its_own_tokens():
+    m, x = mixer(), x_of(3, 7, HIDDEN)
+    lengths = torch.tensor([7, 2, 0])
+    _, states = m.step(x, None, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        want = m.step(x[row : row + 1, :length], None)[1][0] if length else torch.zeros(WIDTH)
+        torch.testing.assert_close(states[row], want.to(states.dtype), rtol=1e-12, atol=1e-12)
+
+
 def test_a_token_sees_none_behind_it():
     m, x = mixer(), x_of(1, 6, HIDDEN)
     other = x.clone()

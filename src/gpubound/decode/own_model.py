@@ -43,7 +43,14 @@ class OwnBody(Body):
         self.error = self._try()
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
-        self.cached.prompt(ids.long(), lengths)
+        if ids.shape[1]:
+            self.cached.prompt(ids.long(), lengths)
+        else:
+            self._clear()
+
+    def _clear(self) -> None:
+        for tensor in self.cached.tensors():
+            tensor.zero_()
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         return self.logits[: len(token)].copy_(self.cached.step(token.long(), position))
@@ -93,8 +100,7 @@ class OwnBody(Body):
                 f"decoder: model: got {type(self.model).__name__}, whose logits token by token differ from its own forward's "
                 f"by {error:.1e}, wanted at most {TOLERANCE[self.dtype]:g}; is it in eval mode, without hooks?"
             )
-        for tensor in self.cached.tensors():
-            tensor.zero_()
+        self._clear()
         return error
 
     def report(self) -> list[tuple[str, str, str]]:

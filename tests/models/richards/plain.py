@@ -35,6 +35,16 @@ def softmax(c, w, x):
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
 
+def rg_lru(c, w, x):
+    unit, r, i = (x @ w[f"self_attn.{n}_proj.weight"].T + w[f"self_attn.{n}_proj.bias"] for n in "xri")
+    h, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        a = w["self_attn.decay"].sigmoid() ** (8 * r[:, t].sigmoid())
+        h = a * h + (1 - a * a).sqrt() * i[:, t].sigmoid() * unit[:, t]
+        states.append(h)
+    return torch.stack(states, 1) @ w["self_attn.o_proj.weight"].T
+
+
 def turned(x, c):
     """The pair (i, i + D/2) as one complex number, times e^(i p f)."""
     T, half = x.shape[2], c.head_dim // 2
@@ -76,4 +86,4 @@ def moe(c, w, x):
     return y.view(x.shape)
 
 
-MIXERS, MLPS, NORMS = {"softmax": softmax}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}
+MIXERS, MLPS, NORMS = {"softmax": softmax, "rg_lru": rg_lru}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}

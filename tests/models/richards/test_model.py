@@ -15,6 +15,7 @@ MODELS = {
     "tied, without positions": {"tied": True, "rope": False},
     "bidirectional": {"causal": False},
     "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
+    "recurrent": {"attention": "rg_lru"},
     "told the time": {"causal": False, "time": "film"},
 }
 
@@ -83,6 +84,14 @@ def test_times_near_each_other_look_different():
     [
         ({"attention": "sofmax"}, "RichardsConfig: attention: got 'sofmax'; did you mean 'softmax'?"),
         ({"time": "flim"}, "RichardsConfig: time: got 'flim'; did you mean 'film'?"),
+        (
+            {"attention": "rg_lru", "causal": False},
+            "RichardsConfig: causal: got False, but rg_lru reads a text in one direction; take softmax or poly.",
+        ),
+        (
+            {"attention": "rg_lru", "qk_norm": True},
+            "RichardsConfig: qk_norm: got True, but none of rg_lru, swiglu, rms reads it; it is an option of softmax.",
+        ),
         ({"heads": 3}, "RichardsConfig: heads 3 is not a multiple of kv_heads 2; choose one that divides it."),
         ({"head_width": 3}, "RichardsConfig: heads are 3 wide, and rotation works on pairs; give rope=False."),
     ],

@@ -27,6 +27,10 @@ class KeysValues:
     def tensors(self) -> list[Tensor]:
         return [self.k, self.v]
 
+    def carried(self) -> list[Tensor]:
+        """What a step changes for good: nothing, a key is written over by the next step at its place."""
+        return []
+
     def prompt(self, x: Tensor, rope: Rope | None, lengths: Tensor) -> Tensor:
         """x (B, T, hidden) at places 0 to T - 1, of which the first `lengths` (B,) of a row count."""
         rows, tokens = x.shape[:2]
@@ -49,7 +53,31 @@ class KeysValues:
         return self.mixer.output(self.mixer.attended(q, k, v, mask)[0].flatten(-2))
 
 
-KEEPS: dict[str, Any] = {"softmax": KeysValues}
+class State:
+    """What a recurrence keeps: the state (B, width) behind each row's last token. A step changes it for good."""
+
+    def __init__(self, mixer: Any, rows: int, places: int, like: Tensor) -> None:
+        self.mixer = mixer
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.h = like.new_zeros(rows, len(mixer.decay), dtype=wide)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.h]
+
+    carried = tensors
+
+    def prompt(self, x: Tensor, rope: Rope | None, lengths: Tensor) -> Tensor:
+        y, state = self.mixer.step(x, None, lengths)
+        self.h[: len(x)] = state
+        return y
+
+    def step(self, x: Tensor, rope: Rope | None, position: Tensor) -> Tensor:
+        y, state = self.mixer.step(x, self.h[: len(x)])
+        self.h[: len(x)] = state
+        return y
+
+
+KEEPS: dict[str, Any] = {"softmax": KeysValues, "rg_lru": State}
 """By the config's `attention`."""
 
 Seen = Callable[[str, Tensor], None]
@@ -73,8 +101,8 @@ class CachedModel:
         return [tensor for mixer in self.mixers for tensor in mixer.tensors()]
 
     def carried(self) -> list[Tensor]:
-        """Of these, what a step changes for good: a state, where a key is written over by the next step at its place."""
-        return [tensor for mixer in self.mixers for tensor in getattr(mixer, "state", list)()]
+        """Of these, what a step changes for good."""
+        return [tensor for mixer in self.mixers for tensor in mixer.carried()]
 
     def prompt(self, ids: Tensor, lengths: Tensor, seen: Seen = _unseen) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T)."""

@@ -14,6 +14,7 @@ from ...layers.attention import Attention, turn_calls
 from ...layers.mlp import MLP, gated_calls
 from ...layers.moe import MoE
 from ...layers.norm import RMSNorm
+from ...layers.rg_lru import RGLRU, rg_lru_calls
 
 if TYPE_CHECKING:
     from .config import RichardsConfig
@@ -61,6 +62,9 @@ def _gated_calls(c: "RichardsConfig") -> Iterable[Call]:
 
 MIXERS = {
     "softmax": NamedPart(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
+    "rg_lru": NamedPart(
+        lambda c, **where: RGLRU(c.hidden, **where), lambda c: 4 * c.hidden**2, lambda c: rg_lru_calls(), backwards=False
+    ),
 }
 MLPS = {
     "swiglu": NamedPart(lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, _gated_calls),
