@@ -22,6 +22,8 @@ KEPT = Path(__file__).with_name("plans_fit.json")
 NORMS = [(cols,) for cols in (1024, 2048, 4096, 8192)]
 # Shapes that an op's example takes, where its plan or its kernel depends on them; all other ops are compiled once a dtype.
 SHAPES: dict[str, list[tuple]] = {
+    "add_dynamic_tanh": NORMS,
+    "add_richards_norm": NORMS,
     "add_rms_norm": NORMS,
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],
@@ -69,6 +71,7 @@ SHAPES: dict[str, list[tuple]] = {
     "quantized_norm_product": [(), (1.0, 30.0), (None, 0.0)],
     "richards_glu": [(4096,)],
     "richards_glu_backward": [(4096,)],
+    "richards_norm": NORMS,
     "rg_lru": [(False,), (True,)],
     "rms_norm": NORMS,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],

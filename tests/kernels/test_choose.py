@@ -124,6 +124,9 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     kernels.add_rms_norm(x, x)
     kernels.layer_norm(x)
     kernels.dynamic_tanh(x, torch.ones(1), torch.ones(48))
+    kernels.add_dynamic_tanh(x, x, torch.ones(1), torch.ones(48))
+    kernels.richards_norm(x, None, logistic, torch.ones(48))
+    kernels.add_richards_norm(x, x, None, logistic, torch.ones(48))
     kernels.swiglu(x)
     kernels.geglu(x, x)
     kernels.swiglu_backward(draw(2, 24), draw(2, 48))
@@ -141,6 +144,9 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
         "add_rms_norm": (48,),
         "layer_norm": (48,),
         "dynamic_tanh": (48,),
+        "add_dynamic_tanh": (48,),
+        "richards_norm": (48, logistic),
+        "add_richards_norm": (48, logistic),
         "swiglu": (24, True),
         "geglu": (48, False),
         "swiglu_backward": (24,),

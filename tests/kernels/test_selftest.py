@@ -25,8 +25,10 @@ FP32 = torch.float32
 
 SHAPED = {
     "adamw": ((0.9, 0.95), 1e-6, False, False),
+    "add_dynamic_tanh": (96,),
     "add_norm": (1.0,),
     "add_product": (16, True),
+    "add_richards_norm": (96, VALUE),
     "add_rms_norm": (96,),
     "add_rows": (48,),
     "compress": (1,),
@@ -58,6 +60,7 @@ SHAPED = {
     "richards": (Curve(("nu", "scale", "beta"), "tanh", tail=True),),
     "richards_glu": (72, GATE, VALUE),
     "richards_glu_backward": (72, Curve(), GATE),
+    "richards_norm": (96, GATE),
     "rg_lru": (True,),
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),

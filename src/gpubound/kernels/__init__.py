@@ -18,6 +18,12 @@ from .decode_product import (
     norm_product as norm_product,
     norm_rows as norm_rows,
 )
+from .dynamic_tanh import (
+    add_dynamic_tanh as add_dynamic_tanh,
+    add_richards_norm as add_richards_norm,
+    dynamic_tanh as dynamic_tanh,
+    richards_norm as richards_norm,
+)
 from .experts import add_routed as add_routed, route as route, routed_gate_up as routed_gate_up
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
@@ -31,7 +37,7 @@ from .lora import (
     lora_up as lora_up,
 )
 from .nf4 import dequantize_nf4 as dequantize_nf4
-from .norms import add_rms_norm as add_rms_norm, dynamic_tanh as dynamic_tanh, layer_norm as layer_norm, rms_norm as rms_norm
+from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
 from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
 from .quantize import (

@@ -78,6 +78,16 @@ def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], what: str, **pe
         require_device(op, name, t, x)
 
 
+def require_residual(op: str, residual: Tensor, x: Tensor) -> None:
+    """What is added to x before it is normed."""
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"{op}: residual must match x, {tuple(x.shape)} {x.dtype}, "
+            f"got {tuple(residual.shape)} {residual.dtype}; cast or reshape it before the call."
+        )
+    require_device(op, "residual", residual, x)
+
+
 def require_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
     if t is not None and t.device != x.device:
         raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")

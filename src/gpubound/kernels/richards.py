@@ -98,9 +98,9 @@ def richards_glu_backward_reference(
     return gradient.to(packed.dtype), h.detach().to(packed.dtype), value, gate
 
 
-def chosen(op: str, x: Tensor, shape: tuple) -> Callable:
+def chosen(op: str, x: Tensor, shape: tuple, unable: str | None = None) -> Callable:
     """Its implementation. torch.compile takes the definition: pointwise as it is, the compiler fuses it itself."""
-    return load("reference", op) if torch.compiler.is_compiling() else implementation(op, x, None, shape)
+    return load("reference", op) if torch.compiler.is_compiling() else implementation(op, x, unable, shape)
 
 
 def require_free(op: str, name: str, free: Tensor | None, curve: Curve, x: Tensor) -> None:

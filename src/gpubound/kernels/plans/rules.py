@@ -53,6 +53,12 @@ def norm_rows(job: Job) -> RowPlan:
     return RowPlan(rows, max(1, min(8, fits)), warps)
 
 
+def striding_rows(job: Job) -> RowPlan:
+    """As `norm_rows`, but no program visits one tile alone: each makes the numbers of a curve first."""
+    plan = norm_rows(job)
+    return plan if plan.each else plan._replace(each=8)
+
+
 def gated(job: Job) -> TilePlan:
     """Programs follow each other along a row, so that those which run at the same time read and write neighbouring memory.
 
@@ -208,7 +214,9 @@ def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
 
 
 RULES = {
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, _width)),
+    **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
+    **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
     "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),

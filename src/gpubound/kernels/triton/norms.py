@@ -5,8 +5,6 @@ row and g = dy · weight,
 
     RMSNorm        dx = rstd · (g − x̂ · mean(g · x̂))              dweight = Σ_rows dy · x̂
     LayerNorm      dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))    dweight = Σ_rows dy · x̂         dbias = Σ_rows dy
-    Dynamic tanh   dx = alpha · d                                 dweight = Σ_rows dy · t         dbias = Σ_rows dy
-                   with t = tanh(alpha · x), computed again, and d = g · (1 − t²); dalpha = Σ d · x
 
 What nobody asked for is not computed: a frozen weight costs no sums (LoRA), an input without a gradient no store.
 """
@@ -19,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import first_order_only
-from ._math import add_both, reciprocal
+from ._math import add_both
 from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
 
 
@@ -167,103 +165,3 @@ def add_rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     return _Norm.apply(x, None, weight, bias, eps, 0.0, True)
-
-
-@triton.jit
-def _tanh(x, alpha, FP32: tl.constexpr):
-    """(tanh z, 1 − tanh² z) for z = alpha · x, from e = exp(−2z). The slope 4e / (1 + e)² keeps its digits near ±1.
-
-    Near 0, 1 − e loses them (at 1e-4, 3 of 7), so there FP32 takes the series, whose next term is below 6e-9 of the sum at
-    0.15; it also divides, where `reciprocal` would be off by 3e-7. 16-bit inputs do without: that error is beyond their digits
-    from 1e-4 up, and 14 instructions an element less are what keeps the kernel from being bound by them.
-    """
-    e = tl.exp2(x * (-2.8853900817779268 * alpha))  # 2 / ln 2
-    bounded = tl.minimum(e, 8.507059173023462e37)  # 2^126: infinity times 0 would be NaN
-    if FP32:
-        over = 1.0 / (1.0 + bounded)
-        z = alpha * x
-        s = z * z
-        small = z * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315))))
-        t = tl.where(tl.abs(z) < 0.15, small, (1.0 - bounded) * over)
-    else:
-        over = reciprocal(1.0 + e)
-        t = 2.0 * over - 1.0
-    return t, 4.0 * (bounded * over) * over
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _dynamic_tanh_forward_kernel(x_ptr, a_ptr, w_ptr, b_ptr, y_ptr, rows,
-                                 COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                                 HINT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    alpha = tl.load(a_ptr).to(tl.float32)
-    w = _columns(w_ptr, COLS, BLOCK)
-    if BIAS:
-        b = _columns(b_ptr, COLS, BLOCK)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        _, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        x = _tile_of(x_ptr, at, mask, HINT)
-        t, _ = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
-        y = t * w[None]
-        if BIAS:
-            y += b[None]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _dynamic_tanh_backward_kernel(dy_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, parts_ptr, rows,
-                                  COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                                  HINT: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
-    col = tl.arange(0, BLOCK)
-    alpha = tl.load(a_ptr).to(tl.float32)
-    w = _columns(w_ptr, COLS, BLOCK)
-    da = tl.zeros([BLOCK], tl.float32)
-    dw = tl.zeros([BLOCK], tl.float32)
-    db = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        _, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        dy = _tile_of(dy_ptr, at, mask, HINT)
-        x = _tile_of(x_ptr, at, mask, HINT)
-        t, slope = _tanh(x, alpha, x_ptr.dtype.element_ty == tl.float32)
-        d = dy * w[None] * slope
-        tl.store(dx_ptr + at, (alpha * d).to(dx_ptr.dtype.element_ty), mask=mask)
-        if SUMS:
-            da += tl.sum(d * x, 0)
-            dw += tl.sum(dy * t, 0)
-            db += tl.sum(dy, 0)
-    if SUMS:
-        tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))
-        parts_ptr += tl.program_id(0) * 2 * COLS + col
-        tl.store(parts_ptr, dw, mask=col < COLS)
-        tl.store(parts_ptr + COLS, db, mask=col < COLS)
-
-
-class _DynamicTanh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, alpha, weight, bias):
-        x = x.contiguous()
-        y, w, b = torch.empty_like(x), weight.contiguous(), x if bias is None else bias.contiguous()
-        walk(_dynamic_tanh_forward_kernel, "dynamic_tanh", "forward", x, 0, (x, alpha, w, b, y), BIAS=bias is not None)
-        ctx.save_for_backward(x, alpha, weight)
-        ctx.small = alpha, weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        first_order_only("dynamic_tanh")
-        needed = ctx.needs_input_grad[1:]
-        x, alpha, weight = ctx.saved_tensors
-        w, dx = weight.contiguous(), torch.empty_like(x)
-        da, parts = walk(
-            _dynamic_tanh_backward_kernel, "dynamic_tanh", "backward", x, 2, (dy.contiguous(), x, alpha, w, dx),
-            [(), (2 if any(needed) else 0, x.shape[-1])], SUMS=any(needed),
-        )  # fmt: skip
-        if not any(needed):
-            return dx, None, None, None
-        # Who is frozen or absent has a stand-in, without an accumulator, whose gradient is dropped.
-        owners = [t if need else like.detach() for t, need, like in zip(ctx.small, needed, (alpha, weight, weight))]
-        dw, db, dalpha = deliver_parts(parts, owners[1:], da, owners[0])
-        return dx, *(g if need else None for g, need in zip((dalpha, dw, db), needed))
-
-
-def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _DynamicTanh.apply(x, alpha, weight, bias)
