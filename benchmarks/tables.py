@@ -26,8 +26,17 @@ NAMES = {
     "peft-liger": "PEFT, Liger",
     "peft-liger-autocast": "PEFT, Liger, bf16 autocast",
     "ours-lora": "ours, one adapter over bf16",
+    "cpu": "plain torch on this machine's CPU",
+    "sdpa-cudnn": "SDPA of cuDNN (a softmax)",
 }
-LIMITS = ("copy rate", "bf16 rate", "roofline", "sum of its kernels", "collected")  # shares of these are percentages
+LIMITS = (
+    "copy rate",
+    "bf16 rate",
+    "roofline",
+    "sum of its kernels",
+    "collected",
+    "products alone",
+)  # shares of these are percentages
 OURSELVES = ("bf16", "ours-bf16", "accumulate 1", "normal step", "ours-lora")
 BUDGET = "budget"
 ACCUMULATORS = " + fp32 accumulators"
@@ -45,6 +54,7 @@ TITLES = {
     "kernels": "Kernels",
     "train": "Training steps",
     "lora": "Low-rank adapters",
+    "blocks": "Layers and blocks",
     "trainer": "Hugging Face Trainer",
     "place": "Placed models, forward and backward",
     "graph": "Captured forward passes",
