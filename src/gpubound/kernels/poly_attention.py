@@ -22,6 +22,7 @@ from .ops import definition, draw, ints
 
 DEGREES = (1, 3, 5, 7)
 WIDEST_HEAD = 128
+EVEN, ODD = 256, 200  # tokens of a self-test: whether 16 divides them is a constant of the compilation
 
 
 def poly_attention(
@@ -54,7 +55,7 @@ def poly_attention(
     tokens = q.shape[1]
     window = 0 if window >= tokens else window  # it hides nothing
     has = table is not None, gates is not None, window > 0
-    shape = *q.shape[2:], k.shape[2], degree, soft_clip, *has, causal, 256 if tokens % 128 == 0 else 200
+    shape = *q.shape[2:], k.shape[2], degree, soft_clip, *has, causal, EVEN if tokens % 16 == 0 else ODD
     kernel = implementation(op, q, _unable(q), shape)
     return kernel(q, k, v, coefficients, table, gates, degree, soft_clip, window, causal)
 

@@ -9,6 +9,7 @@ from .linear_site import fused_linear as fused_linear, linear as linear
 from .mlp import MLP as MLP
 from .moe import MoE as MoE
 from .norm import RMSNorm as RMSNorm
+from .poly_attention import PolyAttention as PolyAttention
 from .rg_lru import RGLRU as RGLRU
 from .stacked import Stacked as Stacked
 from .vocabulary import LMLoss as LMLoss, look_up as look_up, shift as shift

@@ -65,7 +65,7 @@ def _forward_stretch(acc, q, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch,
                          k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top,
                          HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
@@ -116,7 +116,7 @@ def _queries_stretch(acc, power, whole, q, dy, gain, query, begin, end, k_ptr, v
     return acc, power, whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, dterm_ptr,
                          sums_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back,
                          rows, alpha, over, top, steep, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr,
@@ -204,7 +204,7 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_pt
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head,
                       k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top, steep,
                       HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,

@@ -146,7 +146,7 @@ def _with_term(s, q, table_ptr, distance, nearest, rows, DIM: tl.constexpr, d, K
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "window", "rows"])
 def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table_ptr, coefficient_ptr, part_ptr, places,
                       window, rows, alpha, over, top, KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
                       DIM: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr,
@@ -192,7 +192,7 @@ def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table
     tl.store(part_ptr + split * (tl.num_programs(0) * GROUP * DIM) + mine, acc, mask=heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "splits"])
 def _poly_joined_kernel(part_ptr, gate_ptr, position_ptr, y_ptr, places, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
                         DP: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     row, d = tl.program_id(0), tl.arange(0, DP)
