@@ -20,11 +20,12 @@ DTYPES = (torch.float32, torch.bfloat16)  # fp16 takes bf16's plans and as many 
 KEPT = Path(__file__).with_name("plans_fit.json")
 
 NORMS = [(cols,) for cols in (1024, 2048, 4096, 8192)]
+STILL = [*NORMS, (2048, True)]  # a gain that does not train
 # Shapes that an op's example takes, where its plan or its kernel depends on them; all other ops are compiled once a dtype.
 SHAPES: dict[str, list[tuple]] = {
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
-    "add_rms_norm": NORMS,
+    "add_rms_norm": STILL,
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],
     "add_product": [(), (16, True), (256, False)],
@@ -40,13 +41,21 @@ SHAPES: dict[str, list[tuple]] = {
     "hc_pre": [(), (4, True)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
-    "lora_down": [(16, False), (32, True), (64, False), (130, False), (128, False, True), (16, False, False, 3)],
+    "lora_down": [
+        (16, False),
+        (32, True),
+        (64, False),
+        (130, False),
+        (128, False, True),
+        (16, False, False, 3, False),
+    ],
     "lora_gradients": [
         (768, 768, 16, False),
         (2048, 2048, 32, True),
         (4096, 4096, 64, False),
         (4096, 4096, 130, False),
         (2048, 3072, 16, False, 3),
+        (2048, 2048, 128, False, 1, True),
     ],
     "lora_product": [
         (0, 16, False, True),
@@ -55,6 +64,8 @@ SHAPES: dict[str, list[tuple]] = {
         (2, 64, False, True),
         (2, 130, False, False),
         (2, 16, False, True, 3),
+        (2, 16, False, True, 3, False),
+        (2, 48, False, False, 1, False),
     ],
     "lora_up": [(16, False), (64, True), (130, False), (16, False, 2)],
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
@@ -73,7 +84,7 @@ SHAPES: dict[str, list[tuple]] = {
     "richards_glu_backward": [(4096,)],
     "richards_norm": NORMS,
     "rg_lru": [(False,), (True,)],
-    "rms_norm": NORMS,
+    "rms_norm": STILL,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],
     "swiglu": [(14336, True)],

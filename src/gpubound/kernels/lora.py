@@ -96,14 +96,18 @@ def lora_down(
     _check_blocks("lora_down", blocks, x.shape[-1])
     _check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
     check_rows("lora_down", rows, x, ranks)
-    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks))
+    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1)
     return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
-def _draw_down(g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1) -> tuple:
-    ranks = rank * blocks
-    own = Owners(ints(0, -1, 1, 0, 5) if routed else ints(), ints(*(i % 2 for i in range(ranks))), draw(g, ranks).detach())
-    return draw(g, 80, 48), draw(g, rank, 48), 1.7, _drop(dropping), None, own if routed else None, _blocks(blocks)
+def _draw_down(
+    g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True
+) -> tuple:
+    ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has a kernel of its own
+    a = draw(g, rank, columns) if along else draw(g, columns, rank).t()
+    ids, owner = ints(0, -1, 1, 0, 5).long(), ints(*(i % 2 for i in range(ranks)))
+    own = Owners(ids, owner, draw(g, ranks).detach()) if routed else None
+    return draw(g, 80, columns), a, 1.7, _drop(dropping), None, own, _blocks(blocks, columns)
 
 
 @definition(_draw_down)
@@ -156,16 +160,17 @@ def lora_product(
         h=(h, (rows, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
     size = (rows * outputs >= WAVE) + (rows * outputs >= LARGE)
-    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks))
+    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None)
     return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent)
 
 
 def _draw_product(
-    g: torch.Generator, size: int = 0, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1
-) -> tuple:
+    g: torch.Generator, size: int = 0, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1,
+    biased: bool = True,
+) -> tuple:  # fmt: skip
     rows, outputs = ((64, 64 * blocks), (2048, WAVE // 2048), (4096, LARGE // 4096))[size]
     weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
-    bias = draw(g, outputs) if along else None
+    bias = draw(g, outputs) if biased else None
     return draw(g, rows, 48), weight, bias, draw(g, rows, rank * blocks), b, _drop(dropping), _blocks(blocks, outputs, 64)
 
 
@@ -200,17 +205,21 @@ def lora_gradients(
     _check("lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")))
     outputs = _as_in_memory(db, g.shape[-1], rank // _count(blocks))
     _check_outputs("lora_gradients", x, da=_as_in_memory(da, rank, x.shape[-1]), db=outputs)
-    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks))
+    beside = db is not None and db.stride(0) == 1 < db.stride(1)
+    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside)
     run = implementation("lora_gradients", x, None, shape)
     return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals, dependent)
 
 
 def _draw_gradients(
-    g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1
-) -> tuple:
+    g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1,
+    beside: bool = False,
+) -> tuple:  # fmt: skip
     inward, outward = ((draw(g, 64, columns), draw(g, 64, rank * blocks)) for columns in (inputs, outputs))
-    da, db = draw(g, rank * blocks, inputs).detach(), draw(g, outputs, rank).detach()
-    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs), ints(*[0] * SHARED_SUMS)
+    da = draw(g, rank * blocks, inputs).detach()
+    db = draw(g, rank, outputs).detach().t() if beside else draw(g, outputs, rank).detach()
+    last = 64 if outputs >= 64 * blocks else BLOCK  # real layers have blocks of many tiles
+    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
 
 
 @definition(_draw_gradients)

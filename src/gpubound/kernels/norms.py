@@ -12,16 +12,26 @@ from torch import Tensor
 
 from .checks import require_residual, require_rows, too_wide
 from .choose import implementation
-from .ops import definition, draw
+from .ops import definition, draw, frozen
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
-    return implementation("rms_norm", x, too_wide(x), x.shape[-1:])(x, weight, eps, offset)
+    return implementation("rms_norm", x, too_wide(x), _shape(x, weight))(x, weight, eps, offset)
 
 
-@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), 1e-6))
+def _shape(x: Tensor, weight: Tensor | None) -> tuple:
+    """A gain that does not train has a backward of its own."""
+    still = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    return (x.shape[-1], True) if still else (x.shape[-1],)
+
+
+def _gain(g: torch.Generator, cols: int, still: bool) -> Tensor:
+    return frozen(draw(g, cols)) if still else draw(g, cols)
+
+
+@definition(lambda g, cols=40, still=False: (draw(g, 3, cols), _gain(g, cols, still), 1e-6))
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
@@ -35,10 +45,10 @@ def add_rms_norm(
     """(y, s) with s = x + residual and y = rms_norm(s): the residual is added in the same pass."""
     require_rows("add_rms_norm", x, weight=weight)
     require_residual("add_rms_norm", residual, x)
-    return implementation("add_rms_norm", x, too_wide(x), x.shape[-1:])(x, residual, weight, eps, offset)
+    return implementation("add_rms_norm", x, too_wide(x), _shape(x, weight))(x, residual, weight, eps, offset)
 
 
-@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, cols), 1e-6))
+@definition(lambda g, cols=40, still=False: (draw(g, 3, cols), draw(g, 3, cols), _gain(g, cols, still), 1e-6))
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,11 @@ def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
+def frozen(t: torch.Tensor) -> torch.Tensor:
+    """The same in the dtype of the call, without a gradient."""
+    return torch.nn.Parameter(t.detach(), requires_grad=False)
+
+
 def ints(*values: int) -> torch.Tensor:
     """int32"""
     return torch.tensor(values, device="cpu", dtype=torch.int32)

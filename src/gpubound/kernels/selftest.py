@@ -49,7 +49,9 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
 
     def own(argument: torch.Tensor) -> torch.Tensor:
         copy = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
-        return copy.to(device, dtype).requires_grad_() if argument.requires_grad else copy.to(device)
+        if argument.requires_grad or isinstance(argument, torch.nn.Parameter):
+            return copy.to(device, dtype).requires_grad_(argument.requires_grad)
+        return copy.to(device)
 
     moved = tree_map_only(torch.Tensor, own, arguments)
     result = function(*moved)

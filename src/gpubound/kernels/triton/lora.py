@@ -151,10 +151,10 @@ def _lora_up_kernel(y_ptr, h_ptr, b_ptr, seed_ptr, site, limit, scale, N, O, R, 
     tl.store(at, (y + total).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["site", "limit", "scale", "tiles", "share"])
+@triton.jit(do_not_specialize=["site", "limit", "scale", "tiles", "share", "a_begins", "b_begins"])
 def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_ptr, count_ptr, seed_ptr, site, limit, scale,
                            tiles, share, N, K, O, RA, RB, middle, last, sx, sgh, sg, sh, sar, sak, sbo, sbr,
-                           A_BEGINS: tl.constexpr, B_BEGINS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+                           a_begins, b_begins, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
                            DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
     """The first `tiles` programs own columns of g and rows of db, those behind them columns of x and of da.
@@ -198,14 +198,14 @@ def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_pt
     if of_b:
         if db_ptr is not None:
             at = db_ptr + column[:, None] * sbo + rank[None] * sbr
-            if not B_BEGINS:
+            if b_begins == 0:
                 total += tl.load(at, mask=mask, other=0.0)
             tl.store(at, total.to(db_ptr.dtype.element_ty), mask=mask)
     else:
         if da_ptr is not None:
             at = da_ptr + column[:, None] * sak + rank[None] * sar
             total *= scale
-            if not A_BEGINS:
+            if a_begins == 0:
                 total += tl.load(at, mask=mask, other=0.0)
             tl.store(at, total.to(da_ptr.dtype.element_ty), mask=mask)
 
@@ -371,7 +371,7 @@ def lora_gradients(
         _lora_gradients_kernel[(*grid, splits)](
             x, gh, g, h, da, db, parts, arrivals, *_masked(drop), _upscale(drop), of_b, share, rows, inputs, outputs, ranks,
             rank, *_edges(blocks, outputs), *(t.stride(0) for t in (x, gh, g, h)), *((0, 0) if da is None else da.stride()),
-            *((0, 0) if db is None else db.stride()), *begins, SPLITS=splits, BLOCK=width, DEPTH=plan.depth,
+            *((0, 0) if db is None else db.stride()), *map(int, begins), SPLITS=splits, BLOCK=width, DEPTH=plan.depth,
             RANKS=plan.columns, **_arithmetic(), num_stages=plan.stages, **options(plan.warps, dependent * _early(job)),
         )  # fmt: skip
 
