@@ -130,8 +130,9 @@ def test_steps_never_wait_for_the_device():
         pytest.skip("the pretend device contends with a real one; the gpu test below has the real one's")
     sampler = MaskedSampler(random_model().to(simgpu()), mask_token=MASK, graph="off")
     how = filling(8, 4, 4)
-    canvas = sampler._canvas([*PROMPTS[:2], [3]], 8, 4, True)
-    sampler.generate([*PROMPTS[:2], [3]], 8, steps=4, block=4, guidance=1.0, temperature=1.0)
+    prompts = [*PROMPTS[:2], [3]]
+    canvas = sampler.canvas(prompts, how, guided=True)
+    sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
     with no_stall(), watch() as ledger:
         for _ in how.begins:
             canvas.step()
@@ -157,10 +158,14 @@ def test_text_block_by_block_and_its_end():
     with torch.no_grad():
         model.head.weight.mul_(5)
     sampler = MaskedSampler(model, tokenizer)
-    seen = [(list(map(len, found.tokens)), found.texts) for found in sampler.play(["ab a", "b"], 6, steps=3, block=2)]
-    whole = sampler.generate(["ab a", "b"], 6, steps=3, block=2)
-    assert [lengths for lengths, _ in seen] == [[2, 2], [4, 4], [6, 6]] and seen[-1][1] == whole.texts
-    assert all(text.startswith(before) for before, text in zip(seen[0][1], whole.texts) if "\ufffd" not in before)
+    pieces, whole = (
+        list(sampler.stream(["ab a", "b"], 6, steps=3, block=2)),
+        sampler.generate(["ab a", "b"], 6, steps=3, block=2),
+    )
+    assert len(pieces) > 4, "a piece a block and row, but where a character is not whole yet"
+    for row in range(2):
+        assert "".join(piece for number, piece in pieces if number == row) == whole.texts[row]
+        assert whole.texts[row] == tokenizer.decode(whole.tokens[row])
     assert max(max(row) for row in whole.tokens) < tokenizer.mask, "ids of no token are never written"
     first = whole.tokens[0]
     ended = MaskedSampler(model, tokenizer, ends=[first[2]]).generate(["ab a", "b"], 6, steps=3, block=2).sequences[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,6 +19,7 @@ from ..decode.request import Choice
 from ..decode.result import Generated
 from ..device import label, resolve
 from . import arguments
+from .fill import build as build_sampler, check_kind, fills, settings_of as filling_of
 from .saved import HARMLESS, VERIFY, Saved, build, check_text, open_saved, settings_of, stdin_lines
 from .speed import Speed
 
@@ -110,6 +111,13 @@ class Generate:
     """How much the decoder checks of its own tokens and logits before it writes: full, quick or none."""
     table: bool = False
     """Print on stderr which kernels run and what was checked."""
+    steps: int | None = None
+    """Of a masked diffusion model: how often it is run for an answer. By default once for each token."""
+    block: int | None = None
+    """Of a masked diffusion model: tokens that are filled before the next ones, from the left. By default 32, or all of an
+    answer that is no multiple of 32."""
+    guidance: float = 0.0
+    """Of a masked diffusion model: how far to move away from what is likely without the prompt; 0 is off."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,6 +133,7 @@ def main(argv: Sequence[str]) -> int:
             options.trust_remote_code,
             options.adapter,
         )
+        check_kind(options, saved)
         if options.chat:
             from .chat import converse
 
@@ -139,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
 def check(options: Generate) -> None:
     """What can be refused before a checkpoint is read."""
     Choice(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
-    for name, least in (("max_new_tokens", 1), ("n", 1), ("batch", 1), ("max_length", 2)):
+    for name, least in (("max_new_tokens", 1), ("n", 1), ("batch", 1), ("max_length", 2), ("steps", 1), ("block", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}, wanted at least {least}.")
@@ -187,12 +196,8 @@ def _text(file: str) -> str:
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
     ids = [saved.tokenizer.encode(prompt) for prompt in prompts]
-    settings = settings_of(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW}
-    longest = max(map(len, ids))
-    # a multiple of 64, so that runs like each other have caches alike
-    needed = min(-(-(longest + settings["max_new_tokens"]) // 64) * 64, saved.positions)
     together = max(1, options.batch // options.n)  # prompts
-    made = build(options, saved, ids[:together], needed if options.max_length is None else options.max_length)
+    made, settings = (filler if fills(saved) else continuer)(options, saved, ids, together)
     speed, found = Speed(saved.device), []
     for start in range(0, len(ids), together):
         batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
@@ -214,6 +219,20 @@ def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
         print(json.dumps(about | speed.as_dict(), indent=1))
     print(speed.line(), file=sys.stderr, flush=True)
     return 0
+
+
+def filler(options: Generate, saved: Saved, ids: list[list[int]], together: int) -> tuple[Any, dict[str, Any]]:
+    """What writes, and what its start() takes: of a masked diffusion model."""
+    return build_sampler(options, saved, ids[:together]), filling_of(options)
+
+
+def continuer(options: Generate, saved: Saved, ids: list[list[int]], together: int) -> tuple[Any, dict[str, Any]]:
+    """The same of a causal model."""
+    settings = settings_of(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW}
+    # a multiple of 64, so that runs like each other have caches alike
+    needed = min(-(-(max(map(len, ids)) + settings["max_new_tokens"]) // 64) * 64, saved.positions)
+    length = needed if options.max_length is None else options.max_length
+    return build(options, saved, ids[:together], length), settings
 
 
 def print_in_order(

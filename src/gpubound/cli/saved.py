@@ -32,6 +32,7 @@ from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
+from ..train.objectives import objective_named
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
 from ..words import quantity
@@ -195,8 +196,16 @@ def _run_tokenizer(found: Checkpoint) -> Tokenizer:
     told = [recipe.get("tokenizer"), recipe["model"], *recipe["data"]]
     for folder in (run / "corpus", *sorted((run / "corpus").glob("*")), *(Path(name) for name in told if name)):
         if folder.name == "tokenizer.json" or (folder / "tokenizer.json").exists():
-            return Tokenizer.load(folder)
+            return extended(recipe, Tokenizer.load(folder))
     raise ValueError(f"{found.path}: the tokenizer of its run is not in {run / 'corpus'}; give it with --tokenizer FOLDER.")
+
+
+def extended(recipe: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
+    """`tokenizer` with the tokens that the objectives of a run's recipe, as its checkpoints hold it, have added to it."""
+    for stage in (recipe, *recipe.get("phases", ())):
+        if (name := stage.get("objective")) is not None:
+            tokenizer = objective_named(name, stage.get("objective_options", {})).extended(tokenizer)
+    return tokenizer
 
 
 def _positions(model: Any) -> int:

@@ -74,7 +74,8 @@ class Speed:
 
     @property
     def bytes_a_step(self) -> float | None:
-        return self.bytes_read / self.steps if self.steps else None
+        """None where nothing says what a step must read."""
+        return self.bytes_read / self.steps if self.steps and self.bytes_read else None
 
     @property
     def read_bytes_per_s(self) -> float | None:
@@ -89,8 +90,7 @@ class Speed:
     @property
     def roofline(self) -> float | None:
         """The time that reading the weights and the live cache once a token takes at best, over the time it took."""
-        rate = self.read_bytes_per_s
-        if not rate or not self.seconds:
+        if not self.bytes_read or not (rate := self.read_bytes_per_s) or not self.seconds:
             return None
         if (read := self.bytes_read / self.seconds) <= rate:
             return read / rate
@@ -102,7 +102,7 @@ class Speed:
         """All of it in one line."""
         parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
         share = self.roofline
-        if (rate := self.read_bytes_per_s) and (read := self.bytes_a_step) is not None:
+        if (read := self.bytes_a_step) is not None and (rate := self.read_bytes_per_s):
             of = "faster than" if share is None else f"{share:.1%} of"
             parts.append(f"{of} the roofline ({quantity(read, 'B')} a step / {quantity(rate, 'B/s')} read here)")
         if self.first_token_s is not None:

@@ -63,18 +63,20 @@ class Tokenizer:
         """The id of the token that hides another; None where there is none."""
         return None if "mask_token" not in self.special else self.inner.token_to_id(self.special["mask_token"])
 
-    def with_mask(self) -> "Tokenizer":
-        """This one where it has a mask token, else a copy that has one behind its vocabulary. Every other id stays."""
-        if self.mask is not None:
+    def with_mask(self, token: int | None = None) -> "Tokenizer":
+        """This one where it has a mask token, else a copy in which `token` is it. None: a new one behind the vocabulary, so
+        that every other id stays."""
+        if self.mask is not None and token in (None, self.mask):
             return self
-        inner = type(self.inner).from_str(self.inner.to_str())
-        inner.add_special_tokens([MASK])
-        if inner.token_to_id(MASK) != self.vocab_size:
+        inner, text = type(self.inner).from_str(self.inner.to_str()), MASK if token is None else self.inner.id_to_token(token)
+        if token is None:
+            inner.add_special_tokens([MASK])
+        if text is None or inner.token_to_id(text) != (self.vocab_size if token is None else token):
             raise ValueError(
-                f"tokenizer: the mask token {MASK!r} has the id {inner.token_to_id(MASK)}, wanted {self.vocab_size}, the first "
-                f"behind the vocabulary; name the tokenizer's own mask_token in its tokenizer_config.json."
+                f"tokenizer: mask_token: {'no token has' if text is None else f'{text!r} is not behind the vocabulary at'} "
+                f"the id {self.vocab_size if token is None else token}; name one that has."
             )
-        return Tokenizer(inner, self.eos_token, self.chat_template, **self.special | {"mask_token": MASK})
+        return Tokenizer(inner, self.eos_token, self.chat_template, **self.special | {"mask_token": text})
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text).ids

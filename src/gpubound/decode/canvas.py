@@ -21,12 +21,13 @@ from .request import Choice, check_count, draws
 class Filling:
     """How an answer is filled: `reveals[s]` tokens of the block that begins `begins[s]` places behind the prompt, in step s."""
 
+    tokens: int
     block: int
     begins: list[int]
     reveals: list[int]
 
     @property
-    def last_of_block(self) -> list[bool]:
+    def block_ends(self) -> list[bool]:
         return [s + 1 == len(self.begins) or self.begins[s + 1] > begin for s, begin in enumerate(self.begins)]
 
 
@@ -49,7 +50,7 @@ def filling(tokens: int, steps: int | None, block: int | None) -> Filling:
         own = _share(steps, count, number)
         begins += [number * block] * own
         reveals += [_share(block, own, step) for step in range(own)]
-    return Filling(block, begins, reveals)
+    return Filling(tokens, block, begins, reveals)
 
 
 def _share(whole: int, parts: int, part: int) -> int:

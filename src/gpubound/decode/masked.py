@@ -13,7 +13,7 @@ Guidance g > 0 runs each row a second time with its prompt masked and takes logi
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from ..models.placing import mode
 from ..models.states import is_causal, told_time, why_not_head
 from ..trace import fallback
 from .canvas import Canvas, Filling, filling
-from .request import Choice, check_prompts, read_prompts
-from .result import Generated, Generation
+from .request import Choice, check_count, check_prompts, read_prompts
+from .result import Generated, Generation, RowText
 
 MODES = ("auto", "require", "off")
+MOST = 8  # shapes of request whose rows and graph are kept
 
 
 class MaskedSampler:
@@ -85,13 +86,18 @@ class MaskedSampler:
         temperature  0 takes the likeliest token of a place; above 0 it is drawn
         guidance     how far to move away from what is likely without the prompt; 0 is off
         seed         with the same seed, a prompt gets the same tokens
+        n            sequences per prompt
         """
-        found = Generation([])
-        for found in self.play(prompts, tokens, reading=False, **settings):  # noqa: B007 (the last one counts)
+        run = self.start(prompts, tokens, **settings)
+        for _ in run.play(reading=False):
             pass
-        return found
+        return run.result()
 
-    def play(
+    def stream(self, prompts: Any, tokens: int = 128, **settings: Any) -> Iterator[tuple[int, Any]]:
+        """Yield (row, new text) after each block; without a tokenizer, (row, list of new ids). Takes what `generate` takes."""
+        return self.start(prompts, tokens, **settings).play()
+
+    def start(
         self,
         prompts: Any,
         tokens: int = 128,
@@ -101,10 +107,11 @@ class MaskedSampler:
         temperature: float = 0.0,
         guidance: float = 0.0,
         seed: int = 0,
-        reading: bool = True,
-    ) -> Iterator[Generation]:
-        """What `generate` does, given out after each block while it grows; not `reading`, once, at the end."""
+        n: int = 1,
+    ) -> "ActiveFilling":
+        """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
         how, choice = filling(tokens, steps, block), Choice(temperature=temperature, seed=seed)
+        check_count("n", n)
         if not 0 <= guidance < float("inf"):
             raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
         given = read_prompts(prompts, self.tokenizer)
@@ -112,55 +119,78 @@ class MaskedSampler:
         for number, prompt in enumerate(given):
             if self.mask_token in prompt:
                 raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
-        return self._play(given, how, choice, tokens, guidance, reading)
+        return ActiveFilling(self, [prompt for prompt in given for _ in range(n)], how, choice, guidance)
 
-    def _play(
-        self, prompts: list[list[int]], how: Filling, choice: Choice, tokens: int, guidance: float, reading: bool
-    ) -> Iterator[Generation]:
-        begun, found = time.perf_counter(), Generation([Generated(prompt) for prompt in prompts])
-        with mode(self.model, training=False):
-            canvas = self._canvas(prompts, tokens, how.block, guidance > 0)
-            canvas.fill(prompts, how, choice, guidance)
-            graph = self._graph(canvas)
-            for begin, ends_block in zip(how.begins, how.last_of_block):
-                graph()
-                found.launches, found.steps = found.launches + 1, found.steps + 1
-                last = begin + how.block == tokens
-                if ends_block and (reading or last):
-                    self._read(canvas, found, begin + how.block)
-                    found.seconds = time.perf_counter() - begun
-                    found.first_token_s = found.first_token_s or found.seconds
-                    yield found
-
-    def _canvas(self, prompts: list[list[int]], tokens: int, block: int, guided: bool) -> Canvas:
+    def canvas(self, prompts: list[list[int]], how: Filling, guided: bool) -> Canvas:
+        """For rows of this shape, made when first asked for."""
         longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-        key = (len(prompts), longest + tokens, tokens, block, longest > shortest, guided)
+        key = (len(prompts), longest + how.tokens, how.tokens, how.block, longest > shortest, guided)
         if key not in self._canvases:
+            if len(self._canvases) == MOST:
+                del self._canvases[next(iter(self._canvases))]
             self._canvases[key] = Canvas(self, *key)
         return self._canvases[key]
 
-    def _graph(self, canvas: Canvas) -> Any:
+    def runner(self, canvas: Canvas) -> Callable[[], Any]:
+        """One step of `canvas`, captured or called."""
         if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
             return canvas.step
         if canvas.graph is None:
             canvas.graph = capture(canvas.step, state=[self.model, *canvas.tensors()])
         return canvas.graph
 
-    def _read(self, canvas: Canvas, found: Generation, written: int) -> None:
-        """The first `written` tokens of every answer. Waits for the device."""
-        for number, (row, sequence) in enumerate(zip(canvas.ids.tolist(), found.sequences)):
-            begin = len(sequence.prompt)
-            new = row[begin : begin + written]
-            if self.mask_token in new:
+
+class ActiveFilling:
+    """One request while it runs."""
+
+    def __init__(self, sampler: MaskedSampler, prompts: list[list[int]], how: Filling, choice: Choice, guidance: float) -> None:
+        self.sampler, self.how, self.choice, self.guidance = sampler, how, choice, guidance
+        self.sequences = [Generated(prompt) for prompt in prompts]
+        self.found = Generation(self.sequences)
+        self.texts = [RowText(sampler.tokenizer, ends=sampler.ends) for _ in prompts]
+
+    def play(self, reading: bool = True) -> Iterator[tuple[int, Any]]:
+        """(row, new tokens or text) after each block; not `reading`, after the last alone."""
+        begun, sampler, how = time.perf_counter(), self.sampler, self.how
+        prompts = [sequence.prompt for sequence in self.sequences]
+        with mode(sampler.model, training=False):
+            canvas = sampler.canvas(prompts, how, self.guidance > 0)
+            canvas.fill(prompts, how, self.choice, self.guidance)
+            step = sampler.runner(canvas)
+            for begin, block_ends in zip(how.begins, how.block_ends):
+                step()
+                self.found.launches, self.found.steps = self.found.launches + 1, self.found.steps + 1
+                if block_ends and (reading or begin + how.block == how.tokens):
+                    rows = canvas.ids.tolist()  # waits for the device
+                    self.found.seconds = time.perf_counter() - begun
+                    self.found.first_token_s = self.found.first_token_s or self.found.seconds
+                    yield from self._take(rows, begin + how.block)
+
+    def _take(self, rows: list[list[int]], written: int) -> Iterator[tuple[int, Any]]:
+        """What is new in the first `written` tokens of every answer."""
+        for number, (row, sequence, text) in enumerate(zip(rows, self.sequences, self.texts)):
+            if sequence.finish:
+                continue
+            begin, known, sampler = len(sequence.prompt), len(sequence.tokens), self.sampler
+            answer = row[begin : begin + written]
+            if sampler.mask_token in answer:
                 raise GenerateError(
-                    f"sequence {number}: the logits at position {begin + new.index(self.mask_token)} are not finite. Check the "
-                    f"weights (a diverged training run?) and the dtype."
+                    f"sequence {number}: the logits at position {begin + answer.index(sampler.mask_token)} are not finite. "
+                    f"Check the weights (a diverged training run?) and the dtype."
                 )
-            end = next((at for at, token in enumerate(new) if token in self.ends), None)
-            sequence.tokens = new if end is None else new[: end + 1]
-            sequence.finish = "stop token" if end is not None else "length" if written == canvas.tokens else ""
-            if self.tokenizer is not None:
-                sequence.text = self.tokenizer.decode([token for token in sequence.tokens if token not in self.ends])
+            end = next((at for at, token in enumerate(answer) if token in sampler.ends), None)
+            sequence.tokens = answer if end is None else answer[: end + 1]
+            sequence.finish = "stop token" if end is not None else "length" if written == self.how.tokens else ""
+            new = sequence.tokens[known:]
+            piece = text.add(new)
+            if piece is not None and sequence.finish:
+                piece, sequence.text = piece + text.rest(), text.whole()
+            if shown := new if piece is None else piece:
+                yield number, shown
+
+    def result(self) -> Generation:
+        self.found.row_steps = self.found.steps * len(self.sequences)
+        return self.found
 
 
 def _mask_token(given: int | None, tokenizer: Any, vocab: int) -> int:

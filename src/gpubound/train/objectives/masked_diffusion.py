@@ -46,8 +46,8 @@ class MaskedDiffusion(WordLoss):
             raise ValueError(f"masked_diffusion: levels: got {self.levels!r}, wanted a whole number of at least 1.")
 
     def extended(self, tokenizer: Tokenizer) -> Tokenizer:
-        masking = tokenizer.with_mask()
-        self.mask_token = masking.mask if self.mask_token is None else self.mask_token
+        masking = tokenizer.with_mask(self.mask_token)
+        self.mask_token = masking.mask
         return masking
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,76 @@
+"""`gpubound generate` on a masked diffusion model: from an export and from a checkpoint, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from gpubound.cli import main
+from gpubound.corpus import Tokenizer
+from gpubound.decode import MaskedSampler
+from gpubound.models import Decoder, DecoderConfig, save_hf
+
+from .train.runs import build_corpus, recipe, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpubound.device.interpreted", lambda: False)
+        changes = {"model": "diffusion-tiny", "objective": "diffusion", "steps": 3}
+        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", **changes))
+        run.export(folder / "run" / "hf")
+    return folder / "run", run
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    monkeypatch.setattr("gpubound.device.interpreted", lambda: False)
+
+    def run(*argv):
+        code = main(["generate", *map(str, argv), "--device", "cpu"])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_it_writes_what_the_sampler_does(trained, command):
+    folder, run = trained
+    options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--steps", "4"]
+    drawn = [*options, "--temperature", "1.5", "--seed", "3", "--n", "2", "--guidance", "0.5", "--ignore-eos"]
+    code, out, err = command(folder / "hf", *drawn, "--json")
+    assert code == 0 and "94.5k parameters, float32 on CPU (1 threads), fills masks, ready in" in err
+    told = json.loads(out)
+    sampler = MaskedSampler(run.model.eval(), run.tokenizer, ends=[])
+    want = sampler.generate(["import", "def"], 8, block=4, steps=4, temperature=1.5, seed=3, n=2, guidance=0.5)
+    assert [sequence["tokens"] for sequence in told["sequences"]] == want.tokens
+    assert [sequence["prompt"] for sequence in told["sequences"]] == ["import", "import", "def", "def"]
+    assert told["steps"] == 4 and told["bytes_a_step"] is None and told["roofline"] is None
+    texts = command(folder / "hf", *options)[1]
+    assert texts.startswith("--- 1: 'import'\n") and "--- 2: 'def'\n" in texts
+    assert texts == command(sorted((folder / "checkpoints").iterdir())[-1], *options)[1]
+
+
+def test_by_itself_it_takes_blocks_of_32(trained, command):
+    _, out, _ = command(trained[0], "--prompt", "import", "--steps", "8", "--json", "--ignore-eos")
+    assert len(json.loads(out)["sequences"][0]["tokens"]) == 128 and json.loads(out)["steps"] == 8
+    code, _, err = command(trained[0], "--prompt", "import", "--steps", "3")
+    assert code == 2 and "steps: got 3, wanted 4 to 128: at least one for each block of 32 tokens" in err
+
+
+def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
+    hf = trained[0] / "hf"
+    for option in (["--top-k", "3"], ["--speculate", "2"], ["--no-fused"], ["--stop", "x"]):
+        code, _, err = command(hf, "--prompt", "a", *option)
+        name = option[0].removeprefix("--").removeprefix("no-")
+        assert code == 2
+        assert err.splitlines()[-1] == (
+            f"gpubound generate: {name}: {hf} is a masked diffusion model, for which it has no effect; leave it out."
+        )
+    torch.manual_seed(0)
+    causal = save_hf(Decoder(DecoderConfig(16, 32, 1, 2, 1, 320)), tmp_path / "causal", Tokenizer.load(hf))
+    code, _, err = command(causal, "--prompt", "a", "--guidance", "1")
+    assert code == 2 and f"guidance: {causal} is a causal model, for which it has no effect; leave it out." in err
