@@ -94,6 +94,17 @@ def test_variants_named_in_the_file(config, tmp_path, capsys):
     assert small["parameters"] == 94_528 != wide["parameters"]
 
 
+def test_parts_of_a_model_are_variants(config, tmp_path, capsys):
+    command = ["train", str(config), "--steps", "2", "--model", "richards-tiny", "--compare", "swiglu,moe,rg_lru+moe"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    sizes = {row["name"]: row["parameters"] for row in found}
+    about = json.loads((tmp_path / "run" / "rg_lru+moe" / "seed-0" / "run.json").read_text())
+    assert about["config"]["model"] == "richards-tiny+rg_lru+moe" and "rg_lru" in about["placement"]
+    recurrent = 4 * 64 * 64 + 4 * 64 - 2 * 64 * (64 + 32)  # four matrices, three biases and a decay; q and o, k and v
+    assert sizes["rg_lru+moe"] - sizes["moe"] == 2 * recurrent and sizes["swiglu"] < sizes["moe"]
+
+
 def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path, capsys):
     config.write_text(config.read_text() + "compare: {sound: {}, wild: {lr: 1e30, clip: 1e30}}\n")
     assert main(["train", str(config)]) == 1
@@ -116,6 +127,10 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
             "compare: got '11m', wanted a model, a part that tiny may have, key=value, or a name under compare: in the config "
             "file; did you mean '1m'?",
         ),
+        (
+            ["--model", "richards-tiny", "--compare", "softmax,moe+swiglu"],
+            "model: richards-tiny+moe+swiglu names two of swiglu, moe; leave one of them.",
+        ),
         (["--compare", "tiny,10m", "--seeds", "99"], "seeds: got 99, wanted 1 to 30."),
         (
             ["--compare", "tiny,10m", "--export", "hf"],
@@ -131,3 +146,8 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
 def test_what_is_refused(config, capsys, options, sentence):
     assert main(["train", str(config), *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
+
+
+def test_parts_that_do_not_go_together_are_refused_before_training(config, tmp_path, capsys):
+    assert main(["train", str(config), "--model", "diffusion-tiny", "--compare", "softmax,rg_lru"]) == 2
+    assert "rg_lru reads a text in one direction" in capsys.readouterr().err and not (tmp_path / "run" / "corpus").exists()

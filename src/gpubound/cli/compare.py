@@ -13,7 +13,7 @@ import yaml
 
 from ..corpus import Corpus
 from ..files import write_whole
-from ..models.registry import is_named, presets
+from ..models.registry import family_of, is_named, presets
 from ..monitor import Tape
 from ..monitor.tape import ABOUT
 from ..monitor.variants import MOST_SEEDS, RESULT, Variants
@@ -46,6 +46,8 @@ def variants_of(recipe: Recipe, names: str, given: dict[str, Any], seeds: int) -
     found = {name: _variant(recipe, name, given) for name in wanted}
     for own in found.values():
         check_model(own.model)
+        if is_named(own.model):
+            family_of(own.model).MODELS[own.model]  # refuses parts that do not go together
         check_data(own)
     folders = [folder_of(recipe, name, 0) for name in wanted]
     if len(set(folders)) < len(folders):

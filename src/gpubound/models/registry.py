@@ -10,7 +10,8 @@ outgrown a file is a folder, which has these tables in `family.py`.
 A family that can be trained by name, from a preset or a Hugging Face folder to a folder, has its folder's name in TRAINABLE and
 a file `training.py` there:
 
-PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too
+PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too,
+                  and NAME+PART where models are made of parts that have names
 FOREIGN           whether transformers has these models, too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
 reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer)

@@ -12,6 +12,7 @@ from ..llama.training import shrunk
 from ..registry import Sizes
 from .config import RichardsConfig
 from .model import RichardsDecoder
+from .parts import MIXERS, TABLES
 from .weights import (
     MODEL_TYPE,
     config_of as config_of,
@@ -27,7 +28,32 @@ KINDS: dict[str, dict[str, Any]] = {"richards": {}, "diffusion": {"causal": Fals
 PRESETS = {
     f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts) for kind, parts in KINDS.items() for size in ("tiny", "350m")
 }
-MODELS = PRESETS | {f"{name}-tiny": shrunk(config) for name, config in PRESETS.items() if not name.endswith("tiny")}
+WORDS = {part: field for field, table in TABLES.items() for part in table}
+
+
+class NamedConfigs(dict[str, RichardsConfig]):
+    """Also of names with parts behind them: richards-tiny+poly+dyt is richards-tiny with that attention and that norm."""
+
+    def __contains__(self, name: object) -> bool:
+        base, *parts = str(name).split("+")
+        return super().__contains__(base) and all(part in WORDS for part in parts)
+
+    def __missing__(self, name: str) -> RichardsConfig:
+        base, *parts = name.split("+")
+        if not parts or name not in self:
+            raise KeyError(name)
+        fields = [WORDS[part] for part in parts]
+        if len(set(fields)) < len(fields):
+            raise ValueError(
+                f"model: {name} names two of {', '.join(TABLES[max(fields, key=fields.count)])}; leave one of them."
+            )
+        chosen: dict[str, Any] = dict(zip(fields, parts))
+        return replace(self[base], **chosen)
+
+
+MODELS = NamedConfigs(
+    PRESETS | {f"{name}-tiny": shrunk(config) for name, config in PRESETS.items() if not name.endswith("tiny")}
+)
 
 
 def make(name: str, vocabulary: int, positions: int, device: torch.device) -> RichardsDecoder:
@@ -53,4 +79,4 @@ def table() -> list[str]:
             f"{name:14}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.attention:9}  "
             f"{c.mlp:11}  {c.norm:8}  {causal}"
         )
-    return lines
+    return [*lines, f"richards-tiny+{list(MIXERS)[-1]} and so on: with other parts, of {', '.join(WORDS)}"]
