@@ -1,5 +1,6 @@
 """The gated MLP: down(activation(gate(x)) · up(x)), with gate and up as one product."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu, swiglu_backward
-from ..kernels.accumulate import weight_gradient
+from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.choose import Call, transformed
 from . import recompute
 from .linear_site import AS_IT_IS, Joined, check_unchanged, format_of, multiply
@@ -46,7 +47,7 @@ class MLP(Projecting):
         if gates is None:
             y = gated(self.activation, *self.one_by_one(x))
         else:
-            trained = self._trained(down) if self.activation == "silu" and torch.is_grad_enabled() else None
+            trained = trained_weight(down) if self.activation == "silu" and torch.is_grad_enabled() else None
             if trained is not None and not gates.adapted:
                 whole = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
                 if whole is not None:
@@ -56,11 +57,6 @@ class MLP(Projecting):
                 return gated_down(packed, trained)
             y = gated(self.activation, packed)
         return run_linear(down, y)
-
-    def _trained(self, down: Any) -> Tensor | None:
-        """down's weight, where it trains and its product is all that calling `down` does."""
-        weight = down._parameters["weight"] if bare(down) and down._parameters["bias"] is None else None
-        return weight if weight is not None and weight.requires_grad else None
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
@@ -80,27 +76,54 @@ def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:
     return (("geglu", (inner, True)),)
 
 
-def gated_down(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) · up) weightᵀ of a packed [gate | up], keeping neither the activation nor its result."""
+def trained_weight(down: Any) -> Tensor | None:
+    """The weight of a layer that trains, where its product is all that calling `down` does."""
+    weight = down._parameters["weight"] if bare(down) and down._parameters["bias"] is None else None
+    return weight if weight is not None and weight.requires_grad else None
+
+
+class Unit:
+    """What a gated MLP does between its products, to packed [gate | up]. This one is SwiGLU.
+
+    `small` are parameters of its own, such as those of curves: few numbers each, or None.
+    """
+
+    def forward(self, packed: Tensor, *small: Tensor | None) -> Tensor:
+        return swiglu(packed)
+
+    def backward(self, dh: Tensor, packed: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        """(gradient of packed, forward's result again, the gradients of `small`)"""
+        return *swiglu_backward(dh, packed), ()
+
+
+SWIGLU = Unit()
+
+
+def gated_down(packed: Tensor, weight: Tensor, unit: Unit = SWIGLU, small: Sequence[Tensor | None] = ()) -> Tensor:
+    """unit(packed) weightᵀ, keeping neither what the unit gives nor what it computes on the way."""
     if transformed():  # torch.func sees through plain products alone
-        return F.linear(swiglu(gate_up), weight)
-    return _GatedDown.apply(gate_up, weight.detach(), weight)
+        return F.linear(unit.forward(packed, *small), weight)
+    return _GatedDown.apply(packed, weight.detach(), weight, unit, *small)
 
 
 class _GatedDown(torch.autograd.Function):
-    """The Parameter is kept on ctx for its main_grad, as in layers/linear_site.py."""
+    """The Parameters are kept on ctx for their main_grad, as in layers/linear_site.py."""
 
     @staticmethod
-    def forward(ctx, gate_up, plain, weight):
-        ctx.save_for_backward(gate_up)
-        ctx.plain, ctx.parameters, ctx.versions = plain, (weight,), [weight._version]
-        return swiglu(gate_up) @ plain.to(gate_up.dtype).t()
+    def forward(ctx, packed, plain, weight, unit, *small):
+        ctx.save_for_backward(packed)
+        ctx.plain, ctx.unit, ctx.small = plain, unit, small
+        ctx.parameters = [p for p in (weight, *small) if p is not None]
+        ctx.versions = [p._version for p in ctx.parameters]
+        return unit.forward(packed, *small) @ plain.to(packed.dtype).t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        (gate_up,) = ctx.saved_tensors
+        (packed,) = ctx.saved_tensors
         check_unchanged(ctx)
-        gradient, h = swiglu_backward(g @ ctx.plain.to(g.dtype), gate_up)
-        (weight,) = ctx.parameters
-        return gradient, None, weight_gradient(weight, g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))
+        gradient, h, of_small = ctx.unit.backward(g @ ctx.plain.to(g.dtype), packed, *ctx.small)
+        wanted = ctx.needs_input_grad[4:]
+        given = [deliver(p, d) if want else None for p, d, want in zip(ctx.small, of_small, wanted)]
+        dw = weight_gradient(ctx.parameters[0], g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))
+        return gradient, None, dw, None, *given

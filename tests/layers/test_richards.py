@@ -1,0 +1,192 @@
+"""The gated MLP of two Richards curves, and what stands in a norm's place: against plain torch, kept or computed again, in a
+step's accumulators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpubound as gb
+from gpubound.kernels import Curve
+from gpubound.layers import MLP, Attention, Block, DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, run_blocks
+from gpubound.layers.recompute import recomputing
+from gpubound.layers.richards import richards_glu_calls
+from gpubound.train import Accumulators
+
+FP64 = torch.float64
+HIDDEN, WIDTH = 6, 10
+MOVED = 0.3  # added to every learned number, so that none is at its default
+
+
+def x_of(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+def moved(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.ndim == 1:
+                p.add_(MOVED)
+    return module
+
+
+def glu(**options) -> RichardsGLU:
+    torch.manual_seed(0)
+    return moved(RichardsGLU(HIDDEN, WIDTH, dtype=FP64, **options))
+
+
+def logistic(x, nu, k, m):
+    """With tail: [1 + e^(−k nu (x − m))]^(−1/nu)."""
+    return (1 + torch.exp(-k * nu * (x - m))) ** (-1 / nu)
+
+
+def positive(u):
+    return 1e-6 + F.softplus(u, threshold=100)
+
+
+def plain_glu(module, x):
+    (nu, k, m, bias), (gate_nu, gate_k, gate_m) = module.value.free, module.gate.free
+    x1, x2 = module.gate_proj(x), module.up_proj(x)
+    value = logistic(x1, positive(nu), positive(k), m) + bias
+    return module.down_proj(x1 * value * logistic(x2, positive(gate_nu), positive(gate_k), gate_m))
+
+
+def agree(got, want, module, x):
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    leaves, upstream = [x, *module.parameters()], x_of(*got.shape, seed=9)
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("least, function", [(float("inf"), "MmBackward0"), (0, "_GatedDownBackward")], ids=["kept", "again"])
+def test_the_mlp_is_the_formula_with_all_gradients(least, function):
+    module, x = glu(), x_of(5, HIDDEN).requires_grad_()
+    with recomputing(module, least):
+        y = module(x)
+    assert y.grad_fn.name() == function
+    agree(y, plain_glu(module, x), module, x)
+
+
+def test_the_residual_is_an_option():
+    x = x_of(2, 3, HIDDEN)
+    torch.testing.assert_close(glu(residual=True)(x), x + glu()(x))
+
+
+def test_one_layer_by_itself_and_a_frozen_one_behave_alike():
+    """A hook on a layer ends the common product, and a curve that is frozen gets no gradient while the rest trains."""
+    module, x = glu(), x_of(2, 3, HIDDEN).requires_grad_()
+    want = plain_glu(module, x)
+    module.up_proj.register_forward_hook(lambda *a: None)
+    agree(module(x), want, module, x)
+    module.gate.free.requires_grad_(False)
+    for least in (0, float("inf")):
+        with recomputing(module, least):
+            module(x).sum().backward()
+        assert module.gate.free.grad is None and module.value.free.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("least", [float("inf"), 0], ids=["kept", "again"])
+def test_the_numbers_of_curves_are_summed_in_fp32_accumulators(least):
+    """Two micro-batches, of which the first writes over what is there."""
+    module = glu().float()
+    batches = [x_of(4, HIDDEN, seed=i).float() for i in range(2)]
+    (torch.stack([plain_glu(module, x).sum() for x in batches]).sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    sums = Accumulators(list(module.named_parameters()))
+    sums.gradient.fill_(float("nan"))
+    sums.begin()
+    with recomputing(module, least):
+        for x in batches:
+            module(x).sum().backward()
+    sums.finish()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.main_grad, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_trains_the_numbers():
+    """AdamW's first step moves each parameter by the learning rate, against the sign of its gradient."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(RichardsNorm(8), RichardsGLU(8, 16), DynamicTanh(8)), x_of(4, 8).float()
+    norm, mlp, tanh = model
+    y = plain_glu(mlp, NORMS["richards"][1](norm, x))
+    NORMS["dynamic tanh"][1](tanh, y).square().sum().backward()
+    signs = {name: (p.detach().clone(), p.grad.sign()) for name, p in model.named_parameters()}
+    model.zero_grad()
+    step = gb.TrainStep(
+        model, lambda m, b: (m(b["x"]).square().sum(), 1), gb.train.AdamW(lr=1e-3, weight_decay=0.0), precision="fp32"
+    )
+    step({"x": x})
+    for name, p in model.named_parameters():
+        before, sign = signs[name]
+        torch.testing.assert_close(p.detach(), before - 1e-3 * sign, rtol=0, atol=2e-5, msg=name)
+
+
+def test_values_are_those_in_use():
+    curve = RichardsCurve(Curve(("nu", "m"), nu=0.7, m=0.2, k=1.5))
+    assert curve.values() == pytest.approx(
+        {"nu": 0.7, "k": 1.5, "m": 0.2, "beta": 1, "temperature": 1, "gain": 1, "bias": 0, "scale": 1, "shift": 0}, abs=1e-6
+    )
+    assert repr(curve) == "RichardsCurve(sigmoid, learns nu, m)"
+    assert curve.bfloat16().values()["nu"] == pytest.approx(0.7, abs=4e-3)
+    nothing = RichardsCurve(Curve())
+    assert not list(nothing.parameters()) and nothing.values()["nu"] == 1
+    x = x_of(3, 4)
+    torch.testing.assert_close(nothing(x), x.sigmoid())
+
+
+def test_numbers_stay_in_fp32_beside_16_bit_weights():
+    module = RichardsGLU(8, 16, dtype=torch.bfloat16)
+    assert {p.dtype for p in (module.value.free, module.gate.free)} == {torch.float32}
+    assert DynamicTanh(8, dtype=torch.bfloat16).alpha.dtype == torch.float32
+    assert module(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+NORMS = {
+    "dynamic tanh": (DynamicTanh, lambda n, x: torch.tanh(n.alpha * x) * n.weight + n.bias),
+    "richards": (
+        RichardsNorm,
+        lambda n, x: n.weight * plain_tanh(x, *n.curve.free) + n.bias,
+    ),
+}
+
+
+def plain_tanh(x, nu, k, m):
+    nu = positive(nu)
+    return 2 * (1 + torch.exp(-positive(k) * (2 * x - m))) ** (-1 / nu) - 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norms_two_methods(norm):
+    kind, plain = NORMS[norm]
+    module = moved(kind(HIDDEN, dtype=FP64))
+    x, pending = x_of(2, 3, HIDDEN).requires_grad_(), x_of(2, 3, HIDDEN, seed=2)
+    agree(module(x), plain(module, x), module, x)
+    assert module.add(x, None)[1] is x
+    y, stream = module.add(x, pending)
+    agree(y, plain(module, x + pending), module, x)
+    torch.testing.assert_close(stream, x + pending)
+    assert module.add(x.float(), pending.bfloat16())[1].dtype == torch.float32
+
+
+def test_they_are_parts_of_a_block():
+    """With run_blocks, whose adds lie inside the norms, and as the modules say it one by one."""
+    torch.manual_seed(0)
+    where = {"dtype": FP64}
+    blocks = [Block(Attention(HIDDEN, 2, **where), MLP(HIDDEN, 8, **where), HIDDEN, **where) for _ in range(2)]
+    for block, norm in zip(blocks, (DynamicTanh, RichardsNorm)):
+        block.mlp = glu()
+        block.input_layernorm, block.post_attention_layernorm = norm(HIDDEN, **where), norm(HIDDEN, **where)
+    last, x = RichardsNorm(HIDDEN, **where), x_of(2, 4, HIDDEN)
+    want = x
+    for block in blocks:
+        want = want + block.self_attn(block.input_layernorm(want), None)
+        want = want + block.mlp(block.post_attention_layernorm(want))
+    torch.testing.assert_close(run_blocks(blocks, last, x, None), last(want))
+
+
+def test_what_a_first_step_will_call():
+    module = RichardsGLU(HIDDEN, WIDTH)
+    (forward, shape), (backward, again) = richards_glu_calls(WIDTH)
+    assert (forward, backward) == ("richards_glu", "richards_glu_backward")
+    assert shape == again == (WIDTH, *module.unit.curves)
