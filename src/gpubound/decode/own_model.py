@@ -91,7 +91,7 @@ class OwnBody(Body):
         """How far the logits of a prompt and a step are from those of the whole text at once, in the first two rows."""
         tokens, rows = min(TRIED, self.max_length), min(2, self.max_batch)
         ids = torch.randint(self.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        ids, last = ids.to(self.device), torch.tensor([tokens - 1, tokens - 2], device=self.device)[:rows]
+        ids, last = ids.to(self.device), torch.tensor([tokens - 1, tokens - 2], device=self.device, dtype=torch.int32)[:rows]
         whole = self.model(ids[None])[0].float()
         self.prefill(ids[:-1].expand(rows, -1), last)
         error = ((self.step(ids[last], last) - whole[last]).norm() / whole[last].norm()).item()

@@ -35,6 +35,35 @@ def softmax(c, w, x):
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
 
+def poly(c, w, x):
+    """Pair by pair of tokens."""
+    B, T, d = *x.shape[:2], c.head_dim
+    q, k, v = ((x @ w[f"self_attn.{n}_proj.weight"].T).view(B, T, -1, d).transpose(1, 2) for n in "qkv")
+    if c.rope:
+        q, k = turned(q, c), turned(k, c)
+    k, v = (t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
+    (a, b, scale), table = w["self_attn.coefficients"], w.get("self_attn.relative")
+    y = torch.zeros_like(q)
+    for i in range(T):
+        for j in range(T):
+            apart, row = i - j, i - j + (0 if c.causal else c.max_pos)
+            if (c.causal and apart < 0) or (c.window and abs(apart) >= c.window):
+                continue
+            score = (q[:, :, i] * k[:, :, j]).sum(-1) / math.sqrt(d)
+            if table is not None and 0 <= row < len(table):
+                score = score + q[:, :, i] @ table[row]
+            if c.soft_clip:
+                score = c.soft_clip * torch.tanh(score / c.soft_clip)
+            term = (scale * (a * score**c.degree + b))[..., None] * v[:, :, j]
+            y = y + F.one_hot(torch.tensor(i), T).to(y.dtype)[:, None] * term[:, :, None]
+    if c.gates:
+        nu, rate, shift = w["self_attn.gate_free"]
+        z = x @ w["self_attn.head_gate.weight"].T + w["self_attn.head_gate.bias"]
+        nu, rate = (F.softplus(p) + 1e-6 for p in (nu, rate))
+        y = y * (1 + torch.exp(-rate * nu * (z - shift))).pow(-1 / nu).transpose(1, 2)[..., None]
+    return y.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
+
+
 def rg_lru(c, w, x):
     unit, r, i = (x @ w[f"self_attn.{n}_proj.weight"].T + w[f"self_attn.{n}_proj.bias"] for n in "xri")
     h, states = torch.zeros_like(x[:, 0]), []
@@ -86,4 +115,4 @@ def moe(c, w, x):
     return y.view(x.shape)
 
 
-MIXERS, MLPS, NORMS = {"softmax": softmax, "rg_lru": rg_lru}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}
+MIXERS, MLPS, NORMS = {"softmax": softmax, "poly": poly, "rg_lru": rg_lru}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}

@@ -15,6 +15,8 @@ MODELS = {
     "tied, without positions": {"tied": True, "rope": False},
     "bidirectional": {"causal": False},
     "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
+    "polynomial": {"attention": "poly", "soft_clip": 3.0, "gates": True, "max_pos": 2, "window": 4},
+    "polynomial, bidirectional": {"attention": "poly", "degree": 1, "soft_clip": 0.0, "causal": False, "max_pos": 3},
     "recurrent": {"attention": "rg_lru"},
     "told the time": {"causal": False, "time": "film"},
 }
@@ -90,7 +92,12 @@ def test_times_near_each_other_look_different():
         ),
         (
             {"attention": "rg_lru", "qk_norm": True},
-            "RichardsConfig: qk_norm: got True, but none of rg_lru, swiglu, rms reads it; it is an option of softmax.",
+            "RichardsConfig: qk_norm: got True, but none of rg_lru, swiglu, rms reads it; it is an option of softmax and poly.",
+        ),
+        (
+            {"attention": "poly", "degree": 2},
+            "RichardsConfig: degree, soft_clip, window and max_pos: got 2, 8.0, 0 and 0; wanted a degree of 1, 3, 5, 7, and "
+            "nothing below 0.",
         ),
         ({"heads": 3}, "RichardsConfig: heads 3 is not a multiple of kv_heads 2; choose one that divides it."),
         ({"head_width": 3}, "RichardsConfig: heads are 3 wide, and rotation works on pairs; give rope=False."),

@@ -22,7 +22,10 @@ class KeysValues:
     def __init__(self, mixer: Any, rows: int, places: int, like: Tensor) -> None:
         self.mixer = mixer
         self.k, self.v = like.new_zeros(2, rows, places, mixer.kv_heads, mixer.head_dim)
-        self.row, self.place = torch.arange(rows, device=like.device), torch.arange(places, device=like.device)
+        self.row, self.place = (
+            torch.arange(rows, device=like.device, dtype=torch.int32),
+            torch.arange(places, device=like.device),
+        )
 
     def tensors(self) -> list[Tensor]:
         return [self.k, self.v]
@@ -41,7 +44,7 @@ class KeysValues:
         return self._attended(q, k, v, None)
 
     def step(self, x: Tensor, rope: Rope | None, position: Tensor) -> Tensor:
-        """x (B, 1, hidden) at the places `position` (B,)."""
+        """x (B, 1, hidden) at the places `position` (B,), int32."""
         rows = len(x)
         q, k, v = self.mixer.project(x, rope)
         for kept, new in ((self.k, k), (self.v, v)):
@@ -51,6 +54,19 @@ class KeysValues:
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.mixer.output(self.mixer.attended(q, k, v, mask)[0].flatten(-2))
+
+
+class PolyKeysValues(KeysValues):
+    """The same for polynomial attention, whose step reads no place behind a row's own."""
+
+    def prompt(self, x: Tensor, rope: Rope | None, lengths: Tensor) -> Tensor:
+        rows, tokens = x.shape[:2]
+        q, k, v = self.mixer.project(x, rope)
+        self.k[:rows, :tokens], self.v[:rows, :tokens] = k, v
+        return self.mixer.weighted(q, k, v, self.mixer.gates(x))
+
+    def step(self, x: Tensor, rope: Rope | None, position: Tensor) -> Tensor:
+        return self.mixer.step(x, rope, position, self.k[: len(x)], self.v[: len(x)])
 
 
 class State:
@@ -77,7 +93,7 @@ class State:
         return y
 
 
-KEEPS: dict[str, Any] = {"softmax": KeysValues, "rg_lru": State}
+KEEPS: dict[str, Any] = {"softmax": KeysValues, "poly": PolyKeysValues, "rg_lru": State}
 """By the config's `attention`."""
 
 Seen = Callable[[str, Tensor], None]
@@ -111,7 +127,7 @@ class CachedModel:
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """The logits (B, V) after `token` (B,) at `position` (B,). A row that is full writes its last place again."""
-        position = position.long().clamp(max=self.places - 1)
+        position = position.clamp(max=self.places - 1)
         x = self._run(token[:, None], position[:, None], lambda mixer, x, rope: mixer.step(x, rope, position))
         return self.model.lm_head(x[:, 0])
 

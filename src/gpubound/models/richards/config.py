@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from ...kernels.poly_attention import DEGREES
 from ...words import hint
 from ..llama.decoder import DecoderConfig
 from .parts import TABLES, NamedPart
@@ -19,6 +20,11 @@ class RichardsConfig(DecoderConfig):
     causal: bool = True  # False: every token sees all, as masked diffusion wants it
     time: str = "none"  # film: norms are scaled and shifted by a time, as a denoiser of continuous inputs wants it
     rope: bool = True  # False: no rotary positions
+    degree: int = 3  # of poly attention: 1, 3, 5 or 7
+    soft_clip: float = 8.0  # its scores are c tanh(s / c); 0: as they are
+    window: int = 0  # a token sees those less than so far away; 0: all
+    max_pos: int = 0  # distances that a learned table adds to the scores of; 0: no table
+    gates: bool = False  # each head is multiplied by a Richards curve of x
     experts: int = 8  # of a moe, each `intermediate` wide
     slots: int = 2  # experts a token is given to
     balance: float = 0.01  # times how uneven the experts' load is: a part of the loss while a model is trained
@@ -40,6 +46,11 @@ class RichardsConfig(DecoderConfig):
             raise ValueError(
                 f"RichardsConfig: experts, slots and balance: got {self.experts}, {self.slots} and {self.balance}; wanted "
                 f"slots from 1 to experts, and a balance of 0 or more."
+            )
+        if self.degree not in DEGREES or self.soft_clip < 0 or self.window < 0 or self.max_pos < 0:
+            raise ValueError(
+                f"RichardsConfig: degree, soft_clip, window and max_pos: got {self.degree}, {self.soft_clip}, {self.window} "
+                f"and {self.max_pos}; wanted a degree of {', '.join(map(str, DEGREES))}, and nothing below 0."
             )
         self._check_options()
 

@@ -14,10 +14,13 @@ from ...layers.attention import Attention, turn_calls
 from ...layers.mlp import MLP, gated_calls
 from ...layers.moe import MoE
 from ...layers.norm import RMSNorm
+from ...layers.poly_attention import PolyAttention, poly_calls
 from ...layers.rg_lru import RGLRU, rg_lru_calls
 
 if TYPE_CHECKING:
     from .config import RichardsConfig
+
+POLY = ("degree", "soft_clip", "window", "max_pos", "gates")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,23 @@ def _softmax_calls(c: "RichardsConfig") -> Iterable[Call]:
     return turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
 
 
+def _poly(c: "RichardsConfig", **where: Any) -> nn.Module:
+    qk_norm = c.eps if c.qk_norm else None
+    own = {option: getattr(c, option) for option in POLY}
+    return PolyAttention(
+        c.hidden, c.heads, c.kv_heads, c.head_dim, c.qkv_bias, qk_norm, c.causal, **own, positions=c.positions, **where
+    )
+
+
+def _poly_products(c: "RichardsConfig") -> int:
+    return _projections(c) + c.gates * c.hidden * c.heads
+
+
+def _poly_calls(c: "RichardsConfig") -> Iterable[Call]:
+    own = {option: getattr(c, option) for option in POLY}
+    return *_softmax_calls(c), *poly_calls(c.heads, c.kv_heads, c.head_dim, **own, causal=c.causal)
+
+
 def _gated(c: "RichardsConfig") -> int:
     return 3 * c.hidden * c.intermediate
 
@@ -62,6 +82,7 @@ def _gated_calls(c: "RichardsConfig") -> Iterable[Call]:
 
 MIXERS = {
     "softmax": NamedPart(_softmax, _projections, _softmax_calls, ("qkv_bias", "qk_norm")),
+    "poly": NamedPart(_poly, _poly_products, _poly_calls, ("qkv_bias", "qk_norm", *POLY)),
     "rg_lru": NamedPart(
         lambda c, **where: RGLRU(c.hidden, **where), lambda c: 4 * c.hidden**2, lambda c: rg_lru_calls(), backwards=False
     ),
