@@ -104,15 +104,17 @@ def _visible(query, key, window, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _term_at(query, key, tokens, row_stride, back, rows):
-    """Where the pair's term lies behind its head's, and which pairs have one."""
+def _term_at(ptr, first, query, key, tokens, row_stride, back, rows):
+    """Pointers to the pairs' terms, and which pairs have one. `first`: the least of the queries; offsets from its row on are
+    small, and 64-bit ones would take half of a thread's registers."""
     row = query - key + back
-    return query.to(tl.int64) * row_stride + row, (row >= 0) & (row < rows) & (query < tokens)
+    there = (row >= 0) & (row < rows) & (query < tokens)
+    return ptr + tl.cast(first, tl.int64) * row_stride + ((query - first) * row_stride + row), there
 
 
 @triton.jit
 def _bent(s, over, CLIP: tl.constexpr, FAST: tl.constexpr):
-    """(f, df/ds times 1 / over): f = tanh(s · over) if CLIP, else s itself.
+    """(f, f′): f = tanh(z) of z = s · over if CLIP, f′ by z; else s itself and 1.
 
     FAST: the GPU's own tanh, good to 2^-11, one instruction where the other form has two of its kind: as many as softmax.
     """
@@ -130,11 +132,14 @@ def _bent(s, over, CLIP: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _powers(f, DEGREE: tl.constexpr):
-    """(f^(p−1), f^p), p from 3 on."""
-    low = f * f
-    if DEGREE == 5:
-        low = low * low
-    if DEGREE == 7:
-        low = low * low * low
-    return low, low * f
+def _even_power(f, DEGREE: tl.constexpr):
+    """f^(p−1)"""
+    if DEGREE == 1:
+        return 1.0
+    else:
+        low = f * f
+        if DEGREE == 5:
+            low = low * low
+        if DEGREE == 7:
+            low = low * low * low
+        return low

@@ -13,23 +13,26 @@ in common; that is multiplied in at the end.
 import triton
 import triton.language as tl
 
-from ._poly_tiles import _bent, _coefficients, _dot, _head, _keep, _powers, _term_at, _tile, _visible, _walk
+from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _head, _keep, _term_at, _tile, _visible, _walk
 
 
 @triton.jit
-def _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE: tl.constexpr,
+def _score(q, k, first, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE: tl.constexpr,
            RELATED: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """(f^(p−1), f^p, f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns."""
-    s = _dot(q, tl.trans(k)) * alpha
+    """(f, f^(p−1), f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns. The owned one of both is `_shrunk`."""
+    s = _dot(q, tl.trans(k))
     if EDGE and RELATED:
-        at, there = _term_at(query, key, tokens, term_row, back, rows)
-        s += tl.load(term_ptr + at, mask=there, other=0.0).to(tl.float32)
+        at, there = _term_at(term_ptr, first, query, key, tokens, term_row, back, rows)
+        s += tl.load(at, mask=there, other=0.0).to(tl.float32) * unit
     f, slope = _bent(s, over, CLIP, FAST)
-    if DEGREE == 1:
-        return 1.0, f, slope
-    else:
-        low, high = _powers(f, DEGREE)
-        return low, high, slope
+    return f, _even_power(f, DEGREE), slope
+
+
+@triton.jit
+def _shrunk(x, small):
+    """x times a power of two, which is exact: nearly 1 / √D, once for the tile instead of once for every score. What is left of
+    √D lies in the constants, and the distance term is brought to the same unit."""
+    return (x.to(tl.float32) * small).to(x.dtype)
 
 
 @triton.jit
@@ -49,16 +52,16 @@ def _gates(gate_ptr, b, start, head, tokens, HEADS: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _forward_stretch(acc, q, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v_row, term_row, tokens, window, back, rows,
-                     alpha, over, factor, shift, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+def _forward_stretch(acc, q, own, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v_row, term_row, tokens, window, back, rows,
+                     unit, over, factor, shift, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
                      DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr,
                      WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     for start in range(begin, end, N):
         key = (start + tl.arange(0, N))[None]
         k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
-        _, high, _ = _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED, DEGREE,
+        f, low, _ = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED, DEGREE,
                             CLIP, FAST)  # fmt: skip
-        phi = high * factor + shift
+        phi = low * f * factor + shift
         if EDGE:
             phi = tl.where(_visible(query, key, window, WINDOW, CAUSAL), phi, 0.0)
         acc = _dot(phi, _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE), acc)
@@ -67,7 +70,7 @@ def _forward_stretch(acc, q, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v
 
 @triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch,
-                         k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top,
+                         k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top,
                          HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
                          DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                          RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
@@ -75,7 +78,7 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     own, b, head = _place(HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
-    q = _tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE)
+    q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
     term_ptr = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
@@ -83,8 +86,8 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     acc = tl.zeros([OWN, DP], tl.float32)
     for part in tl.static_range(5):
         if (STRETCHES >> part) % 2 == 1:
-            acc = _forward_stretch(acc, q, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
-                                   HEADS * rows, tokens, window, back, rows, alpha, over, scale * a * top, scale * c,
+            acc = _forward_stretch(acc, q, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
+                                   HEADS * rows, tokens, window, back, rows, unit, over, scale * a * top, scale * c,
                                    part % 2 == 0, N, DIM, DP, DEGREE, CLIP, FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     if GATED:
         acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
@@ -93,25 +96,26 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
 
 
 @triton.jit
-def _queries_stretch(acc, power, whole, q, dy, gain, query, begin, end, k_ptr, v_ptr, term_ptr, dterm_ptr, k_row, v_row,
-                     term_row, tokens, window, back, rows, alpha, over, EDGE: tl.constexpr, N: tl.constexpr,
+def _queries_stretch(acc, power, whole, q, dy, gain, own, query, begin, end, k_ptr, v_ptr, term_ptr, dterm_ptr, k_row, v_row,
+                     term_row, tokens, window, back, rows, unit, over, EDGE: tl.constexpr, N: tl.constexpr,
                      DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                      RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     for start in range(begin, end, N):
         key = (start + tl.arange(0, N))[None]
         k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
         v = _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE)
-        low, high, slope = _score(q, k, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED,
+        f, low, slope = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
                                   DEGREE, CLIP, FAST)  # fmt: skip
         u = _dot(dy, tl.trans(v))
         if EDGE:
             u = tl.where(_visible(query, key, window, WINDOW, CAUSAL), u, 0.0)
-        power += tl.sum(u * high, 1)
+        bent = u * low  # times f it is u f^p
+        power += tl.sum(bent * f, 1)
         whole += tl.sum(u, 1)
-        ds = u * low * slope
+        ds = bent * slope
         if EDGE and RELATED:
-            at, there = _term_at(query, key, tokens, term_row, back, rows)
-            tl.store(dterm_ptr + at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
+            at, there = _term_at(dterm_ptr, own, query, key, tokens, term_row, back, rows)
+            tl.store(at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
         acc = _dot(ds, k, acc)
     return acc, power, whole
 
@@ -119,16 +123,17 @@ def _queries_stretch(acc, power, whole, q, dy, gain, query, begin, end, k_ptr, v
 @triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, dterm_ptr,
                          sums_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back,
-                         rows, alpha, over, top, steep, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr,
-                         DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
-                         RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-                         WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """steep: what a slope has beside u f^(p−1) f′ and scale · a."""
+                         rows, small, unit, over, top, steep, alpha, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                         STRETCHES: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
+                         CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr, GATED: tl.constexpr,
+                         WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
+                         N: tl.constexpr):  # fmt: skip
+    """steep: what a slope has beside u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
     own, b, head = _place(HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     dense = HEADS * DIM
-    q = _tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE)
+    q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
     dy = _tile(_head(dy_ptr, b, head, tokens * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
@@ -144,8 +149,8 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     for part in tl.static_range(5):
         if (STRETCHES >> part) % 2 == 1:
             acc, power, whole = _queries_stretch(
-                acc, power, whole, q, dy, gain, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, dterm_ptr,
-                k_row, v_row, HEADS * rows, tokens, window, back, rows, alpha, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                acc, power, whole, q, dy, gain, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, dterm_ptr,
+                k_row, v_row, HEADS * rows, tokens, window, back, rows, unit, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
                 FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     power *= top
     _keep(_head(dq_ptr, b, head, tokens * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
@@ -178,7 +183,7 @@ def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs,
 
 @triton.jit
 def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_ptr, gate_ptr, q_row, dy_row, term_row, tokens,
-                  window, back, rows, alpha, over, factor, shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr,
+                  window, back, rows, unit, over, factor, shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr,
                   DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                   RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                   WIDE: tl.constexpr):  # fmt: skip
@@ -186,15 +191,15 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_pt
         query = (start + tl.arange(0, N))[None]
         q = _tile(q_ptr, start, q_row, tokens, N, DIM, DP, WIDE)
         dy = _tile(dy_ptr, start, dy_row, tokens, N, DIM, DP, WIDE)
-        low, high, slope = _score(k, q, query, key, term_ptr, term_row, back, rows, tokens, alpha, over, EDGE, RELATED,
+        f, low, slope = _score(k, q, start, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
                                   DEGREE, CLIP, FAST)  # fmt: skip
         u = _dot(v, tl.trans(dy))
         if GATED:
             gates = _gates(gate_ptr, b, start, head, tokens, HEADS, N)[None]
-            phi = high * (factor * gates) + shift * gates
+            phi = low * f * (factor * gates) + shift * gates
             u *= gates
         else:
-            phi = high * factor + shift
+            phi = low * f * factor + shift
         ds = u * low * slope
         if EDGE:
             seen = _visible(query, key, window, WINDOW, CAUSAL)
@@ -206,15 +211,15 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_pt
 
 @triton.jit(do_not_specialize=["window", "back", "rows"])
 def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head,
-                      k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, alpha, over, top, steep,
-                      HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                      k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top, steep,
+                      alpha, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
                       DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                       RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                       WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
     own, b, kv = _place(HEADS // GROUP, OWN, False)
     key = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
-    k = _tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE)
+    k = _shrunk(_tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE), small)
     v = _tile(_head(v_ptr, b, kv, v_batch, v_head), own, v_row, tokens, OWN, DIM, DP, WIDE)
     dense = HEADS * DIM
     bounds = _walk(own, OWN, N, tokens, window, back + 1 - rows, back, True, RELATED, WINDOW, CAUSAL)
@@ -227,7 +232,7 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
         for part in tl.static_range(5):
             if (STRETCHES >> part) % 2 == 1:
                 dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
-                                       heads_term, gate_ptr, q_row, dense, HEADS * rows, tokens, window, back, rows, alpha,
+                                       heads_term, gate_ptr, q_row, dense, HEADS * rows, tokens, window, back, rows, unit,
                                        over, scale * a * top, scale * c, HEADS, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
                                        FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     mine = HEADS // GROUP * DIM

@@ -7,6 +7,7 @@ grows with T · R, and only tiles under the band pay for it.
 A decoding step splits a row's keys over programs, whose sums a second kernel adds in one order.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ...device import interpreted
 from ..accumulate import deliver, weight_gradient
 from ..plans.kinds import AttentionPlan, WalkPlan, job_of, power_of_two
 from ._launch import first_order_only, launch
-from ._poly_tiles import _bent, _coefficients, _dot, _powers, _tile, stretches
+from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, stretches
 from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
 
 
@@ -40,12 +41,15 @@ class _Form(NamedTuple):
         }  # fmt: skip
 
     def numbers(self, table: Tensor | None, q: Tensor) -> tuple:
-        """tokens, window, back, rows, alpha, over, top, steep."""
-        clip = self.soft_clip or 1.0
-        rows = 1 if table is None else len(table)
+        """tokens, window, back, rows; small, unit, over, top; steep, alpha. The first two or all three groups are what a kernel
+        takes. Scores come as x with s = rest · x, where rest is from 1/2 to 1 (`_shrunk`)."""
+        rows, alpha = 1 if table is None else len(table), q.shape[3] ** -0.5
         back = 0 if self.causal or table is None else rows // 2
+        small = 2.0 ** -math.floor(math.log2(q.shape[3]) / 2)
+        rest = alpha / small
+        clip = self.soft_clip or rest  # what f is multiplied by to be s̃
         top, steep = clip**self.degree, self.degree * clip ** (self.degree - 1)
-        return q.shape[1], self.window, back, rows, q.shape[-1] ** -0.5, 1 / clip, top, steep
+        return q.shape[1], self.window, back, rows, small, 1 / rest, rest / clip, top, steep, alpha
 
 
 def _dense_last(*tensors: Tensor) -> list[Tensor]:
@@ -77,7 +81,7 @@ class _PolyAttention(torch.autograd.Function):
         gates = None if gates is None else gates.contiguous()
         term = None if table is None else torch.matmul(q, table.to(q.dtype).t())
         y = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        *numbers, _ = form.numbers(table, q)
+        *numbers, _, _ = form.numbers(table, q)
         constants = form.constants(table, gates, q, k, False)
         _launch(
             _poly_forward_kernel, "forward", q, [q, k, v, term, gates, coefficients, y], False, q, tuple(numbers), constants
@@ -131,9 +135,7 @@ def poly_attention(
 @triton.jit
 def _weights(s, factor, shift, over, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):
     f, _ = _bent(s, over, CLIP, FAST)
-    if DEGREE > 1:
-        _, f = _powers(f, DEGREE)
-    return f * factor + shift
+    return _even_power(f, DEGREE) * f * factor + shift
 
 
 @triton.jit
@@ -226,17 +228,17 @@ def poly_attention_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    y, form = torch.empty(q.shape, device=q.device, dtype=q.dtype), _Form(degree, soft_clip, window, True)
-    _, window, _, rows, alpha, over, top, _ = form.numbers(table, q)
+    y, clip = torch.empty(q.shape, device=q.device, dtype=q.dtype), soft_clip or 1.0
     DP, job = max(16, power_of_two(D)), job_of("poly_attention_step", "", (H // K, D // 2, q.element_size()), cache_k)
 
     def run(plan: AttentionPlan) -> None:
         splits = min(MOST_SPLITS, triton.cdiv(L, plan.keys), triton.cdiv(4 * job.chip.sms, B * K))
         parts = torch.empty(splits, B, H, D, device=q.device, dtype=torch.float32)
         _poly_step_kernel[(B * K, splits)](
-            q, k, v, cache_k, cache_v, position, q if table is None else table, coefficients, parts, L, window, rows, alpha,
-            over, top, K, H // K, max(16, power_of_two(H // K)), D, DP, plan.keys, degree, soft_clip > 0,
-            q.dtype == torch.bfloat16 and not interpreted(), table is not None, window > 0, interpreted(),
+            q, k, v, cache_k, cache_v, position, q if table is None else table, coefficients, parts, L, window,
+            1 if table is None else len(table), D**-0.5, 1 / clip, clip**degree, K, H // K, max(16, power_of_two(H // K)), D,
+            DP, plan.keys, degree, soft_clip > 0, q.dtype == torch.bfloat16 and not interpreted(), table is not None,
+            window > 0, interpreted(),
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         given = q if gates is None else gates.contiguous()
