@@ -87,6 +87,7 @@ SHAPES: dict[str, list[tuple]] = {
     "rms_norm": STILL,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],
+    "sparse_attention": [(512,), (512, True, False, True), (512, False, False, False)],
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],
 }

@@ -66,6 +66,7 @@ SHAPED = {
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),
     "sinkhorn": (3, 2),
+    "sparse_attention": (32, True, False, True),
     "swiglu": (72, False),
     "swiglu_backward": (72,),
 }

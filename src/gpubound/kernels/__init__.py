@@ -65,4 +65,5 @@ from .richards import (
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
 from .sinkhorn import sinkhorn as sinkhorn
+from .sparse_attention import sparse_attention as sparse_attention
 from .speculation import accept as accept, propose as propose

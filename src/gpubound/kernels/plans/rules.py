@@ -236,5 +236,6 @@ RULES = {
     "rg_lru": Rule(MatrixPlan, rg_lru, _first(1)),
     "rope": Rule(RopePlan, rope, _first(1)),
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
+    "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
 }

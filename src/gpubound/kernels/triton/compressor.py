@@ -25,13 +25,15 @@ def _slot(new_ptr, old_ptr, new_at, old_at, fresh, mask):
 
 
 @triton.jit
-def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr):
-    """The last 2 · PAIRS of D channels, neighbours being a pair."""
+def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr, BACK: tl.constexpr = False):
+    """The last 2 · PAIRS of D channels turned, or turned BACK, neighbours being a pair."""
     a, b = tl.split(tl.reshape(y, [DP // 2, 2]))
     angle = tl.arange(0, DP // 2) - (D // 2 - PAIRS)
     moving = (angle >= 0) & (angle < PAIRS)
     c = tl.load(cos_ptr + angle, mask=moving, other=1.0)
     s = tl.load(sin_ptr + angle, mask=moving, other=0.0)
+    if BACK:
+        s = -s
     return tl.reshape(tl.join(a * c - b * s, b * c + a * s), [DP])
 
 

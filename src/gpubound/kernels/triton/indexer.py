@@ -37,7 +37,7 @@ def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places,
             k = tl.load(k_ptr + at, mask=(s < limit)[None] & (d < D)[:, None], other=0.0)
             if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
                 q, k = q.to(tl.float32), k.to(tl.float32)
-            products = tl.dot(q, k, products, input_precision="ieee")
+            products = tl.dot(q, k, products, input_precision="tf32x3")
         w = tl.load(w_ptr + n * H + h, mask=h < H, other=0.0) * scale
         total = tl.sum(tl.maximum(products, 0.0) * w[:, None], 0)
         score = tl.where(s < limit, tl.where(total == 0.0, 0.0, total), score)

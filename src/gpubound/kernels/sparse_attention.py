@@ -1,0 +1,136 @@
+"""Attention of DeepSeek-V4 in a decoding step: one key, which is the value too, for all heads; of a long past, chosen entries.
+
+A token sees the last tokens in a ring, and of the compressed entries either those that the indexer chose or all before a
+limit. A sink adds to each head's softmax a logit that brings no value. Keys carry the turn of their position, and so do the
+values, being the same numbers: at the end the result can be turned back by the token's own.
+
+Legend: N tokens, those of a row side by side; B rows, H heads, D width of a head and of a key, R slots of the ring, L places of
+the store, k chosen entries.
+"""
+
+import torch
+from torch import Tensor
+
+from .checks import require
+from .choose import implementation
+from .compressor import turned
+from .decode_product import WRITTEN
+from .ops import definition, draw, ints
+from .rope import draw_angles
+
+
+def sparse_attention(
+    q: Tensor,
+    position: Tensor,
+    ring: Tensor,
+    window: int,
+    sinks: Tensor,
+    scale: float,
+    out: Tensor,
+    store: Tensor | None = None,
+    ids: Tensor | None = None,
+    limit: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:
+    """out (N, H, D): attention of q (N, H, D) over the ring and the store. What a token does not see is not read.
+
+    position  (N,) int32: where each token stands. The ring holds its own key already. Of a place below 0, out is 0
+    ring      (B, R, D): the key of position p at slot p mod R, of the last `window` + N / B - 1 positions at least
+    window    the nearest positions that a token sees, itself among them
+    sinks     (H,) fp32
+    store     (B, L, D): compressed entries; None: the ring alone
+    ids       (N, k) int32: the entries that each token sees, those that there are not being -1
+    limit     (N,) int32, in place of ids: each token sees all entries before it
+    cos, sin  (positions, pairs) fp32: the result is turned back by its token's position
+    """
+    _check(q, position, ring, window, sinks, out)
+    _check_store(q, ring, store, ids, limit)
+    _check_angles(q, cos, sin)
+    kernel = implementation("sparse_attention", ring, None, (q.shape[2], store is not None, ids is not None, cos is not None))
+    return kernel(q, position, ring, window, sinks, scale, out, store, ids, limit, cos, sin)
+
+
+@definition(lambda g, *shape: _example(g, *shape))
+@torch.no_grad()
+def sparse_attention_reference(
+    q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
+    store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    wide = torch.promote_types(ring.dtype, torch.float32)
+    rows = torch.arange(len(q), device=q.device)[:, None] // (len(q) // len(ring))
+    place = position[:, None].long() - torch.arange(window, device=q.device)
+    seen, keys = [place >= 0], [ring[rows, place % ring.shape[1]]]
+    if store is not None:
+        if ids is not None:
+            at = ids.long()
+            there = (at >= 0) & (at < store.shape[1])
+        else:
+            at = torch.arange(store.shape[1], device=q.device).expand(len(q), -1)
+            there = at < limit[:, None] if limit is not None else at < 0
+        seen.append(there & (position >= 0)[:, None])
+        keys.append(store[rows, torch.where(there, at, 0)])
+    live = torch.cat(seen, 1)
+    key = torch.cat(keys, 1).to(wide).masked_fill(~live[..., None], 0.0)  # what nobody sees may be anything, NaN too
+    scores = torch.einsum("nhd,nkd->nhk", q.to(wide), key) * scale
+    scores = scores.masked_fill(~live[:, None], float("-inf"))
+    sink = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
+    result = torch.einsum("nhk,nkd->nhd", torch.cat([scores, sink], -1).softmax(-1)[..., :-1], key)
+    if cos is not None and sin is not None:
+        at = position.long().clamp(0, len(cos) - 1)
+        result = turned(result, cos.to(wide)[at][:, None], -sin.to(wide)[at][:, None])
+    return out.copy_(result)
+
+
+def _check(q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, out: Tensor) -> None:
+    op, device = "sparse_attention", ring.device
+    require(op, "ring", ring, None, ("rows", "slots", "width"), device, "a position's key lies at its place mod the slots")
+    require(op, "q", q, ring.dtype, ("tokens", "heads", ring.shape[2]), device, "it has heads as wide as the keys")
+    (N, H, D), (B, R, _) = q.shape, ring.shape
+    if N % B:
+        raise ValueError(f"{op}: q must have as many tokens for each of {B} rows of the ring, got {N} tokens.")
+    if not 0 < window <= R - N // B + 1:
+        raise ValueError(
+            f"{op}: window must be from 1 to {R - N // B + 1}, got {window}; a ring of {R} slots holds no more of the "
+            f"positions that {N // B} new tokens see."
+        )
+    require(op, "position", position, torch.int32, (N,), device, "it says where each token stands")
+    require(op, "sinks", sinks, torch.float32, (H,), device, "it has one logit for each head")
+    require(op, "out", out, None, (N, H, D), device, WRITTEN)
+
+
+def _check_store(q: Tensor, ring: Tensor, store: Tensor | None, ids: Tensor | None, limit: Tensor | None) -> None:
+    op, device = "sparse_attention", ring.device
+    if (store is None) != (ids is None and limit is None) or (ids is not None and limit is not None):
+        given = [name for name, t in (("store", store), ("ids", ids), ("limit", limit)) if t is not None]
+        raise ValueError(f"{op}: a store goes with either ids or limit, got {' and '.join(given)}; pass two of the three.")
+    if store is not None:
+        require(op, "store", store, ring.dtype, (len(ring), "entries", ring.shape[2]), device, "it has entries like the keys")
+    if ids is not None:
+        require(op, "ids", ids, torch.int32, (len(q), "chosen"), device, "index_topk writes it")
+    if limit is not None:
+        require(op, "limit", limit, torch.int32, (len(q),), device, "it says how many entries each token sees")
+
+
+def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t is not None:
+            require("sparse_attention", name, t, torch.float32, ("positions", "pairs"), q.device, "its rows are positions")
+    if (cos is None) != (sin is None) or (cos is not None and sin is not None and cos.shape != sin.shape):
+        raise ValueError("sparse_attention: cos and sin go together and have one shape; pass both or neither.")
+    if cos is not None and 2 * cos.shape[1] > q.shape[2]:
+        raise ValueError(f"sparse_attention: cos has {cos.shape[1]} pairs, a head of {q.shape[2]} at most {q.shape[2] // 2}.")
+
+
+def _example(
+    generator: torch.Generator, width: int = 48, stored: bool = True, chosen: bool = True, turned_back: bool = True
+) -> tuple:
+    """Two tokens for each of two rows: in the middle, at the beginning, and one that is none."""
+    q, ring = draw(generator, 4, 3, width), draw(generator, 2, 12, width)
+    store = draw(generator, 2, 70, width) if stored else None
+    ids = ints(0, 5, 69, -1, 3, 1, -1, -1, -1, -1, -1, -1, 2, 4, 6, 8).view(4, 4) if stored and chosen else None
+    limit = ints(70, 3, 0, 5) if stored and not chosen else None
+    angles = draw_angles(generator, 100, 4) if turned_back else (None, None)
+    sinks, out = draw(generator, 3).detach(), torch.zeros(4, 3, width)
+    return q, ints(80, 81, 2, -1), ring, 11, sinks, 0.2, out, store, ids, limit, *angles

@@ -1,0 +1,153 @@
+"""Sparse attention in two launches: programs share a token's keys, and another combines what they found.
+
+A program holds 16 heads, which all multiply the same tile of keys. In 16 bits it is loaded once, for scores and values. First
+come the tiles of the ring, then those of the entries, gathered by their ids or side by side up to the limit; tiles are dealt
+out in order, and a program without any reads nothing. It leaves its sums, its largest score and its weight.
+
+The second launch is a program for each head. It adds the sums in their order, with the sink's weight in the divisor, and
+turns the result back.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..plans.kinds import MatrixPlan, job_of, power_of_two
+from ._launch import launch
+from .compressor import _turned
+
+NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
+MOST = 16  # programs that share a token's keys
+DEPTH = 32  # numbers of an fp32 key that are multiplied at a time: 512 at once spill 5 KB a thread
+
+
+@triton.jit
+def _part(q_ptr, heads, key_ptr, at, live, scale, peak, weight, total, D: tl.constexpr, DP: tl.constexpr, DEPTH: tl.constexpr,
+          WIDE: tl.constexpr):  # fmt: skip
+    """Online softmax over one tile of keys, DEPTH numbers of a key at a time."""
+    d = tl.arange(0, DP)
+    key = tl.load(key_ptr + at[:, None] * D + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+        key = key.to(tl.float32)
+    if DEPTH < DP:
+        score = tl.zeros([peak.shape[0], live.shape[0]], tl.float32)
+        for start in tl.static_range(0, D, DEPTH):
+            c = start + tl.arange(0, DEPTH)
+            q = tl.load(q_ptr + c[None], mask=heads & (c < D)[None], other=0.0)
+            stretch = tl.load(key_ptr + at[None] * D + c[:, None], mask=live[None] & (c < D)[:, None], other=0.0)
+            score = tl.dot(q.to(key.dtype), stretch.to(key.dtype), score, input_precision="tf32x3")
+    else:
+        q = tl.load(q_ptr + d[None], mask=heads & (d < D)[None], other=0.0)
+        score = tl.dot(q.to(key.dtype), tl.trans(key), input_precision="tf32x3")
+    score = tl.where(live[None], score * scale, NOTHING)
+    new = tl.maximum(peak, tl.max(score, 1))
+    p, fix = tl.where(live[None], tl.exp(score - new[:, None]), 0.0), tl.exp(peak - new)
+    total = tl.dot(p.to(key.dtype), key, total * fix[:, None], input_precision="tf32x3")
+    return new, weight * fix + tl.sum(p, 1), total
+
+
+@triton.jit
+def _sparse_attention_kernel(q_ptr, position_ptr, ring_ptr, store_ptr, ids_ptr, limit_ptr, sum_ptr, weight_ptr, scale, tokens,
+                             slots, places, WINDOW: tl.constexpr, STORED: tl.constexpr, CHOSEN: tl.constexpr, H: tl.constexpr,
+                             HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
+                             SPLITS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """`tokens` of a row. CHOSEN: ids of a token, or 0, and then `limit` says how many entries it sees."""
+    n, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    h, d, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, DP), tl.arange(0, KEYS)
+    position = tl.load(position_ptr + n)
+    ring_ptr += n // tokens * slots * D
+    near: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    tiles = near
+    if STORED:
+        store_ptr += n // tokens * places * D
+        if CHOSEN > 0:
+            entries = CHOSEN
+        else:
+            entries = tl.minimum(tl.maximum(tl.load(limit_ptr + n), 0), places)
+        tiles = near + tl.cdiv(entries, KEYS)
+    each = tl.cdiv(tiles, SPLITS)
+    first = split * each
+    last = tl.where(position >= 0, tl.minimum(first + each, tiles), 0)
+    peak, weight = tl.full([HEADS], NOTHING, tl.float32), tl.zeros([HEADS], tl.float32)
+    to = (n * SPLITS + split) * H + h
+    if first < last:
+        inside = (h < H)[:, None] & (d < D)[None]
+        mine = q_ptr + (n * H + h[:, None]) * D
+        total = tl.zeros([HEADS, DP], tl.float32)
+        for tile in range(first, tl.minimum(last, near)):
+            back = tile * KEYS + i
+            live = (back < WINDOW) & (back <= position)
+            at = tl.where(live, position - back, 0) % slots
+            peak, weight, total = _part(
+                mine, (h < H)[:, None], ring_ptr, at, live, scale, peak, weight, total, D, DP, DEPTH, WIDE
+            )
+        if STORED:
+            for tile in range(tl.maximum(first, near), last):
+                entry = (tile - near) * KEYS + i
+                live = entry < entries
+                if CHOSEN > 0:
+                    entry = tl.load(ids_ptr + n * CHOSEN + entry, mask=live, other=-1)
+                    live = (entry >= 0) & (entry < places)
+                peak, weight, total = _part(
+                    mine, (h < H)[:, None], store_ptr, entry, live, scale, peak, weight, total, D, DP, DEPTH, WIDE
+                )
+        tl.store(sum_ptr + to[:, None] * D + d[None], total, mask=inside)
+    tl.store(weight_ptr + 2 * to, peak, mask=h < H)
+    tl.store(weight_ptr + 2 * to + 1, weight, mask=h < H)
+
+
+@triton.jit
+def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, positions, H: tl.constexpr,
+                           D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+                           PAIRS: tl.constexpr):  # fmt: skip
+    """PAIRS 0: the result is not turned back."""
+    n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, d = tl.arange(0, SP), tl.arange(0, DP)
+    part = (n * SPLITS + split) * H + h
+    peak = tl.load(weight_ptr + 2 * part, mask=split < SPLITS, other=NOTHING)
+    weight = tl.load(weight_ptr + 2 * part + 1, mask=split < SPLITS, other=0.0)
+    sink = tl.load(sink_ptr + h).to(tl.float32)
+    top = tl.maximum(tl.max(peak, 0), sink)
+    fix = tl.exp(peak - top)
+    mask = (weight > 0.0)[:, None] & (d < D)[None]  # of a program without keys, sums were never written
+    total = tl.sum(tl.load(sum_ptr + part[:, None] * D + d[None], mask=mask, other=0.0) * fix[:, None], 0)
+    y = total / (tl.sum(weight * fix, 0) + tl.exp(sink - top))
+    if PAIRS > 0:
+        at = tl.minimum(tl.maximum(tl.load(position_ptr + n), 0), positions - 1).to(tl.int64) * PAIRS
+        y = _turned(y, cos_ptr + at, sin_ptr + at, D, DP, PAIRS, True)
+    tl.store(out_ptr + (n * H + h) * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@torch.no_grad()
+def sparse_attention(
+    q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
+    store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (N, H, D), (B, slots, _) = q.shape, ring.shape
+    wide, places = max(16, power_of_two(D)), 0 if store is None else store.shape[1]
+    chosen = 0 if ids is None else ids.shape[1]
+    job = job_of("sparse_attention", "", (H, D), ring)
+    depth, stages = (wide, 2) if ring.element_size() == 2 else (min(wide, DEPTH), 1)
+
+    def run(plan: MatrixPlan) -> None:
+        groups = triton.cdiv(H, plan.rows)
+        tiles = triton.cdiv(window, plan.columns) + triton.cdiv(chosen or places, plan.columns)
+        splits = max(1, min(MOST, tiles, 2 * job.chip.sms // (N * groups)))
+        sums = torch.empty(N, splits, H, D, device=q.device, dtype=torch.float32)
+        weights = torch.empty(N, splits, H, 2, device=q.device, dtype=torch.float32)
+        _sparse_attention_kernel[(N, groups, splits)](
+            q, position, ring, ring if store is None else store, position if ids is None else ids,
+            position if limit is None else limit, sums, weights, scale, N // B, slots, places, window, store is not None,
+            chosen, H, plan.rows, D, wide, plan.columns, depth, splits, interpreted(), num_warps=plan.warps, num_stages=stages,
+        )  # fmt: skip
+        angles = (sinks, sinks) if cos is None or sin is None else (cos, sin)
+        _sparse_combine_kernel[(N, H)](
+            sums, weights, position, sinks, *angles, out, len(angles[0]), H, D, wide, splits, power_of_two(splits),
+            0 if cos is None else cos.shape[1], num_warps=4,
+        )  # fmt: skip
+
+    launch(job, run)
+    return out
