@@ -83,17 +83,17 @@ def test_nothing_is_read_that_the_text_did_not_write():
 def test_of_equal_scores_the_earlier_entries_are_chosen():
     index = body_of().layers[2].attention.index
     generator = torch.Generator().manual_seed(0)
-    q, keys = torch.randn(2, 3, 24, 8, generator=generator).sign(), torch.randn(2, 20, 8, generator=generator)
-    keys[:, ::2] = keys[:, :1]  # ten equal entries
+    q, keys = torch.randn(2, 3, 24, 8, generator=generator).sign(), torch.randn(2, 80, 8, generator=generator)
+    keys[:, ::2] = keys[:, :1]  # equal entries
     keys[:, 5] = 0
-    share = torch.ones(2, 3, 24)
-    closed = torch.tensor([[0, 4, 20], [9, 19, 20]])
-    chosen, there = index.choose(q, share, keys, closed)
+    index.entries.store[:2] = keys
+    closed = torch.tensor([[0, 4, 20], [9, 19, 20]], dtype=torch.int32)
+    chosen = index.choose(q.flatten(0, 1), torch.ones(6, 24), 2, closed.flatten()).view(2, 3, TOP)
     for b in range(2):
         for t in range(3):
             scores = [float(torch.einsum("hd,d->h", q[b, t], key).clamp(min=0).sum()) for key in keys[b, : closed[b, t]]]
             best = sorted(range(len(scores)), key=lambda s: (-round(scores[s], 4), s))[:TOP]
-            assert chosen[b, t][there[b, t]].tolist() == best
+            assert chosen[b, t].tolist() == sorted(best) + [-1] * (TOP - len(best))
 
 
 def test_greedy_tokens_are_those_of_generate():
@@ -144,7 +144,7 @@ def test_a_step_never_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(compressed, "closed_projection", lambda *given: None)  # its weights are no plain parameters
     if torch.cuda.is_available():
         pytest.skip("the pretend device needs CUDA_VISIBLE_DEVICES=")
-    model = build(device=simgpu())
+    model = build(device=simgpu(), num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["moe", "hash_moe"])
     model.set_experts_implementation("batched_mm")  # of the trial's own forward: histc takes no integers on a CPU
     body = body_of(model, rows=2)
     stand(body, [text(5), text(30)])

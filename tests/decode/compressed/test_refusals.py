@@ -64,8 +64,8 @@ def test_a_step_that_is_off(module, name, monkeypatch):
 def test_a_choice_of_the_wrong_experts(monkeypatch):
     own = mixture.Mixture.choose
 
-    def worst(self, h, token):
-        ids, shares = own(self, h, token)
+    def worst(self, scores, token):
+        ids, shares = own(self, scores, token)
         return (ids, shares) if self.weights.table is not None else (torch.tensor([[0, 1]]).expand_as(ids).int(), shares)
 
     monkeypatch.setattr(mixture.Mixture, "choose", worst)

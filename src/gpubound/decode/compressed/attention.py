@@ -3,20 +3,19 @@
 Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a token chooses.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.decoding import Linear
+from ...kernels import index_scores, index_topk
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
-from .state import Entries, Moment, Stretch, TokenRing, normed, turn_last
+from .products import product, products
+from .state import Entries, EntryProducts, Moment, Stretch, TokenRing, normed, turn_last
 
 PIECE = 128  # tokens of a prompt whose scores are in memory at a time
-
-
-def product(x: Tensor, layer: Linear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
 
 
 class Index:
@@ -25,22 +24,31 @@ class Index:
     def __init__(self, weights: IndexWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
 
-    def queries(self, h: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """q (B, T, H, D) and each head's share (B, T, H)."""
-        w = self.weights
-        cos, sin = (t[:, :, None] for t in angles)
-        q = turn_last(product(low, w.q).unflatten(-1, (w.heads, -1)).float(), (cos, sin))
-        return q.to(h.dtype), product(h, w.share).float() * (w.heads**-0.5 * q.shape[-1] ** -0.5)
+    def choose(self, q: Tensor, share: Tensor, rows: int, closed: Tensor) -> Tensor:
+        """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D) fp32, turned, shares of heads (N, H) and how many
+        entries each token may see (N,)."""
+        w, keys = self.weights, self.entries.store[:rows]
+        scores = torch.empty(len(q), keys.shape[1], device=q.device)
+        ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
+        index_scores(q.to(keys.dtype), keys, share.contiguous(), closed, (w.heads * q.shape[-1]) ** -0.5, scores)
+        return index_topk(scores, closed, ids)
 
-    def choose(self, q: Tensor, share: Tensor, keys_BSD: Tensor, closed_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(entries (B, T, K), which of these are there)."""
-        B, T, H, D = q.shape
-        found = F.relu(torch.bmm(q.float().view(B, T * H, D), keys_BSD.float().transpose(1, 2))).view(B, T, H, -1)
-        scores = (found * share[..., None]).sum(2)
-        place = torch.arange(keys_BSD.shape[1], device=q.device)
-        scores = torch.where(place < closed_BT[..., None], scores, float("-inf"))
-        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.weights.top]
-        return chosen, chosen < closed_BT[..., None]
+
+class Asked(NamedTuple):
+    """What an index reads of a layer's tokens, N = B T."""
+
+    entry: EntryProducts
+    q: Tensor  # (N, H, D), turned
+    share: Tensor  # (N, H)
+
+
+class Read(NamedTuple):
+    """What is asked with a layer's tokens, and kept of them."""
+
+    q: Tensor  # (B, T, H, D), turned
+    kv: Tensor  # (B, T, D), turned
+    entry: EntryProducts | None
+    asked: Asked | None
 
 
 class LatentAttention:
@@ -55,67 +63,82 @@ class LatentAttention:
         stores = [held for held in (self.entries, self.index.entries if self.index else None) if held is not None]
         return [self.window.data, *(t for held in stores for t in held.tensors())]
 
-    def step(self, h: Tensor, now: Moment) -> Tensor:
-        """What the rows' next tokens h (B, T, hidden) get."""
-        w, (B, T) = self.weights, h.shape[:2]
-        low, q, kv = self._project(h, now.angles(w.table))
-        keys, seen = self.window.step(now, kv), now.window(w.window, self.window.size)
-        if self.entries is not None:
+    def step(self, u: Tensor, now: Moment) -> Tensor:
+        """What the rows' next tokens get, whose streams mix to u (B, T, hidden) fp32."""
+        w, (B, T) = self.weights, u.shape[:2]
+        read = self._read(u, now.angles(w.table))
+        q, keys, seen = read.q, self.window.step(now, read.kv), now.window(w.window, self.window.size)
+        if self.entries is not None and read.entry is not None:
             closed = now.closed(self.entries.weights.rate)
-            store = self.entries.step(now, *self._pair(h, self.entries), w.table)
-            if self.index is None:
+            store = self.entries.step(now, read.entry, w.table)
+            if self.index is None or read.asked is None:
                 keys = torch.cat([keys, store], 1)
-                place = torch.arange(store.shape[1], device=h.device)
-                seen = torch.cat([seen, (place < closed[..., None])], 2)
+                place = torch.arange(store.shape[1], device=u.device)
+                seen = torch.cat([seen, place < closed[..., None]], 2)
             else:
-                held = self.index.entries.step(now, *self._pair(h, self.index.entries), w.table)
-                chosen, there = self.index.choose(*self.index.queries(h, low, now.angles(w.table)), held, closed)
-                found = store[now.row[..., None], chosen]  # (B, T, K, D): each token has its own
+                self.index.entries.step(now, read.asked.entry, w.table)
+                chosen = self.index.choose(read.asked.q, read.asked.share, B, closed.flatten()).view(B, T, -1)
+                found = store[now.row[..., None], chosen.long().clamp(min=0)]  # (B, T, K, D): each token has its own
                 keys = torch.cat([keys[:, None].expand(-1, T, -1, -1), found], 2).flatten(0, 1)
-                q, seen = q.flatten(0, 1)[:, None], torch.cat([seen, there], 2).flatten(0, 1)[:, None]
+                q, seen = q.flatten(0, 1)[:, None], torch.cat([seen, chosen >= 0], 2).flatten(0, 1)[:, None]
         y = attend(q, keys, seen, w.sinks, w.scale).view(B, T, w.heads, -1)
         return self._finish(y, now.angles(w.table))
 
-    def prompt(self, h: Tensor, now: Stretch) -> Tensor:
-        """What the tokens h (B, T, hidden) of a piece of a prompt get."""
-        w, (B, T) = self.weights, h.shape[:2]
-        low, q, kv = self._project(h, now.angles(w.table))
+    def prompt(self, u: Tensor, now: Stretch) -> Tensor:
+        """What the tokens of a piece of a prompt get."""
+        w, (B, T) = self.weights, u.shape[:2]
+        read = self._read(u, now.angles(w.table))
         back = w.window - 1
-        near = torch.cat([self.window.before(now, back), kv], 1)
-        self.window.prompt(now, kv)
-        store = held = near[:, :0]
-        index_q = index_share = q
-        if self.entries is not None:
-            store = self.entries.prompt(now, *self._pair(h, self.entries), w.table)
-        if self.index is not None:
-            held = self.index.entries.prompt(now, *self._pair(h, self.index.entries), w.table)
-            index_q, index_share = self.index.queries(h, low, now.angles(w.table))
+        near = torch.cat([self.window.before(now, back), read.kv], 1)
+        self.window.prompt(now, read.kv)
+        store = near[:, :0]
+        if self.entries is not None and read.entry is not None:
+            store = self.entries.prompt(now, read.entry, w.table)
+        if self.index is not None and read.asked is not None:
+            self.index.entries.prompt(now, read.asked.entry, w.table)
         found = []
         for first in range(0, T, PIECE):
             some = slice(first, min(first + PIECE, T))
             query = now.position[some, None]
-            there = torch.arange(now.start + first - back, now.start + some.stop, device=h.device)
+            there = torch.arange(now.start + first - back, now.start + some.stop, device=u.device)
             seen = ((there >= 0) & (there <= query) & (there > query - w.window))[None].expand(B, -1, -1)
             keys = near[:, first : some.stop + back]
             if self.entries is not None:
-                closed = torch.div(now.position[some] + 1, self.entries.weights.rate, rounding_mode="floor")[None]
-                entry = (torch.arange(store.shape[1], device=h.device) < closed[..., None]).expand(B, -1, -1)
-                if self.index is not None:
-                    chosen, known = self.index.choose(index_q[:, some], index_share[:, some], held, closed.expand(B, -1))
-                    entry = torch.zeros_like(entry, dtype=torch.bool).scatter(2, chosen, known)
+                entry = self._entries_seen(read, now, some, store.shape[1])
                 keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
-            found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
+            found.append(attend(read.q[:, some], keys, seen, w.sinks, w.scale))
         return self._finish(torch.cat(found, 1), now.angles(w.table))
 
-    def _project(self, h: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries' input, queries (B, T, H, D), keys (B, T, D)."""
-        w = self.weights
-        low = normed(product(h, w.q_a).float(), w.q_a_norm).to(h.dtype)
-        q = product(low, w.q_b).unflatten(-1, (w.heads, -1)).float()
-        q = F.rms_norm(q, q.shape[-1:], None, w.eps)
-        kv = normed(product(h, w.kv).float(), w.kv_norm)
-        cos, sin = (t[:, :, None] for t in angles)
-        return low, turn_last(q, (cos, sin)).to(h.dtype), turn_last(kv, angles).to(h.dtype)
+    def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
+        """(B, t, count): which entries some tokens of a piece of a prompt see."""
+        assert self.entries is not None
+        B, T = read.kv.shape[:2]
+        closed = torch.div(now.position[some] + 1, self.entries.weights.rate, rounding_mode="floor").int().expand(B, -1)
+        if self.index is None or read.asked is None:
+            return torch.arange(count, device=closed.device) < closed[..., None]
+        q, share = (t.unflatten(0, (B, T))[:, some].flatten(0, 1) for t in (read.asked.q, read.asked.share))
+        chosen = self.index.choose(q, share, B, closed.flatten()).view(*closed.shape, -1).long()
+        seen = torch.zeros(*closed.shape, count + 1, device=closed.device, dtype=torch.bool)
+        return seen.scatter(2, torch.where(chosen >= 0, chosen, count), True)[..., :count]
+
+    def _read(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> Read:
+        w, (B, T) = self.weights, u.shape[:2]
+        entry = () if w.entries is None else (w.entries.kv, w.entries.gate)
+        index = () if w.index is None else (w.index.entries.kv, w.index.entries.gate, w.index.share)
+        low, kv, *others = products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index)
+        q, *index_q = products(low.contiguous(), w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
+        cos, sin = (t.expand(B, -1, -1).flatten(0, 1) for t in angles)
+        across = cos[:, None], sin[:, None]
+        q = turn_last(F.rms_norm(q.unflatten(-1, (w.heads, -1)), kv.shape[-1:], None, w.eps), across)
+        kv = turn_last(normed(kv, w.kv_norm), (cos, sin))
+        pairs = [
+            EntryProducts(*(t.contiguous().unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair
+        ]
+        asked = None
+        if w.index is not None:
+            asked = Asked(pairs[1], turn_last(index_q[0].unflatten(-1, (w.index.heads, -1)), across), others[4])
+        q, kv = (t.to(self.dtype).unflatten(0, (B, T)) for t in (q, kv))
+        return Read(q, kv, pairs[0] if pairs else None, asked)
 
     @property
     def reach(self) -> int:
@@ -141,9 +164,6 @@ class LatentAttention:
             return "attention", f"a window of {w.window}", ""
         chosen = "all" if w.index is None else f"{w.index.top} by index"
         return "attention", f"a window of {w.window}, entries of {w.entries.rate} tokens: {chosen}", ""
-
-    def _pair(self, h: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
-        return product(h, entries.weights.kv), product(h, entries.weights.gate)
 
     def _finish(self, y: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Keys are values, so what is read has turned: it turns back from where the token stands."""

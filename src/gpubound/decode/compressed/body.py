@@ -26,7 +26,8 @@ from ...models.registry import reader_of
 from ..bind import closed_projection, unadded
 from ..contract import Body, Build, Watched, check_room
 from .attention import LatentAttention
-from .mixture import NARROW, Mixture
+from .mixture import Mixture
+from .products import NARROW
 from .state import Moment, Stretch, normed
 from .trial import Trial, try_body
 
@@ -127,13 +128,10 @@ class CompressedBody(Body):
         token_N = token_BT.flatten()
         for number, layer in enumerate(self.layers):
             u, give, mix = read(x, layer.attention_streams)
-            h = normed(u, layer.attention.weights.norm).to(self.dtype)
-            x = hc_post(x, attend(layer.attention, h, now), give, mix)
+            x = hc_post(x, attend(layer.attention, u, now), give, mix)
             yield f"model.layers.{number}.self_attn", x
             u, give, mix = read(x, layer.mixture_streams)
-            h = normed(u, layer.mixture.weights.norm).to(self.dtype)
-            y = layer.mixture(u.flatten(0, 1), h.flatten(0, 1), token_N)
-            x = hc_post(x, y.view_as(u), give, mix)
+            x = hc_post(x, layer.mixture(u.flatten(0, 1), token_N).view_as(u), give, mix)
             yield f"model.layers.{number}.mlp", x
 
     def _logits(self, x: Tensor) -> Tensor:

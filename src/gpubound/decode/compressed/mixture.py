@@ -16,9 +16,8 @@ from torch import Tensor
 from ...kernels import add_routed, routed_gate_up
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE, each_expert, grouped, not_grouped
-from .attention import product
-
-NARROW = 8  # rows that read their experts' weights one by one
+from .products import NARROW, product, products
+from .state import normed
 
 
 class Mixture:
@@ -27,26 +26,28 @@ class Mixture:
         self.ungrouped = not_grouped(weights.gate_up, weights.down)
         self.overheard: Any = None  # the judge's Choices, while it listens
 
-    def __call__(self, u: Tensor, h: Tensor, token: Tensor) -> Tensor:
-        """What is added for tokens (N,): u (N, hidden) fp32 is what the part reads, h its norm."""
+    def __call__(self, u: Tensor, token: Tensor) -> Tensor:
+        """What is added for tokens (N,), whose streams mix to u (N, hidden) fp32."""
         w = self.weights
-        ids, shares = self.choose(h, token)
+        scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
+        ids, shares = self.choose(scores, token)
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
-        shared = product(clamped(product(h, w.gate), product(h, w.up), w.limit), w.shared_down).float()
-        if len(h) <= NARROW:
-            routed = h.new_empty(*ids.shape, w.gate_up.shape[1] // 2)
-            routed_gate_up(u.contiguous(), w.norm, w.gate_up, ids, routed, limit=w.limit)
+        shared = product(clamped(gate, up, w.limit).to(w.down.dtype), w.shared_down).float()
+        if len(u) <= NARROW:
+            routed = torch.empty(*ids.shape, w.gate_up.shape[1] // 2, device=u.device, dtype=w.down.dtype)
+            routed_gate_up(u, w.norm, w.gate_up, ids, routed, limit=w.limit)
             return add_routed(routed, w.down, ids, shares, shared)
         gated = partial(packed, limit=w.limit)
         mlp = each_expert if self.ungrouped else grouped
+        h = normed(u, w.norm).to(w.down.dtype)
         pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
         return shared + torch.cat([mlp(x, some, share, w.gate_up, w.down, gated) for x, some, share in pieces])
 
-    def choose(self, h: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""
         w = self.weights
-        scores = w.score(product(h, w.router).float())
+        scores = w.score(scores)
         if w.table is not None:
             ids = w.table.index_select(0, token)
         else:

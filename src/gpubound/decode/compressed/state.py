@@ -12,7 +12,7 @@ Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Moment:
         return self.once(("angles", table), lambda: (cos[self.position], sin[self.position]))
 
     def closed(self, rate: int) -> Tensor:
-        """(B, T): how many stretches have ended where each token stands."""
-        return self.once(("closed", rate), lambda: torch.div(self.position + 1, rate, rounding_mode="floor"))
+        """(B, T) int32: how many stretches have ended where each token stands."""
+        return self.once(("closed", rate), lambda: torch.div(self.position + 1, rate, rounding_mode="floor").int())
 
     def slot(self, size: int) -> Tensor:
         """(B, T): where each token goes in a ring."""
@@ -119,6 +119,13 @@ class TokenRing:
         self.data[:rows] = kept
 
 
+class EntryProducts(NamedTuple):
+    """What entries are pooled from: the products of tokens, (B, T, W) each."""
+
+    kv: Tensor
+    gate: Tensor
+
+
 class Entries:
     """The entries of each row, and the rings that they are pooled from."""
 
@@ -132,29 +139,29 @@ class Entries:
     def tensors(self) -> list[Tensor]:
         return [self.store, self.kv.data, self.gate.data]
 
-    def step(self, now: Moment, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
+    def step(self, now: Moment, new: EntryProducts, table: int) -> Tensor:
         """Every place of the rows' stores, (B, S, D), with the entries of the stretches that the tokens end."""
-        w, rows = self.weights, len(kv_BTC)
+        w, rows = self.weights, len(new.kv)
         pending, store = Pending(self.kv.data[:rows], self.gate.data[:rows]), self.store[:rows]
-        compress(kv_BTC, gate_BTC, now.first, pending, store, w.bias, w.norm, *now.tables[table])
+        compress(*new, now.first, pending, store, w.bias, w.norm, *now.tables[table])
         return store
 
-    def prompt(self, now: Stretch, kv_BTC: Tensor, gate_BTC: Tensor, table: int) -> Tensor:
+    def prompt(self, now: Stretch, new: EntryProducts, table: int) -> Tensor:
         """The entries (B, S, D) up to the end of a piece that begins where a stretch does."""
-        w, rows = self.weights, len(kv_BTC)
+        w, rows = self.weights, len(new.kv)
         back = w.span - w.rate
         count = -(-(now.end - now.start) // w.rate)
         behind = now.start + count * w.rate - now.end  # places of the last stretch that the piece does not have
         whole = [torch.cat([ring.before(now, back), x, x.new_zeros(rows, behind, x.shape[2])], 1)
-                 for ring, x in ((self.kv, kv_BTC), (self.gate, gate_BTC))]  # fmt: skip
+                 for ring, x in ((self.kv, new.kv), (self.gate, new.gate))]  # fmt: skip
         kv, gate = (x.unfold(1, w.span, w.rate).transpose(2, 3) for x in whole)  # (B, count, span, C)
         first = now.start - back + torch.arange(count, device=kv.device)[:, None] * w.rate
         position = first + torch.arange(w.span, device=kv.device)
         there = ((position >= 0) & (position < now.end))[None]
         entry = pool(w, kv, gate, there, now.opened(table, w.rate))
         self.store[:rows, now.start // w.rate : now.start // w.rate + count] = entry
-        self.kv.prompt(now, kv_BTC)
-        self.gate.prompt(now, gate_BTC)
+        self.kv.prompt(now, new.kv)
+        self.gate.prompt(now, new.gate)
         return self.store[:rows, : now.end // w.rate]
 
 

@@ -1,0 +1,35 @@
+"""Products of a norm's output, for few rows and for many.
+
+For few rows, a kernel reads the weights once, with the norm inside (kernels/decode_product.py); of several weights that read
+the same, three share a launch. Of many rows the norm is computed once, and the products are matrices worth a tensor core.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import norm_product
+from ...kernels.decode_product import Norm
+from ...models.decoding import Linear
+
+NARROW = 8  # rows
+
+
+def products(x: Tensor, norm: Norm, *layers: Linear) -> list[Tensor]:
+    """rms_norm(x) times each layer, (N, rows) fp32, for x (N, width) fp32."""
+    if len(x) > NARROW:
+        h = F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps).to(layers[0].weight.dtype)
+        return [F.linear(h, *layer[:2]).float() for layer in layers]
+    found: list[Tensor] = []
+    whole = len(layers) // 3 * 3
+    for first in range(0, whole, 3):
+        found += _together(x, norm, *layers[first : first + 3])
+    return found + [norm_product(x, norm, layer.weight, bias=layer.bias) for layer in layers[whole:]]
+
+
+def _together(x: Tensor, norm: Norm, q: Linear, k: Linear, v: Linear) -> tuple[Tensor, ...]:
+    made = norm_product(x, norm, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
+    return made.split([len(layer.weight) for layer in (q, k, v)], 1)
+
+
+def product(x: Tensor, layer: Linear) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
