@@ -21,7 +21,7 @@ def layer(dtype=torch.float64, **options) -> PolyAttention:
     with torch.no_grad():
         module.coefficients += torch.tensor([0.3, 0.2, 0.1])
         for name, p in module.named_parameters():
-            if name in ("relative", "gate_free"):
+            if name in ("relative", "gate_curve.free"):
                 p += 0.3 * torch.randn_like(p)
     return module
 
@@ -46,7 +46,7 @@ def plain(m: PolyAttention, x, rope, keys=None):
     weights = torch.stack(rows, -1).unflatten(-1, (length, length))  # (B, H, T, T)
     y = torch.einsum("bhij,bjhd->bihd", weights, v)
     if hasattr(m, "head_gate"):
-        nu, k_, m_ = m.gate_free
+        nu, k_, m_ = m.gate_curve.free
         curve = Curve(tail=True)
         assert (curve.nu, curve.k, curve.m, curve.beta, curve.temperature, curve.scale) == (1, 1, 0, 1, 1, 1)
         nu, rate = torch.nn.functional.softplus(nu) + 1e-6, torch.nn.functional.softplus(k_) + 1e-6
@@ -109,7 +109,7 @@ def test_a_token_at_a_time(options):
 def test_its_numbers_are_kept_in_fp32_and_the_rest_in_16_bits():
     module = PolyAttention(HIDDEN, HEADS, KV, D, max_pos=2, gates=True, positions=64, dtype=torch.bfloat16)
     kinds = {name: p.dtype for name, p in module.named_parameters()}
-    assert {name for name, kind in kinds.items() if kind == torch.float32} == {"coefficients", "gate_free"}
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == {"coefficients", "gate_curve.free"}
     torch.testing.assert_close(module.coefficients.detach(), torch.tensor([1.0, 0.0, 0.125]))
     x = x_of(B, T, HIDDEN, dtype=torch.bfloat16)
     module(x, None).sum().backward()

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import poly_attention, poly_attention_step, richards
+from ..kernels import poly_attention, poly_attention_step
 from ..kernels.choose import Call
 from ..kernels.poly_attention import EVEN
 from ..kernels.richards import GATE
 from .attention import Attention, Rope
+from .richards import RichardsCurve, at_least_fp32
 from .stacked import Kernels, run_linear
 
 TABLE_SPREAD = 0.02
@@ -57,15 +58,14 @@ class PolyAttention(Attention):
                 f"0 gives no table."
             )
         self.degree, self.soft_clip, self.window, self.max_pos = degree, soft_clip, window, max_pos
-        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        begin = torch.tensor([1.0, 0.0, positions**-0.5], device=device, dtype=wide)
+        begin = torch.tensor([1.0, 0.0, positions**-0.5], device=device, dtype=at_least_fp32(dtype))
         self.coefficients = nn.Parameter(begin)  # a, b and scale
         if max_pos:
             rows = max_pos + 1 if causal else 2 * max_pos + 1
             self.relative = nn.Parameter(torch.empty(rows, self.head_dim, device=device, dtype=dtype).normal_(0, TABLE_SPREAD))
         if gates:
             self.head_gate = nn.Linear(hidden, heads, device=device, dtype=dtype)
-            self.gate_free = nn.Parameter(torch.tensor(GATE.start(), device=device, dtype=wide))
+            self.gate_curve = RichardsCurve(GATE, device, dtype)
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden). `mask` hides keys from all tokens, beside what `causal` and `window` hide: bool,
@@ -94,7 +94,7 @@ class PolyAttention(Attention):
     def gates(self, x: Tensor) -> Tensor | None:
         """(B, T, H)"""
         children: dict[str, Any] = self._modules
-        return richards(run_linear(children["head_gate"], x), self.gate_free, GATE) if "head_gate" in children else None
+        return children["gate_curve"](run_linear(children["head_gate"], x)) if "head_gate" in children else None
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("PolyAttention has no softmax: `weighted` and `step` are what it computes.")

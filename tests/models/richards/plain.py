@@ -57,7 +57,7 @@ def poly(c, w, x):
             term = (scale * (a * score**c.degree + b))[..., None] * v[:, :, j]
             y = y + F.one_hot(torch.tensor(i), T).to(y.dtype)[:, None] * term[:, :, None]
     if c.gates:
-        nu, rate, shift = w["self_attn.gate_free"]
+        nu, rate, shift = w["self_attn.gate_curve.free"]
         z = x @ w["self_attn.head_gate.weight"].T + w["self_attn.head_gate.bias"]
         nu, rate = (F.softplus(p) + 1e-6 for p in (nu, rate))
         y = y * (1 + torch.exp(-rate * nu * (z - shift))).pow(-1 / nu).transpose(1, 2)[..., None]
