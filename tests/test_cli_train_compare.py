@@ -129,7 +129,7 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
         ),
         (
             ["--model", "richards-tiny", "--compare", "softmax,moe+swiglu"],
-            "model: richards-tiny+moe+swiglu names two of swiglu, moe; leave one of them.",
+            "model: richards-tiny+moe+swiglu names two of swiglu, richards_glu, moe; leave one of them.",
         ),
         (["--compare", "tiny,10m", "--seeds", "99"], "seeds: got 99, wanted 1 to 30."),
         (

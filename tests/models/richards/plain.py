@@ -57,10 +57,8 @@ def poly(c, w, x):
             term = (scale * (a * score**c.degree + b))[..., None] * v[:, :, j]
             y = y + F.one_hot(torch.tensor(i), T).to(y.dtype)[:, None] * term[:, :, None]
     if c.gates:
-        nu, rate, shift = w["self_attn.gate_curve.free"]
         z = x @ w["self_attn.head_gate.weight"].T + w["self_attn.head_gate.bias"]
-        nu, rate = (F.softplus(p) + 1e-6 for p in (nu, rate))
-        y = y * (1 + torch.exp(-rate * nu * (z - shift))).pow(-1 / nu).transpose(1, 2)[..., None]
+        y = y * curve(z, *w["self_attn.gate_curve.free"]).transpose(1, 2)[..., None]
     return y.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
 
@@ -115,4 +113,32 @@ def moe(c, w, x):
     return y.view(x.shape)
 
 
-MIXERS, MLPS, NORMS = {"softmax": softmax, "poly": poly, "rg_lru": rg_lru}, {"swiglu": swiglu, "moe": moe}, {"rms": rms}
+def positive(p):
+    return F.softplus(p) + 1e-6
+
+
+def curve(x, nu, k, m):
+    """The logistic curve whose left tail is e^(k x)."""
+    nu, k = positive(nu), positive(k)
+    return (1 + torch.exp(-k * nu * (x - m))).pow(-1 / nu)
+
+
+def richards_glu(c, w, x):
+    (nu, k, m, bias), gate_free = w["mlp.value.free"], w["mlp.gate.free"]
+    x1, x2 = (x @ w[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    return (x1 * (curve(x1, nu, k, m) + bias) * curve(x2, *gate_free)) @ w["mlp.down_proj.weight"].T
+
+
+def dyt(c, w, name, x):
+    return torch.tanh(w[name + "alpha"] * x) * w[name + "weight"] + w[name + "bias"]
+
+
+def richards(c, w, name, x):
+    nu, k, m = w[name + "curve.free"]
+    f = 2 * (1 + torch.exp(-positive(k) * (2 * x - m))).pow(-1 / positive(nu)) - 1
+    return f * w[name + "weight"] + w[name + "bias"]
+
+
+MIXERS = {"softmax": softmax, "poly": poly, "rg_lru": rg_lru}
+MLPS = {"swiglu": swiglu, "richards_glu": richards_glu, "moe": moe}
+NORMS = {"rms": rms, "dyt": dyt, "richards": richards}

@@ -14,6 +14,8 @@ MODELS = {
     "plain": {},
     "tied, without positions": {"tied": True, "rope": False},
     "bidirectional": {"causal": False},
+    "richards": {"mlp": "richards_glu", "norm": "richards", "attention": "poly"},
+    "dynamic tanh": {"norm": "dyt", "alpha": 0.8},
     "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
     "polynomial": {"attention": "poly", "soft_clip": 3.0, "gates": True, "max_pos": 2, "window": 4},
     "polynomial, bidirectional": {"attention": "poly", "degree": 1, "soft_clip": 0.0, "causal": False, "max_pos": 3},

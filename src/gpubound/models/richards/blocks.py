@@ -26,7 +26,11 @@ class TransformerBlock(Block):
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         mixer, mlp = MIXERS[config.attention].make(config, **where), MLPS[config.mlp].make(config, **where)
-        super().__init__(mixer, mlp, config.hidden, config.eps, **where, norm=NORMS[config.norm].make)
+
+        def norm(hidden: int, eps: float, **where: Any) -> nn.Module:
+            return NORMS[config.norm].make(config, **where)
+
+        super().__init__(mixer, mlp, config.hidden, config.eps, **where, norm=norm)
 
 
 class DiffusionBlock(TransformerBlock):

@@ -25,6 +25,7 @@ class RichardsConfig(DecoderConfig):
     window: int = 0  # a token sees those less than so far away; 0: all
     max_pos: int = 0  # distances that a learned table adds to the scores of; 0: no table
     gates: bool = False  # each head is multiplied by a Richards curve of x
+    alpha: float = 0.5  # of dyt norms, tanh(alpha x), at first
     experts: int = 8  # of a moe, each `intermediate` wide
     slots: int = 2  # experts a token is given to
     balance: float = 0.01  # times how uneven the experts' load is: a part of the loss while a model is trained

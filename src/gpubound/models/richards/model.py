@@ -36,7 +36,7 @@ class RichardsTrunk(nn.Module):
         self.time = TimeEmbedding(config.hidden, **where) if config.time == "film" else None
         block = TransformerBlock if self.time is None else DiffusionBlock
         self.layers = nn.ModuleList(block(config, **where) for _ in range(config.layers))
-        self.norm = NORMS[config.norm].make(config.hidden, config.eps, **where)
+        self.norm = NORMS[config.norm].make(config, **where)
         self.balance = config.balance
         self.load: Tensor | None = None  # of the last call: how uneven it was
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...kernels.choose import Call
+from ...kernels.dynamic_tanh import NORM
 from ...layers.attention import Attention, turn_calls
+from ...layers.dynamic_tanh import DynamicTanh, RichardsNorm
 from ...layers.mlp import MLP, gated_calls
 from ...layers.moe import MoE
 from ...layers.norm import RMSNorm
 from ...layers.poly_attention import PolyAttention, poly_calls
 from ...layers.rg_lru import RGLRU, rg_lru_calls
+from ...layers.richards import RichardsGLU, richards_glu_calls
 
 if TYPE_CHECKING:
     from .config import RichardsConfig
@@ -27,7 +30,7 @@ POLY = ("degree", "soft_clip", "window", "max_pos", "gates")
 class NamedPart:
     """One choice of a table."""
 
-    make: Callable[..., nn.Module]  # (config, device=, dtype=); a norm: (hidden, eps, device=, dtype=)
+    make: Callable[..., nn.Module]  # (config, device=, dtype=)
     products: Callable[["RichardsConfig"], int] = lambda c: 0  # parameters that a token is multiplied by
     calls: Callable[["RichardsConfig"], Iterable[Call]] = lambda c: ()  # ops of a training step, in which shapes
     options: tuple[str, ...] = ()  # fields of the config that not every part reads
@@ -89,10 +92,25 @@ MIXERS = {
 }
 MLPS = {
     "swiglu": NamedPart(lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, _gated_calls),
+    "richards_glu": NamedPart(
+        lambda c, **where: RichardsGLU(c.hidden, c.intermediate, **where), _gated, lambda c: richards_glu_calls(c.intermediate)
+    ),
     "moe": NamedPart(_moe, _chosen, _gated_calls, ("experts", "slots", "balance")),
 }
 NORMS = {
-    "rms": NamedPart(RMSNorm, calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)))),
+    "rms": NamedPart(
+        lambda c, **where: RMSNorm(c.hidden, c.eps, **where),
+        calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,))),
+    ),
+    "dyt": NamedPart(
+        lambda c, **where: DynamicTanh(c.hidden, c.alpha, **where),
+        calls=lambda c: (("dynamic_tanh", (c.hidden,)), ("add_dynamic_tanh", (c.hidden,))),
+        options=("alpha",),
+    ),
+    "richards": NamedPart(
+        lambda c, **where: RichardsNorm(c.hidden, **where),
+        calls=lambda c: (("richards_norm", (c.hidden, NORM)), ("add_richards_norm", (c.hidden, NORM))),
+    ),
 }
 TABLES = {"attention": MIXERS, "mlp": MLPS, "norm": NORMS}
 """By the config's field that names one of them."""

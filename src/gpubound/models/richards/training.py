@@ -24,7 +24,9 @@ from .weights import (
 __all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
 
 FOREIGN = False
-KINDS: dict[str, dict[str, Any]] = {"richards": {}, "diffusion": {"causal": False}}
+KINDS: dict[str, dict[str, Any]] = {"richards": {"mlp": "richards_glu"}, "diffusion": {"causal": False}}
+"""Each differs in one thing from the preset of its size, so that a comparison with that one says what the thing does."""
+
 PRESETS = {
     f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts) for kind, parts in KINDS.items() for size in ("tiny", "350m")
 }
