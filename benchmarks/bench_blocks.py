@@ -31,8 +31,8 @@ from .block_parts import LARGE, LOOPS, PLAIN_MIXERS, PLAIN_MLPS, SEED_SHAPES, TI
 from .harness import KERNELS, Bench, chosen, peak_gib, release
 
 PARTS = ("seed", "large", "poly")
-# Gradients in bf16 of products over 16k tokens, and of a block's two layers after each other.
-TOLERANCE = 3e-2
+# bf16, rounded at other places in every form: a block's two layers after each other, and a decay's sum over 16k tokens.
+TOLERANCE = 5e-2
 SEED_TOLERANCE = 1e-3  # fp32, other orders of sums
 SEED_GATES = {"glu": 8.0, "attention": 10.0, "block": 6.0, "feed-forward": None}  # what the document claimed
 GATES = {"richards_glu": {"eager": 2.0, "compile": 1.0}}
@@ -177,7 +177,9 @@ def measure_poly(bench: Bench, tokens: int, size: int, peers: Sequence[str]) -> 
     def both(op: Callable[..., Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             y = op(q, k, v, coefficients)
-            return y, *torch.autograd.grad(y, [*leaves, coefficients], upstream)
+            return y, *torch.autograd.grad(y, [*leaves, coefficients], upstream)[
+                :3
+            ]  # as Layer.work leaves out sums that cancel
 
         return run
 
