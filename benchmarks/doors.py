@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
+from gpubound.kernels.curve import LEAST
+from gpubound.kernels.dynamic_tanh import NORM
+from gpubound.kernels.richards import GATE, VALUE
 from gpubound.measure import Prepared
 
 from .shapes import Shape
@@ -293,6 +296,39 @@ def geglu(shape: Shape, draw: Drawer) -> Door:
     )
 
 
+def _curve(x: Tensor, free: Tensor, tanh: bool = False) -> Tensor:
+    """A Richards curve that learns nu, k, m, as one writes it: in fp32, from softplus and exp."""
+    nu, k, m = (F.softplus(free[0]) + LEAST, F.softplus(free[1]) + LEAST, free[2])
+    z = x.to(torch.promote_types(x.dtype, torch.float32)) * (2 if tanh else 1)
+    sigma = torch.exp(-F.softplus(-k * (nu if not tanh else 1) * (z - m)) / nu)
+    return 2 * sigma - 1 if tanh else sigma
+
+
+def richards_glu(shape: Shape, draw: Drawer) -> Door:
+    packed, value, gate = draw(draw.tokens, 2 * shape.intermediate), draw(4, scale=0.3), draw(3, scale=0.3)
+
+    def eager(packed: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        x1, x2 = packed.chunk(2, dim=-1)
+        return (x1 * (_curve(x1, value) + value[3]) * _curve(x2, gate)).to(packed.dtype)
+
+    return Door(
+        [packed, value, gate],
+        ours=lambda packed, value, gate: kernels.richards_glu(packed, value, gate, VALUE, GATE),
+        eager=eager,
+        saved_bytes=packed.nbytes + value.nbytes + gate.nbytes,
+    )
+
+
+def richards_norm(shape: Shape, draw: Drawer) -> Door:
+    x, free, weight, bias = draw(draw.tokens, shape.hidden), draw(3, scale=0.3), draw(shape.hidden), draw(shape.hidden)
+    return Door(
+        [x, free, weight, bias],
+        ours=lambda x, free, w, b: kernels.richards_norm(x, free, NORM, w, b),
+        eager=lambda x, free, w, b: (_curve(x, free, tanh=True) * w + b).to(x.dtype),
+        saved_bytes=x.nbytes + free.nbytes + weight.nbytes,
+    )
+
+
 def cross_entropy(shape: Shape, draw: Drawer) -> Door:
     logits, labels = draw(draw.tokens, shape.vocab), draw.labels(shape.vocab)
     return Door(
@@ -351,6 +387,8 @@ DOORS: dict[str, Callable[[Shape, Drawer], Door]] = {
         swiglu,
         swiglu_packed,
         geglu,
+        richards_glu,
+        richards_norm,
         cross_entropy,
     )
 }
