@@ -45,7 +45,7 @@ def _tanh(x, alpha, FP32: tl.constexpr):
 def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr, rows,
                                  COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
                                  HINT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, CURVE: tl.constexpr):  # fmt: skip
-    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if CURVE is None:
         alpha = tl.load(a_ptr).to(tl.float32)
     else:
@@ -62,9 +62,9 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
             tl.store(s_ptr + at, s, mask=mask)
             x = s.to(tl.float32)  # of what was stored, so that forward and backward see one s
         if CURVE is None:
-            t, _slope = _tanh(x, alpha, FP32)
+            t, _slope = _tanh(x, alpha, tl.float32 == DTYPE)
         else:
-            sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+            sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, DTYPE)
             t = gain * sigma + offset
         y = t * w[None]
         if BIAS:
@@ -77,7 +77,7 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
                                   COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
                                   HINT: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, CURVE: tl.constexpr):  # fmt: skip
     """`da_ptr`: a number a program for alpha, or the sums of a curve, of which it has SUMS places."""
-    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
     if CURVE is None:
         alpha = tl.load(a_ptr).to(tl.float32)
@@ -94,11 +94,11 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
         x = _tile_of(x_ptr, at, mask, HINT)
         g = dy * w[None]
         if CURVE is None:
-            t, slope = _tanh(x, alpha, FP32)
+            t, slope = _tanh(x, alpha, tl.float32 == DTYPE)
             d = g * slope
             dx = alpha * d
         else:
-            sigma, r, length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+            sigma, r, length = sigma_of(x, rate, place, inverse_nu, DTYPE)
             t = gain * sigma + offset
             d = g * sigma * r
             dx = steep * d

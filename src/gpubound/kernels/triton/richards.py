@@ -48,12 +48,12 @@ def _store(ptr, row, stride, col, value, mask):
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _richards_forward_kernel(x_ptr, free_ptr, y_ptr, rows, tiles, x_row, CURVE: tl.constexpr, COLS: tl.constexpr,
                              ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
-    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     rate, place, inverse_nu, gain, offset, _steep = numbers(free_ptr, CURVE)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         x = _load(x_ptr, row, x_row, col, mask, HINT)
-        sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+        sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, DTYPE)
         _store(y_ptr, row, COLS, col, gain * sigma + offset, mask)
 
 
@@ -61,14 +61,14 @@ def _richards_forward_kernel(x_ptr, free_ptr, y_ptr, rows, tiles, x_row, CURVE: 
 def _richards_backward_kernel(dy_ptr, x_ptr, free_ptr, dx_ptr, parts_ptr, rows, tiles, dy_row, x_row, CURVE: tl.constexpr,
                               SUMS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                               STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
-    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     rate, place, inverse_nu, _gain, _offset, steep = numbers(free_ptr, CURVE)
     sums = no_sums(ROWS * BLOCK)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         dy = _load(dy_ptr, row, dy_row, col, mask, HINT)
         x = _load(x_ptr, row, x_row, col, mask, HINT)
-        sigma, r, length = sigma_of(x, rate, place, inverse_nu, CURVE, FP32)
+        sigma, r, length = sigma_of(x, rate, place, inverse_nu, DTYPE)
         d = dy * sigma * r
         _store(dx_ptr, row, COLS, col, steep * d, mask)
         if SUMS:
@@ -81,15 +81,15 @@ def _richards_backward_kernel(dy_ptr, x_ptr, free_ptr, dx_ptr, parts_ptr, rows, 
 def _richards_glu_forward_kernel(x1_ptr, x2_ptr, v_ptr, g_ptr, h_ptr, rows, tiles, x_row, VALUE: tl.constexpr,
                                  GATE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                                  STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
-    FP32: tl.constexpr = x1_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x1_ptr.dtype.element_ty
     v_rate, v_place, v_inverse_nu, v_gain, v_offset, _v_steep = numbers(v_ptr, VALUE)
     g_rate, g_place, g_inverse_nu, g_gain, g_offset, _g_steep = numbers(g_ptr, GATE)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
         x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
-        v_sigma, _v_r, _v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, VALUE, FP32)
-        g_sigma, _g_r, _g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, GATE, FP32)
+        v_sigma, _v_r, _v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, DTYPE)
+        g_sigma, _g_r, _g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, DTYPE)
         _store(h_ptr, row, COLS, col, x1 * (v_gain * v_sigma + v_offset) * (g_gain * g_sigma + g_offset), mask)
 
 
@@ -98,7 +98,7 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
                                   x_row, d_row, VALUE: tl.constexpr, GATE: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
                                   COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
                                   HINT: tl.constexpr):  # fmt: skip
-    FP32: tl.constexpr = x1_ptr.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = x1_ptr.dtype.element_ty
     v_rate, v_place, v_inverse_nu, v_gain, v_offset, v_steep = numbers(v_ptr, VALUE)
     g_rate, g_place, g_inverse_nu, g_gain, g_offset, g_steep = numbers(g_ptr, GATE)
     v_sums = no_sums(ROWS * BLOCK)
@@ -108,8 +108,8 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
         dh = _load(dh_ptr, row, dh_row, col, mask, HINT)
         x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
         x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
-        v_sigma, v_r, v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, VALUE, FP32)
-        g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, GATE, FP32)
+        v_sigma, v_r, v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, DTYPE)
+        g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, DTYPE)
         v = v_gain * v_sigma + v_offset
         g = g_gain * g_sigma + g_offset
         at_x1 = dh * g
