@@ -137,6 +137,21 @@ def test_kernels_match_at_full_size(form, width, dtype, device):
     parity(fast.poly_attention, reference.poly_attention, arguments, 3 * CLOSE[dtype] if degree == 7 else CLOSE[dtype])
 
 
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_is_high(device):
+    """65,535 programs are all that a launch's second dimension takes."""
+    q, k, v = (draw(device, torch.bfloat16, 5000, 3, 16, WIDTH, seed=i) for i in range(3))
+    parity(fast.poly_attention, reference.poly_attention, (q, k, v, draw(device, FP32, 3)), CLOSE[torch.bfloat16])
+
+
+def test_autocast_leaves_it_alone(device):
+    leaves = [t.requires_grad_() for t in inputs(device, tokens=5, rows=3)[:5]]
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = fast.poly_attention(*leaves)
+    same("y", y, reference.poly_attention(*leaves), CLOSE[FP32])
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
+
+
 def test_heads_of_one_product_are_read_where_they_lie(device, monkeypatch):
     packed = draw(device, FP32, 2, 20, 4 * WIDTH).requires_grad_()
     q, k, v = (t.unflatten(-1, (-1, WIDTH)) for t in packed.split([2 * WIDTH, WIDTH, WIDTH], -1))

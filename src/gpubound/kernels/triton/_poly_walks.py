@@ -36,12 +36,16 @@ def _shrunk(x, small):
 
 
 @triton.jit
-def _place(HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
-    """(first token, row of the batch, head) of a program. LAST: the last tokens have the longest walk, and so begin first."""
-    tile = tl.program_id(0)
+def _place(tokens, HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
+    """(first token, row of the batch, head) of a program, and the tokens as a number that no product of sizes overflows.
+
+    LAST: the last tokens have the longest walk, and so begin first.
+    """
+    tiles = tl.cdiv(tokens, OWN)
+    tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if LAST:
-        tile = tl.num_programs(0) - 1 - tile
-    return tile * OWN, tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+        tile = tiles - 1 - tile
+    return tile * OWN, row // HEADS, row % HEADS, tl.cast(tokens, tl.int64)
 
 
 @triton.jit
@@ -75,13 +79,13 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                          DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                          RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                          WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    own, b, head = _place(HEADS, OWN, CAUSAL)
+    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
+    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
     bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
     acc = tl.zeros([OWN, DP], tl.float32)
     for part in tl.static_range(5):
@@ -92,7 +96,7 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     if GATED:
         acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
     row = HEADS * DIM
-    _keep(_head(y_ptr, b, head, tokens * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
+    _keep(_head(y_ptr, b, head, wide * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
 
 
 @triton.jit
@@ -129,16 +133,16 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                          WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
                          N: tl.constexpr):  # fmt: skip
     """steep: what a slope has beside u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
-    own, b, head = _place(HEADS, OWN, CAUSAL)
+    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     dense = HEADS * DIM
     q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
-    dy = _tile(_head(dy_ptr, b, head, tokens * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
+    dy = _tile(_head(dy_ptr, b, head, wide * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
-    dterm_ptr = _head(dterm_ptr, b, head, tokens * HEADS * rows, rows)
+    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+    dterm_ptr = _head(dterm_ptr, b, head, wide * HEADS * rows, rows)
     gain = tl.zeros([OWN], tl.float32) + scale * a * steep
     if GATED:
         gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
@@ -153,16 +157,15 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                 k_row, v_row, HEADS * rows, tokens, window, back, rows, unit, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
                 FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     power *= top
-    _keep(_head(dq_ptr, b, head, tokens * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
+    _keep(_head(dq_ptr, b, head, wide * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
     if GATED:
         token = own + tl.arange(0, OWN)
         at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
         dgate = scale * (a * power + c * whole)
         tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=token < tokens)
         power, whole = power * gates, whole * gates
-    program, programs = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(0) * tl.num_programs(1)
-    tl.store(sums_ptr + program, tl.sum(power, 0))
-    tl.store(sums_ptr + programs + program, tl.sum(whole, 0))
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(power, 0))
+    tl.store(sums_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(whole, 0))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -216,7 +219,7 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
                       DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                       RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                       WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    own, b, kv = _place(HEADS // GROUP, OWN, False)
+    own, b, kv, wide = _place(tokens, HEADS // GROUP, OWN, False)
     key = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     k = _shrunk(_tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE), small)
@@ -227,8 +230,8 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
     for of_group in range(GROUP):
         head = kv * GROUP + of_group
         heads_q = _head(q_ptr, b, head, q_batch, q_head)
-        heads_dy = _head(dy_ptr, b, head, tokens * dense, DIM)
-        heads_term = _head(term_ptr, b, head, tokens * HEADS * rows, rows)
+        heads_dy = _head(dy_ptr, b, head, wide * dense, DIM)
+        heads_term = _head(term_ptr, b, head, wide * HEADS * rows, rows)
         for part in tl.static_range(5):
             if (STRETCHES >> part) % 2 == 1:
                 dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
@@ -237,5 +240,5 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
                                        FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     mine = HEADS // GROUP * DIM
     dk *= scale * a * steep * alpha
-    _keep(_head(dk_ptr, b, kv, tokens * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
-    _keep(_head(dv_ptr, b, kv, tokens * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)
+    _keep(_head(dk_ptr, b, kv, wide * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
+    _keep(_head(dv_ptr, b, kv, wide * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)

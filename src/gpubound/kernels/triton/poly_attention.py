@@ -61,15 +61,21 @@ def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: 
     strides = [step for t in tensors[:3] for step in t.stride()[:3]]
 
     def run(plan: WalkPlan) -> Tensor | None:
-        across, high = triton.cdiv(tiled.shape[1], plan.own), tiled.shape[0] * tiled.shape[2]
-        parts = [torch.empty(2, across * high, device=q.device, dtype=torch.float32)] if sums else []
-        kernel[(across, high)](
+        programs = triton.cdiv(tiled.shape[1], plan.own) * tiled.shape[0] * tiled.shape[2]
+        parts = [torch.empty(2, programs, device=q.device, dtype=torch.float32)] if sums else []
+        kernel[(programs,)](
             *(q if t is None else t for t in tensors), *parts, *strides, *numbers, **constants, OWN=plan.own, N=plan.other,
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         return parts[0] if parts else None
 
     return launch(job_of("poly_attention", way, (q.shape[3],), q), run)
+
+
+def _term(q: Tensor, table: Tensor) -> Tensor:
+    """q · Pᵀ (B, T, H, R) in q's dtype, whatever autocast would make of it."""
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.matmul(q, table.to(q.dtype).t())
 
 
 class _PolyAttention(torch.autograd.Function):
@@ -79,7 +85,7 @@ class _PolyAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, coefficients, table, gates, form):
         q, k, v = _dense_last(q, k, v)
         gates = None if gates is None else gates.contiguous()
-        term = None if table is None else torch.matmul(q, table.to(q.dtype).t())
+        term = None if table is None else _term(q, table)
         y = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         *numbers, _, _ = form.numbers(table, q)
         constants = form.constants(table, gates, q, k, False)
@@ -95,7 +101,7 @@ class _PolyAttention(torch.autograd.Function):
         first_order_only("poly_attention")
         q, k, v, coefficients, table, gates = ctx.saved_tensors
         form, dy = ctx.form, dy.contiguous()
-        term = None if table is None else torch.matmul(q, table.to(q.dtype).t())
+        term = None if table is None else _term(q, table)
         dterm = None if term is None else torch.zeros_like(term)  # nobody stores where a distance leads out of the sequence
         dq, dk, dv = (torch.empty(t.shape, device=q.device, dtype=q.dtype) for t in (q, k, v))
         dgates = None if gates is None else torch.empty_like(gates)
