@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from gpubound import Decoder, DecoderConfig, trace
+from gpubound.layers.noise import spread_times
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.masked_diffusion import MaskedDiffusion, rates
+from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 
 from ..both_ways import BothWays
 
@@ -29,13 +30,13 @@ def batch(rows: int = 8, tokens: int = 32, prompt: int = 0, seed: int = 0) -> di
 
 def test_rates_are_uniform_and_spread_over_the_batch():
     torch.manual_seed(0)
-    drawn = torch.stack([rates(8, 0.0, CPU) for _ in range(4000)])
+    drawn = torch.stack([spread_times(8, 0.0, CPU) for _ in range(4000)])
     assert (drawn > 0).all() and (drawn <= 1).all()
     gaps = drawn.sort(1).values.diff(dim=1)
     assert torch.allclose(gaps, torch.full_like(gaps, 1 / 8), atol=1e-6), "one in each eighth"
     # The mean of 4,000 uniform numbers has a deviation of 0.0046, their mean square one of 0.0047.
     assert (drawn.mean(0) - 1 / 2).abs().max() < 0.03 and (drawn.square().mean(0) - 1 / 3).abs().max() < 0.03
-    assert rates(1000, 0.25, CPU).min() > 0.25
+    assert spread_times(1000, 0.25, CPU).min() > 0.25
 
 
 def test_tokens_are_masked_on_their_own_and_prompts_never():
@@ -61,7 +62,7 @@ def test_the_loss_is_the_formula(monkeypatch, whole):
     objective.prepare(model, given)
     monkeypatch.setattr(objective, "_whole", "for the test" if whole else None)
     torch.manual_seed(1)
-    rate = rates(4, objective.least, CPU)
+    rate = spread_times(4, objective.least, CPU)
     torch.manual_seed(1)
     total, count = objective(model, given, scale=torch.tensor(0.5, dtype=torch.float64))
     total.backward()

@@ -20,6 +20,7 @@ OBJECTIVES = {
     "next_token": (".causal_lm", "NextToken"),
     "masked_diffusion": (".masked_diffusion", "MaskedDiffusion"),
     "diffusion": (".masked_diffusion", "MaskedDiffusion"),
+    "noise_prediction": (".noise_prediction", "NoisePrediction"),
 }
 """(module, class) by name; imported when it is asked for"""
 

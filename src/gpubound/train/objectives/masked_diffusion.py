@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...corpus import Tokenizer
+from ...layers.noise import spread_times
 from ...layers.vocabulary import head_of
 from ...models.states import is_causal, told_time
 from .word_loss import IGNORE, WordLoss
@@ -53,7 +54,7 @@ class MaskedDiffusion(WordLoss):
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
-        rate_B = rates(len(labels), self.least, labels.device)
+        rate_B = spread_times(len(labels), self.least, labels.device)
         masked = (labels != IGNORE) & (torch.rand(labels.shape, device=labels.device) < rate_B[:, None])
         return self._masked_loss(model, inputs, labels, masked, rate_B, scale), (labels != IGNORE).sum()
 
@@ -110,13 +111,6 @@ class MaskedDiffusion(WordLoss):
                 f"masked_diffusion: {type(model).__name__} is causal, but a masked token must see those behind it, too; train "
                 f"one with causal=False, such as diffusion-tiny."
             )
-
-
-def rates(rows: int, least: float, device: torch.device) -> Tensor:
-    """A rate in (least, 1] for each row: evenly spaced, all turned by one random number. So each is uniform, whatever its row,
-    and together they cover the range evenly, which makes the batch's mean steadier."""
-    places = torch.arange(rows, device=device, dtype=torch.float32) / rows
-    return 1 - (1 - least) * ((places + torch.rand(1, device=device)) % 1)
 
 
 def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
