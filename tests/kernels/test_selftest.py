@@ -36,6 +36,7 @@ SHAPED = {
     "decode_attention": (1, 3, 32),
     "dynamic_tanh": (96,),
     "geglu": (72, True),
+    "grouped_linear": (True,),
     "hc_head": (4, True),
     "hc_post": (2,),
     "hc_pre": (2, True),

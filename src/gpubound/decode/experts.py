@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import route, swiglu
 from ..kernels.experts import likeliest
+from ..kernels.grouped_linear import by_group, not_grouped
 from ..models.decoding import ExpertWeights
 from .layer import Bench, Part, normed
 
@@ -110,20 +111,6 @@ class SparseMLP(Part):
         return [prompts, ("experts of more rows", "as of one row", why)] if wide and self.routes_wide else [prompts]
 
 
-def not_grouped(*stacks: Tensor) -> str | None:
-    """Why F.grouped_mm cannot take these weights, or only by asking the device for the offsets."""
-    if any(w.shape[2] * w.element_size() % 16 or w.data_ptr() % 16 for w in stacks):
-        return "F.grouped_mm wants rows of a multiple of 16 bytes"
-    first = stacks[0]
-    if not first.is_cuda:
-        return None
-    if first.dtype != torch.bfloat16:
-        return f"F.grouped_mm takes bfloat16 on the device, not {str(first.dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability(first.device)[0] not in (9, 10):
-        return "F.grouped_mm reads its offsets on the host but for compute capability 9 and 10"
-    return None
-
-
 def grouped(
     h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gated: Callable[[Tensor], Tensor] = swiglu
 ) -> Tensor:
@@ -131,9 +118,7 @@ def grouped(
 
     `gated` makes silu(gate) · up of the two side by side, or what a family has in its place.
     """
-    by_expert, order = ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(len(gate_up), device=h.device), right=True, out_int32=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=h.device))
+    order, back, ends = by_group(ids, len(gate_up))
     both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), gate_up.transpose(1, 2), offs=ends)
     y = F.grouped_mm(gated(both), down.transpose(1, 2), offs=ends)
     y = y.index_select(0, back).view(*ids.shape, -1)

@@ -27,6 +27,7 @@ from .dynamic_tanh import (
 from .experts import add_routed as add_routed, route as route, routed_gate_up as routed_gate_up
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
+from .grouped_linear import grouped_linear as grouped_linear
 from .hyper_connections import hc_head as hc_head, hc_post as hc_post, hc_pre as hc_pre
 from .indexer import index_scores as index_scores, index_topk as index_topk
 from .lora import (
