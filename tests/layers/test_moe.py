@@ -75,6 +75,18 @@ def test_an_uneven_load_costs_what_its_definition_says():
     assert held.item() == pytest.approx(plain.item(), rel=1e-6)
 
 
+def test_what_backward_computes_again_costs_no_more(monkeypatch):
+    """Blocks that are computed twice, their load with them, give the gradients of blocks that are computed once."""
+    ids, found = torch.randint(32, (2, 9)), []
+    for recompute in ("none", "blocks"):
+        torch.manual_seed(0)
+        model = RichardsDecoder(config(balance=0.5))
+        step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2), precision="fp32", recompute=recompute)
+        found.append([step({"input_ids": ids, "labels": ids}).read().loss for _ in range(3)])
+        step.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][2] < found[0][0]
+
+
 def test_a_step_with_experts_never_waits_for_the_device():
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; tests/models/richards/test_gpu.py has the real one's")

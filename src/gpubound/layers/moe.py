@@ -35,13 +35,16 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """y = Σ share · down_e(silu(gate_e(x)) · up_e(x)) over the experts e that the router chooses.
 
-    `heard`, a list, is given what the layer's load costs (`imbalance`) at each call, for a loss that wants it balanced.
+    balanced  in training a call leaves what the layer's load costs (`imbalance`) in `load`, for a loss that wants it even
     """
 
-    heard: list[Tensor] | None = None
+    load: Tensor | None = None
 
-    def __init__(self, hidden: int, intermediate: int, experts: int, slots: int, device=None, dtype=None) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, slots: int, balanced: bool = False, device=None, dtype=None
+    ) -> None:
         super().__init__()
+        self.balanced = balanced
         if not 1 <= slots <= experts:
             raise ValueError(f"MoE: slots: got {slots} of {experts} experts; wanted between 1 and all of them.")
         where = {"device": device, "dtype": dtype}
@@ -55,8 +58,8 @@ class MoE(nn.Module):
     def mix(self, x: Tensor) -> Tensor:
         rows, weights = x.flatten(0, -2), self._parameters
         probabilities, shares, ids = self._modules["router"](rows)  # type: ignore[misc]
-        if self.heard is not None:
-            self.heard.append(imbalance(probabilities, ids))
+        if self.balanced and self.training:
+            self.load = imbalance(probabilities, ids)
         there, back, ends = sorted_by_expert(ids, probabilities.shape[1])
         packed = grouped_product(_Moved.apply(rows, there, back, ids.shape[1]), weights["gate_up_proj"], ends)
         y = grouped_product(swiglu(packed), weights["down_proj"], ends)

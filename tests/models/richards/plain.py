@@ -9,7 +9,7 @@ import torch.nn.functional as F
 def logits(model, ids, time=None):
     """Of ids (B, T), by the weights of `model`; in the dtype that they have."""
     c, w = model.config, dict(model.named_parameters())
-    x = w["model.embed_tokens.weight"][ids]
+    x = w["model.embed_tokens.weight"][ids] * (1 if c.norm == "rms" else c.hidden**0.5)
     told = None if time is None else embedded_time(w, time)
     for n in range(c.layers):
         own = {name.removeprefix(f"model.layers.{n}."): p for name, p in w.items() if name.startswith(f"model.layers.{n}.")}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...layers.attention import Rope
-from ...layers.vocabulary import look_up
 
 
 class KeysValues:
@@ -136,7 +135,7 @@ class CachedModel:
     ) -> Tensor:
         """What the trunk does, each mixer's part of it done by `mix`. `seen` is told what each part adds."""
         trunk, pending = self.trunk, None
-        x, rope = look_up(trunk.embed_tokens, ids), None if trunk.rope is None else trunk.rope.at(place)
+        x, rope = trunk.embed(ids), None if trunk.rope is None else trunk.rope.at(place)
         seen("embed_tokens", x)
         for number, (block, mixer) in enumerate(zip(trunk.layers, self.mixers)):
             y, x = block.input_layernorm.add(x, pending)

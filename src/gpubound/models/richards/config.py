@@ -74,6 +74,12 @@ class RichardsConfig(DecoderConfig):
         return [table[getattr(self, field)] for field, table in TABLES.items()]
 
     @property
+    def embedded(self) -> float:
+        """What embeddings are multiplied by. Drawn as everything, they are so small that a tanh in a norm's place would leave
+        the first layers next to nothing: Zhu et al. lift them likewise."""
+        return self.hidden**0.5 if any(part.lifts for part in self.parts) else 1.0
+
+    @property
     def product_parameters(self) -> int:
         """The number of parameters that every token is multiplied by. The embedding is a lookup and does not count."""
         return self.layers * sum(part.products(self) for part in self.parts) + self.vocabulary * self.hidden

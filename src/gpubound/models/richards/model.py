@@ -5,7 +5,6 @@ Legend: B batch, T tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,37 +36,32 @@ class RichardsTrunk(nn.Module):
         block = TransformerBlock if self.time is None else DiffusionBlock
         self.layers = nn.ModuleList(block(config, **where) for _ in range(config.layers))
         self.norm = NORMS[config.norm].make(config, **where)
-        self.balance = config.balance
-        self.load: Tensor | None = None  # of the last call: how uneven it was
+        self.embedded = config.embedded
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
     ) -> Tensor:
-        return self.run(look_up(self.embed_tokens, input_ids), position_ids, mask, time)
+        return self.run(self.embed(input_ids), position_ids, mask, time)
 
     def run(
         self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
     ) -> Tensor:
         """What `forward` does with embedded tokens, or with any other x (B, T, hidden)."""
         rope = None if self.rope is None else self.rope.of(x, position_ids)
-        with self._hearing() as loads:
-            y = run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
-        self.load = torch.stack(loads).mean() if loads else None
-        return y
+        return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
 
-    @contextmanager
-    def _hearing(self) -> Iterator[list[Tensor]]:
-        """Inside, experts tell how uneven their load is, where the loss wants to know. Not in what backward computes again."""
-        sparse = [block.mlp for block in self.layers if isinstance(block.mlp, MoE)] if self.balance and self.training else []
-        loads: list[Tensor] = []
+    def embed(self, input_ids: Tensor) -> Tensor:
+        x = look_up(self.embed_tokens, input_ids)
+        return x if self.embedded == 1 else x * self.embedded
+
+    def load(self) -> Tensor | None:
+        """How uneven the experts' load was in the last call, the mean over layers; None where nobody asked. Told once."""
+        sparse = [block.mlp for block in self.layers if isinstance(block.mlp, MoE)]
+        loads = [mlp.load for mlp in sparse if mlp.load is not None]
         for mlp in sparse:
-            mlp.heard = loads
-        try:
-            yield loads
-        finally:
-            for mlp in sparse:
-                mlp.heard = None
+            mlp.load = None
+        return torch.stack(loads).mean() if loads else None
 
     def _step(self, x: Tensor, time: Tensor | None):
         if (time is None) != (self.time is None):
@@ -127,7 +121,7 @@ class RichardsDecoder(LanguageModel):
         return "its blocks are told a time" if self.config.time != "none" else None
 
     def extra_loss(self) -> Tensor | None:
-        load, self.model.load = self.model.load, None
+        load = self.model.load() if self.training else None
         return None if load is None else self.config.balance * load
 
     def calls(self) -> Iterator[Call]:

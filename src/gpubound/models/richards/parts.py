@@ -34,6 +34,7 @@ class NamedPart:
     products: Callable[["RichardsConfig"], int] = lambda c: 0  # parameters that a token is multiplied by
     calls: Callable[["RichardsConfig"], Iterable[Call]] = lambda c: ()  # ops of a training step, in which shapes
     options: tuple[str, ...] = ()  # fields of the config that not every part reads
+    lifts: bool = False  # whether embeddings are multiplied by √hidden, where a norm does not bring them to size 1
     backwards: bool = True  # whether it can let a token see what comes behind it
 
 
@@ -72,7 +73,7 @@ def _gated(c: "RichardsConfig") -> int:
 
 
 def _moe(c: "RichardsConfig", **where: Any) -> nn.Module:
-    return MoE(c.hidden, c.intermediate, c.experts, c.slots, **where)
+    return MoE(c.hidden, c.intermediate, c.experts, c.slots, c.balance > 0, **where)
 
 
 def _chosen(c: "RichardsConfig") -> int:
@@ -106,10 +107,12 @@ NORMS = {
         lambda c, **where: DynamicTanh(c.hidden, c.alpha, **where),
         calls=lambda c: (("dynamic_tanh", (c.hidden,)), ("add_dynamic_tanh", (c.hidden,))),
         options=("alpha",),
+        lifts=True,
     ),
     "richards": NamedPart(
         lambda c, **where: RichardsNorm(c.hidden, **where),
         calls=lambda c: (("richards_norm", (c.hidden, NORM)), ("add_richards_norm", (c.hidden, NORM))),
+        lifts=True,
     ),
 }
 TABLES = {"attention": MIXERS, "mlp": MLPS, "norm": NORMS}
