@@ -115,6 +115,35 @@ def test_a_nan_in_the_stream_reaches_the_weights_of_its_row_alone(source, device
     assert ids[1].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("hashed", [False, True])
+def test_the_choice_by_softplus_scores(source, hashed, device):
+    """Beside the formula in fp64, for logits small, large and equal; a NaN spoils the shares of its row alone."""
+    logits = draw(device, torch.float32, 5, 11) * torch.tensor([1.0, 30.0, 1.0, 1.0, 1.0], device=device)[:, None]
+    logits[2], logits[3, :4], logits[4, 6] = 0.5, -17.0, float("nan")
+    correction = None if hashed else draw(device, torch.float32, 11, seed=1).round(decimals=1)
+    if correction is not None:
+        correction[3:] = 0.0
+    table = torch.stack([torch.arange(11).roll(n)[:3] for n in range(7)]).to(device) if hashed else None
+    token = torch.tensor([2, 0, 5, 6, 4], device=device) if hashed else None
+    ids = torch.zeros(5, 3, device=device, dtype=torch.int32)
+    whole, shares = banded((5, 3), device)
+    run(source, "choose_experts", logits, correction, table, token, 1.5, ids, shares)
+    scores = logits.double().exp().log1p().sqrt()
+    for b in range(5):
+        if table is not None:
+            want = table[token[b]].tolist()
+        else:
+            ranked = (scores[b] + correction.double()).nan_to_num(nan=float("inf")).tolist()
+            want = sorted(range(11), key=lambda e: (-round(ranked[e], 5), e))[:3]
+        assert ids[b].tolist() == want
+        share = scores[b, want] / scores[b, want].sum() * 1.5
+        torch.testing.assert_close(shares[b].double(), share, rtol=1e-5, atol=0, equal_nan=True)
+    assert shares[4].isnan().all() or hashed
+    if not shares.isnan().any():
+        assert_inside(whole, shares)
+
+
 @PARITY
 def test_gates_and_ups_agree_with_the_reference(device, shape, dtype):
     rows, slots, experts, hidden, width = shape
@@ -295,6 +324,10 @@ def test_wrong_arguments_are_named(device):
         (
             lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, h),
             "routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+        ),
+        (
+            lambda: kernels.choose_experts(weights, None, None, None, 1.0, ids, weights),
+            "choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.",
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h, limit=0.0),

@@ -24,7 +24,12 @@ from .dynamic_tanh import (
     dynamic_tanh as dynamic_tanh,
     richards_norm as richards_norm,
 )
-from .experts import add_routed as add_routed, route as route, routed_gate_up as routed_gate_up
+from .experts import (
+    add_routed as add_routed,
+    choose_experts as choose_experts,
+    route as route,
+    routed_gate_up as routed_gate_up,
+)
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .grouped_linear import grouped_linear as grouped_linear
@@ -68,3 +73,4 @@ from .sampling import pick as pick, sample as sample
 from .sinkhorn import sinkhorn as sinkhorn
 from .sparse_attention import sparse_attention as sparse_attention
 from .speculation import accept as accept, propose as propose
+from .turned_heads import turn_heads as turn_heads

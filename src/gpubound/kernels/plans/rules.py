@@ -223,6 +223,7 @@ RULES = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, _width)),
     **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
     **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
+    "choose_experts": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),  # pairs that are compared at a time
     "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),
@@ -244,4 +245,5 @@ RULES = {
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), _first(1)),
 }

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
-from ..experts import INFINITE
-from ..plans import job_of, power_of_two
-from ._launch import launch_product
+from ..experts import INFINITE, LEAST
+from ..plans.kinds import TilePlan, job_of, power_of_two
+from ._launch import launch, launch_product
 from ._step import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -79,6 +79,55 @@ def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, w
     if tl.atomic_add(count_ptr + b, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         _choose(line, ids_ptr, weights_ptr, b, experts, S, E, EB, NORMALISE)
         tl.store(count_ptr + b, 0)
+
+
+@triton.jit
+def _score(logit):
+    """√softplus. 1 + e loses what e is, where e is small; log(1 + e) · e / ((1 + e) - 1) has it back."""
+    e = tl.exp(-tl.abs(logit))
+    whole = 1.0 + e
+    log1p = tl.where(whole == 1.0, e, tl.log(whole) * (e / tl.where(whole == 1.0, 1.0, whole - 1.0)))
+    return tl.sqrt(tl.where(logit > 0.0, logit, 0.0) + log1p)
+
+
+@triton.jit
+def _ranked(logits_ptr, correction_ptr, i, experts):
+    """Scores to choose by; a NaN counts as infinite."""
+    there = i < experts
+    score = _score(tl.load(logits_ptr + i, mask=there, other=0.0))
+    score += tl.load(correction_ptr + i, mask=there, other=0.0).to(tl.float32)
+    return tl.where(there, tl.where(score != score, float("inf"), score), float("-inf"))
+
+
+@triton.jit
+def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, scale, ids_ptr, shares_ptr, experts,
+                           S: tl.constexpr, SP: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
+                           LEAST: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    logits_ptr += b * experts
+    ids_ptr += b * S
+    shares_ptr += b * S
+    if table_ptr is not None:
+        slot = tl.arange(0, SP)
+        token = tl.load(token_ptr + b)
+        i = tl.load(table_ptr + token * S + slot, mask=slot < S, other=-1)
+        known = (i >= 0) & (i < experts)
+        score = tl.where(known, _score(tl.load(logits_ptr + i, mask=known, other=0.0)), float("nan"))
+        chosen, place = slot < S, slot
+    else:
+        i = tl.arange(0, E)
+        mine = _ranked(logits_ptr, correction_ptr, i, experts)
+        place = tl.zeros([E], tl.int32)
+        for start in range(0, E, EB):
+            j = start + tl.arange(0, EB)
+            other = _ranked(logits_ptr, correction_ptr, j, experts)
+            before = (other[None] > mine[:, None]) | ((other[None] == mine[:, None]) & (j[None] < i[:, None]))
+            place += tl.sum(before.to(tl.int32), 1)
+        chosen = (i < experts) & (place < S)
+        score = _score(tl.load(logits_ptr + i, mask=i < experts, other=0.0))
+    whole = tl.sum(tl.where(chosen, score, 0.0), 0) + LEAST
+    tl.store(ids_ptr + place, i.to(tl.int32), mask=chosen)
+    tl.store(shares_ptr + place, score / whole * scale, mask=chosen)
 
 
 @triton.jit
@@ -167,6 +216,24 @@ def route(
         EB=max(1, min(block, COMPARED // block)), NORMALISE=normalise,
     )  # fmt: skip
     return ids, weights
+
+
+@torch.no_grad()
+def choose_experts(
+    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
+    shares: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (rows, experts), slots = logits.shape, ids.shape[1]
+    block = power_of_two(experts)
+
+    def run(plan: TilePlan) -> None:
+        _choose_experts_kernel[(rows,)](
+            logits, correction, table, token, scale, ids, shares, experts, slots, power_of_two(slots), block,
+            max(1, min(block, plan.elements // block)), LEAST, num_warps=plan.warps,
+        )  # fmt: skip
+
+    launch(job_of("choose_experts", "", (experts,), logits), run)
+    return ids, shares
 
 
 @torch.no_grad()
