@@ -3,17 +3,16 @@
 Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a token chooses.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import index_scores, index_topk
+from ...kernels import index_scores, index_topk, sparse_attention, turn_heads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
 from .products import product, products
-from .state import Entries, EntryProducts, Moment, Stretch, TokenRing, normed, turn_last
+from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 
 PIECE = 128  # tokens of a prompt whose scores are in memory at a time
 
@@ -25,12 +24,12 @@ class Index:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
 
     def choose(self, q: Tensor, share: Tensor, rows: int, closed: Tensor) -> Tensor:
-        """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D) fp32, turned, shares of heads (N, H) and how many
+        """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D), turned, shares of heads (N, H) and how many
         entries each token may see (N,)."""
         w, keys = self.weights, self.entries.store[:rows]
         scores = torch.empty(len(q), keys.shape[1], device=q.device)
         ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
-        index_scores(q.to(keys.dtype), keys, share.contiguous(), closed, (w.heads * q.shape[-1]) ** -0.5, scores)
+        index_scores(q, keys, share, closed, (w.heads * q.shape[-1]) ** -0.5, scores)
         return index_topk(scores, closed, ids)
 
 
@@ -45,7 +44,7 @@ class Asked(NamedTuple):
 class Read(NamedTuple):
     """What is asked with a layer's tokens, and kept of them."""
 
-    q: Tensor  # (B, T, H, D), turned
+    q: Tensor  # (N, H, D), turned
     kv: Tensor  # (B, T, D), turned
     entry: EntryProducts | None
     asked: Asked | None
@@ -65,30 +64,25 @@ class LatentAttention:
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
         """What the rows' next tokens get, whose streams mix to u (B, T, hidden) fp32."""
-        w, (B, T) = self.weights, u.shape[:2]
-        read = self._read(u, now.angles(w.table))
-        q, keys, seen = read.q, self.window.step(now, read.kv), now.window(w.window, self.window.size)
+        w, B = self.weights, len(u)
+        read = self._read(u, now)
+        ring, store, ids, limit = self.window.step(now, read.kv), None, None, None
         if self.entries is not None and read.entry is not None:
-            closed = now.closed(self.entries.weights.rate)
+            limit = now.closed(self.entries.weights.rate)
             store = self.entries.step(now, read.entry, w.table)
-            if self.index is None or read.asked is None:
-                keys = torch.cat([keys, store], 1)
-                place = torch.arange(store.shape[1], device=u.device)
-                seen = torch.cat([seen, place < closed[..., None]], 2)
-            else:
+            if self.index is not None and read.asked is not None:
                 self.index.entries.step(now, read.asked.entry, w.table)
-                chosen = self.index.choose(read.asked.q, read.asked.share, B, closed.flatten()).view(B, T, -1)
-                found = store[now.row[..., None], chosen.long().clamp(min=0)]  # (B, T, K, D): each token has its own
-                keys = torch.cat([keys[:, None].expand(-1, T, -1, -1), found], 2).flatten(0, 1)
-                q, seen = q.flatten(0, 1)[:, None], torch.cat([seen, chosen >= 0], 2).flatten(0, 1)[:, None]
-        y = attend(q, keys, seen, w.sinks, w.scale).view(B, T, w.heads, -1)
-        return self._finish(y, now.angles(w.table))
+                ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
+        y = torch.empty_like(read.q)
+        angles = now.tables[w.table]
+        sparse_attention(read.q, now.places, ring, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
+        return self._output(y).view_as(u)
 
     def prompt(self, u: Tensor, now: Stretch) -> Tensor:
         """What the tokens of a piece of a prompt get."""
         w, (B, T) = self.weights, u.shape[:2]
-        read = self._read(u, now.angles(w.table))
-        back = w.window - 1
+        read = self._read(u, now)
+        q, back = read.q.unflatten(0, (B, T)), w.window - 1
         near = torch.cat([self.window.before(now, back), read.kv], 1)
         self.window.prompt(now, read.kv)
         store = near[:, :0]
@@ -106,8 +100,9 @@ class LatentAttention:
             if self.entries is not None:
                 entry = self._entries_seen(read, now, some, store.shape[1])
                 keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
-            found.append(attend(read.q[:, some], keys, seen, w.sinks, w.scale))
-        return self._finish(torch.cat(found, 1), now.angles(w.table))
+            found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
+        y = torch.cat(found, 1).flatten(0, 1)
+        return self._output(turn_heads(y, now.places, *now.tables[w.table], torch.empty_like(y), back=True)).view(B, T, -1)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
         """(B, t, count): which entries some tokens of a piece of a prompt see."""
@@ -121,24 +116,23 @@ class LatentAttention:
         seen = torch.zeros(*closed.shape, count + 1, device=closed.device, dtype=torch.bool)
         return seen.scatter(2, torch.where(chosen >= 0, chosen, count), True)[..., :count]
 
-    def _read(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> Read:
-        w, (B, T) = self.weights, u.shape[:2]
+    def _read(self, u: Tensor, now: Moment | Stretch) -> Read:
+        w, (B, T), angles = self.weights, u.shape[:2], now.tables[self.weights.table]
         entry = () if w.entries is None else (w.entries.kv, w.entries.gate)
         index = () if w.index is None else (w.index.entries.kv, w.index.entries.gate, w.index.share)
-        low, kv, *others = products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index)
-        q, *index_q = products(low.contiguous(), w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
-        cos, sin = (t.expand(B, -1, -1).flatten(0, 1) for t in angles)
-        across = cos[:, None], sin[:, None]
-        q = turn_last(F.rms_norm(q.unflatten(-1, (w.heads, -1)), kv.shape[-1:], None, w.eps), across)
-        kv = turn_last(normed(kv, w.kv_norm), (cos, sin))
-        pairs = [
-            EntryProducts(*(t.contiguous().unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair
-        ]
+        low, kv, *others = (t.contiguous() for t in products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index))
+        q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
+
+        def turn(x: Tensor, heads: int, *norm: Any) -> Tensor:
+            x = x.unflatten(-1, (heads, -1))
+            return turn_heads(x, now.places, *angles, torch.empty_like(x, dtype=self.dtype), *norm)
+
+        pairs = [EntryProducts(*(t.unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair]
         asked = None
         if w.index is not None:
-            asked = Asked(pairs[1], turn_last(index_q[0].unflatten(-1, (w.index.heads, -1)), across), others[4])
-        q, kv = (t.to(self.dtype).unflatten(0, (B, T)) for t in (q, kv))
-        return Read(q, kv, pairs[0] if pairs else None, asked)
+            asked = Asked(pairs[1], turn(index_q[0], w.index.heads), others[4])
+        kv = turn(kv, 1, w.kv_norm.weight, w.kv_norm.eps).view(B, T, -1)
+        return Read(turn(q, w.heads, None, w.eps), kv, pairs[0] if pairs else None, asked)
 
     @property
     def reach(self) -> int:
@@ -165,15 +159,12 @@ class LatentAttention:
         chosen = "all" if w.index is None else f"{w.index.top} by index"
         return "attention", f"a window of {w.window}, entries of {w.entries.rate} tokens: {chosen}", ""
 
-    def _finish(self, y: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys are values, so what is read has turned: it turns back from where the token stands."""
+    def _output(self, y: Tensor) -> Tensor:
+        """The heads (N, H, D) of what was read, group by group to fewer channels, and those to hidden."""
         w = self.weights
-        cos, sin = (t[:, :, None] for t in angles)
-        y = turn_last(y.float(), (cos, sin), back=True).to(self.dtype)
-        B, T = y.shape[:2]
-        groups = y.reshape(B * T, w.groups, -1).transpose(0, 1)
+        groups = y.reshape(len(y), w.groups, -1).transpose(0, 1)
         low = torch.bmm(groups, w.o_a.weight.view(w.groups, -1, groups.shape[-1]).transpose(1, 2))
-        return product(low.transpose(0, 1).reshape(B, T, -1), w.o_b)
+        return product(low.transpose(0, 1).reshape(len(y), -1), w.o_b)
 
 
 def attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import add_routed, routed_gate_up
+from ...kernels import add_routed, choose_experts, routed_gate_up
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE, each_expert, grouped, not_grouped
 from .products import NARROW, product, products
@@ -30,7 +30,7 @@ class Mixture:
         """What is added for tokens (N,), whose streams mix to u (N, hidden) fp32."""
         w = self.weights
         scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
-        ids, shares = self.choose(scores, token)
+        ids, shares = self.choose(scores.contiguous(), token)
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
         shared = product(clamped(gate, up, w.limit).to(w.down.dtype), w.shared_down).float()
@@ -46,15 +46,10 @@ class Mixture:
 
     def choose(self, scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""
-        w = self.weights
-        scores = w.score(scores)
-        if w.table is not None:
-            ids = w.table.index_select(0, token)
-        else:
-            assert w.correction is not None
-            ids = (scores + w.correction).sort(dim=-1, descending=True, stable=True).indices[:, : w.slots]
-        shares = scores.gather(-1, ids)
-        return ids.int(), shares / (shares.sum(-1, keepdim=True) + 1e-20) * w.scale
+        w, rows = self.weights, len(scores)
+        ids = torch.empty(rows, w.slots, device=scores.device, dtype=torch.int32)
+        shares = torch.empty(rows, w.slots, device=scores.device)
+        return choose_experts(scores, w.correction, w.table, token if w.table is not None else None, w.scale, ids, shares)
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:

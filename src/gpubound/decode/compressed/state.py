@@ -12,19 +12,18 @@ Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels import compress
-from ...kernels.compressor import Pending
+from ...kernels.compressor import Pending, turned
 from ...kernels.decode_product import Norm
 from ...models.deepseek_v4.weights import EntryWeights
 from ..contract import Build
 
 Tables = list[tuple[Tensor, Tensor]]
-Made = TypeVar("Made")
 
 
 def mod(x: Tensor, size: int) -> Tensor:
@@ -33,43 +32,27 @@ def mod(x: Tensor, size: int) -> Tensor:
 
 
 class Moment:
-    """Where the tokens of one pass stand, (B, T), and what follows from that; each is computed once for all layers."""
+    """Where the tokens of one step stand, (B, T), and what follows from that; each is computed once for all layers."""
 
     def __init__(self, position_BT: Tensor, tables: Tables) -> None:
         self.position, self.tables = position_BT, tables
-        self.last = position_BT[:, -1:]
+        self.places = position_BT.flatten().int()  # (N,)
         self.first = position_BT[:, 0].int()
         self.row = torch.arange(len(position_BT), device=position_BT.device)[:, None]
-        self._made: dict[tuple, Any] = {}
-
-    def once(self, key: tuple, make: Callable[[], Made]) -> Made:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def angles(self, table: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (B, T, pairs) where the tokens stand."""
-        cos, sin = self.tables[table]
-        return self.once(("angles", table), lambda: (cos[self.position], sin[self.position]))
+        self._made: dict[tuple[str, int], Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
-        """(B, T) int32: how many stretches have ended where each token stands."""
-        return self.once(("closed", rate), lambda: torch.div(self.position + 1, rate, rounding_mode="floor").int())
+        """(N,) int32: how many stretches have ended where each token stands."""
+        return self._once(("closed", rate), lambda: torch.div(self.places + 1, rate, rounding_mode="floor"))
 
     def slot(self, size: int) -> Tensor:
         """(B, T): where each token goes in a ring."""
-        return self.once(("slot", size), lambda: mod(self.position, size))
+        return self._once(("slot", size), lambda: mod(self.position, size))
 
-    def window(self, window: int, size: int) -> Tensor:
-        """(B, T, R): which slots of a ring each token sees."""
-
-        def make() -> Tensor:
-            slots = torch.arange(size, device=self.position.device)
-            held = (self.last - mod(self.last - slots, size))[:, None]
-            query = self.position[..., None]
-            return (held >= 0) & (held <= query) & (held > query - window)
-
-        return self.once(("window", window, size), make)
+    def _once(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class Stretch:
@@ -78,15 +61,11 @@ class Stretch:
     def __init__(self, start: int, end: int, lengths_B: Tensor, tables: Tables) -> None:
         self.start, self.end, self.lengths, self.tables = start, end, lengths_B, tables
         self.position = torch.arange(start, end, device=lengths_B.device)
+        self.places = self.position.int().repeat(len(lengths_B))  # (N,)
         self.last = lengths_B.clamp(max=end)[:, None] - 1  # of each row, as far as it has come
 
-    def angles(self, table: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, T, pairs)."""
-        cos, sin = self.tables[table]
-        return cos[None, self.start : self.end], sin[None, self.start : self.end]
-
     def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
-        """The same where the stretches of `rate` tokens begin."""
+        """cos and sin (1, stretches, pairs) where the stretches of `rate` tokens begin."""
         cos, sin = self.tables[table]
         return cos[None, self.start : self.end : rate], sin[None, self.start : self.end : rate]
 
@@ -187,19 +166,9 @@ def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple
     there = there[..., None]
     share = torch.where(there, gate.float() + bias, float("-inf")).softmax(-2)
     mean = (torch.where(there, kv.float(), 0.0) * share).sum(-2)
-    return turn_last(normed(mean, w.norm), angles)
+    return turned(normed(mean, w.norm), *angles)
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """Of fp32, in fp32."""
     return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
-
-
-def turn_last(x: Tensor, angles: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
-    """x (..., D), fp32, whose last channels turn in pairs of neighbours by angles (..., pairs); `back`: the other way."""
-    cos, sin = angles
-    sin = -sin if back else sin
-    still, turning = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
-    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([still, turned], -1)

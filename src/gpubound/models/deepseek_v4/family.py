@@ -34,6 +34,8 @@ class CompressedReader(Reader):
                 return f"its rotary angles ({kind!r}) change with the length of what is read"
         if self.config.hidden_act != "silu":
             return f"its activation is {activation_name(self.config)!r}, that of the experts' kernels is silu"
+        if self.config.scoring_func != "sqrtsoftplus":
+            return f"its experts' scores are {self.config.scoring_func!r}, those of the kernels sqrtsoftplus"
         for number, block in enumerate(self.trunk.layers):
             parts = {name: (getattr(block, name), roles) for name, roles in ROLES.items()}
             parts |= {"self_attn.o_a_proj": (block.self_attn.o_a_proj, self.PRODUCTS)}
