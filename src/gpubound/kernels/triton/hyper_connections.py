@@ -30,7 +30,7 @@ MOST = 128  # parts of a sum: 32 KB for a token of 128 parts lie in the L2
 PROGRAMS = 2  # a multiprocessor, where the tokens alone are fewer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Products and, behind them, squares of one stretch of some tokens."""
@@ -68,7 +68,7 @@ def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S
     return 1.0 / (1.0 + tl.exp(-z))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, comb_ptr, tokens, splits, eps, norm_eps,
                       D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
                       SPLITS: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip

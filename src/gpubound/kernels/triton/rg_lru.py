@@ -24,13 +24,16 @@ from ._math import sigmoid
 
 @triton.jit
 def _rate(decay_ptr, col, mask):
-    """8 ln σ(λ), and the slope dL/dλ over L. ln(1 + e) of a small e by its series: 1 + e would round it away."""
+    """8 ln σ(λ), and the slope dL/dλ over L. ln(1 + e) of a small e by its series: 1 + e would round it away.
+
+    A number below fp32's least normal one (1.2e-38) would make what it meets fp64 in Triton 3.6.
+    """
     decay = tl.load(decay_ptr + col, mask=mask, other=0.0).to(tl.float32)
     e = tl.exp(-tl.abs(decay))
     series = e * (1.0 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6 - e * (1 / 7)))))))
     log_sigmoid = tl.minimum(decay, 0.0) - tl.where(e < 0.1, series, tl.log(1.0 + e))
     slope = tl.where(decay < 0.0, 1.0, e) / (1.0 + e)  # σ(−λ)
-    return 8.0 * log_sigmoid, tl.where(log_sigmoid < 0.0, slope / tl.minimum(log_sigmoid, -1e-38), -1.0)
+    return 8.0 * log_sigmoid, tl.where(log_sigmoid < 0.0, slope / tl.minimum(log_sigmoid, -2e-38), -1.0)
 
 
 @triton.jit
@@ -79,11 +82,11 @@ def _keep(h, left, end_ptr, left_ptr, chunk, chunks, col, mask, channels):
     tl.store(left_ptr + at, left, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "length"])
 def _forward_ends_kernel(packed_ptr, decay_ptr, end_ptr, left_ptr, tokens, length, channels, BLOCK: tl.constexpr):
     chunk, chunks = tl.program_id(1), tl.num_programs(1) + 1  # nobody asks for the last one's
     col, mask, row, first, stop = _place(chunk, tokens, length, channels, BLOCK)
-    rate, _ = _rate(decay_ptr, col, mask)
+    rate, _slope = _rate(decay_ptr, col, mask)
     h, left = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for t in range(first, stop):
         x, r, i = _three(packed_ptr, row + t, col, mask, channels)
@@ -93,12 +96,12 @@ def _forward_ends_kernel(packed_ptr, decay_ptr, end_ptr, left_ptr, tokens, lengt
     _keep(h, left, end_ptr, left_ptr, chunk, chunks, col, mask, channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "length"])
 def _forward_kernel(packed_ptr, decay_ptr, state_ptr, end_ptr, left_ptr, out_ptr, last_ptr, tokens, length, channels,
                     BLOCK: tl.constexpr, STATE: tl.constexpr):  # fmt: skip
     chunk = tl.program_id(1)
     col, mask, row, first, stop = _place(chunk, tokens, length, channels, BLOCK)
-    rate, _ = _rate(decay_ptr, col, mask)
+    rate, _slope = _rate(decay_ptr, col, mask)
     own = tl.program_id(2).to(tl.int64) * channels + col
     h = tl.load(state_ptr + own, mask=mask, other=0.0).to(tl.float32) if STATE else tl.zeros([BLOCK], tl.float32)
     h = _fold(h, end_ptr, left_ptr, col, mask, 0, chunk, 1, channels)
@@ -111,11 +114,11 @@ def _forward_kernel(packed_ptr, decay_ptr, state_ptr, end_ptr, left_ptr, out_ptr
         tl.store(last_ptr + own, h, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "length"])
 def _backward_ends_kernel(dout_ptr, packed_ptr, decay_ptr, end_ptr, left_ptr, tokens, length, channels, BLOCK: tl.constexpr):
     chunk, chunks = tl.program_id(1) + 1, tl.num_programs(1) + 1  # nobody asks for the first one's
     col, mask, row, first, stop = _place(chunk, tokens, length, channels, BLOCK)
-    rate, _ = _rate(decay_ptr, col, mask)
+    rate, _slope = _rate(decay_ptr, col, mask)
     g, left = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for back in range(stop - first):
         t = stop - 1 - back
@@ -126,7 +129,7 @@ def _backward_ends_kernel(dout_ptr, packed_ptr, decay_ptr, end_ptr, left_ptr, to
     _keep(g, left, end_ptr, left_ptr, chunk, chunks, col, mask, channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "length"])
 def _backward_kernel(dout_ptr, dlast_ptr, packed_ptr, decay_ptr, state_ptr, out_ptr, end_ptr, left_ptr, dpacked_ptr,
                      ddecay_ptr, dstate_ptr, tokens, length, channels, BLOCK: tl.constexpr, STATE: tl.constexpr,
                      LAST: tl.constexpr):  # fmt: skip
