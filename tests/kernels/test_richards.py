@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.curve import LEAST, NAMES, POSITIVE, Curve
 from gpubound.kernels.plans.kinds import StridePlan
 from gpubound.kernels.richards import GATE, VALUE
-from gpubound.kernels.triton import richards as fast
+from gpubound.kernels.triton import _curve, richards as fast
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -122,6 +124,30 @@ def test_programs_stride_over_tiles(device, monkeypatch):
         monkeypatch.setitem(plans.TRIED, ("richards", way, (reads,)), StridePlan(32, 1, 1))
     packed, frees = draw(device, FP32, 5, 2 * 37), (free_of(VALUE, device), free_of(GATE, device))
     parity(fast.richards_glu, reference.richards_glu, (packed, *frees, VALUE, GATE), 2 * TOLERANCE[FP32])
+
+
+@triton.jit
+def _sigma_kernel(x_ptr, s_ptr, r_ptr, l_ptr, inverse_nu, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    sigma, r, length = _curve.sigma_of(tl.load(x_ptr + i), 1.0, 0.0, inverse_nu, DTYPE)
+    tl.store(s_ptr + i, sigma)
+    tl.store(r_ptr + i, r)
+    tl.store(l_ptr + i, length)
+
+
+@pytest.mark.parametrize("dtype, digits", [(tl.float32, 1.5e-7), (tl.float16, 1.5e-6), (tl.bfloat16, 6e-5)], ids=str)
+def test_the_digits_of_each_dtype(dtype, digits, device):
+    """Each element by itself, from 1e-6 to 100 and both signs. σ and r are exponentials: of what they are taken of, up to 120
+    and 40 here, a rounding of 2^-24 and the error of the length are theirs."""
+    x = torch.logspace(-6, 2, 32, device=device).repeat(2)
+    x[32:] *= -1
+    sigma, r, length = (torch.empty_like(x) for _ in range(3))
+    _sigma_kernel[(1,)](x, sigma, r, length, 0.4, 64, dtype)
+    exact = x.double()
+    want = torch.logaddexp2(exact, torch.zeros_like(exact))
+    torch.testing.assert_close(length.double(), want, rtol=digits, atol=1e-37)
+    torch.testing.assert_close(sigma.double(), torch.exp2(-0.4 * want), rtol=40 * (digits + 6e-8), atol=1e-37)
+    torch.testing.assert_close(r.double(), torch.exp2(exact - want), rtol=2 * digits + 1e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("nu", [0.01, 30.0])

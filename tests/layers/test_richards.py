@@ -185,6 +185,17 @@ def test_they_are_parts_of_a_block():
     torch.testing.assert_close(run_blocks(blocks, last, x, None), last(want))
 
 
+def test_a_placement_names_what_runs():
+    """One row a layer: the numbers of a curve inside one have none, for no kernel is theirs alone."""
+    model = nn.Sequential(RichardsNorm(8), RichardsGLU(8, 16), DynamicTanh(8), RichardsCurve(Curve(("nu",))))
+    assert [(row.module, row.kernel) for row in gb.place(model, device="cpu").rows] == [
+        ("0", "reference richards_norm, add_richards_norm"),
+        ("1", "gate and up as one product; reference richards_glu"),
+        ("2", "reference dynamic_tanh, add_dynamic_tanh"),
+        ("3", "reference richards"),
+    ]
+
+
 def test_what_a_first_step_will_call():
     module = RichardsGLU(HIDDEN, WIDTH)
     (forward, shape), (backward, again) = richards_glu_calls(WIDTH)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels import Curve, add_dynamic_tanh, add_richards_norm, dynamic_tanh, richards_norm
 from ..kernels.dynamic_tanh import NORM
-from .richards import RichardsCurve, at_least_fp32
+from .richards import CurveNumbers, at_least_fp32
 from .stacked import Kernels
 
 
@@ -73,7 +73,7 @@ class RichardsNorm(_Elementwise):
 
     def __init__(self, hidden: int, curve: Curve = NORM, device=None, dtype=None) -> None:
         super().__init__(hidden, device, dtype)
-        self.curve = RichardsCurve(curve, device=device, dtype=dtype)
+        self.curve = CurveNumbers(curve, device=device, dtype=dtype)
 
     def _of_curve(self) -> tuple[Tensor | None, Curve]:
         child: Any = self._modules["curve"]

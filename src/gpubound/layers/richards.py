@@ -20,8 +20,11 @@ from .mlp import Unit, gated_down, trained_weight
 from .stacked import Kernels, Projecting, Stacked, run_linear
 
 
-class RichardsCurve(nn.Module):
-    """f of each element. What the curve learns is one small parameter, `free`, in at least fp32; None where that is nothing."""
+class CurveNumbers(nn.Module):
+    """What a curve learns: one small parameter, `free`, in at least fp32; None where that is nothing.
+
+    A layer whose kernel computes a curve among other things has this as a child.
+    """
 
     def __init__(self, curve: Curve, device=None, dtype=None) -> None:
         super().__init__()
@@ -29,20 +32,24 @@ class RichardsCurve(nn.Module):
         start = torch.tensor(curve.start(), device=device, dtype=at_least_fp32(dtype)) if curve.learned else None
         self.register_parameter("free", None if start is None else nn.Parameter(start))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return richards(x, self._parameters["free"], self.curve)
-
     def values(self) -> dict[str, float]:
         """What its nine numbers are now. It waits for the device: for people, and not for a step."""
         free: Any = self._parameters["free"]
         numbers = self.curve.parameters(None if free is None else free.detach().double().cpu(), torch.float64)
         return {name: float(number) for name, number in zip(NAMES, numbers)}
 
-    def fused_kernels(self) -> Kernels:
-        return "{}", ("richards",)
-
     def extra_repr(self) -> str:
         return f"{self.curve.variant}, learns {', '.join(self.curve.learned) or 'nothing'}"
+
+
+class RichardsCurve(CurveNumbers):
+    """f of each element."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return richards(x, self._parameters["free"], self.curve)
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", ("richards",)
 
 
 class RichardsGLU(Projecting):
@@ -70,7 +77,7 @@ class RichardsGLU(Projecting):
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False, **where)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False, **where)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False, **where)
-        self.value, self.gate = RichardsCurve(value_curve, **where), RichardsCurve(gate_curve, **where)
+        self.value, self.gate = CurveNumbers(value_curve, **where), CurveNumbers(gate_curve, **where)
         self.unit = RichardsUnit(value_curve, gate_curve)
         self.residual = residual
         self.stacked = Stacked()

@@ -176,9 +176,9 @@ def _torn(c: Candidate, shared: dict[str, str]) -> str:
 
 
 def _within_ours(model: nn.Module, name: str) -> bool:
-    """Inside an attention, an MLP or another part of ours that projects: its row speaks for its projections."""
-    parents = [name[:i] for i, c in enumerate(name) if c == "."]
-    return any(isinstance(model.get_submodule(p), Projecting) for p in parents)
+    """Inside an attention, a norm or another part of ours: its row speaks for its projections, or the numbers of its curve."""
+    parents = [model.get_submodule(name[:i]) for i, c in enumerate(name) if c == "."]
+    return any(isinstance(p, Projecting) or hasattr(type(p), "fused_kernels") for p in parents)
 
 
 def _kernel(module: Any) -> str:
