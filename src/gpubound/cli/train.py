@@ -171,12 +171,11 @@ def from_file(path: str) -> Train:
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
         known = {f.name: f for f in dataclasses.fields(Train) if f.name != "variants"}
-        if isinstance(found.get("compare"), dict):  # each name with its options
-            variants = found.pop("compare")
-            found["compare"] = ",".join(map(str, variants))
-        else:
-            variants = {}
-        options = Train(**typed(found, known), variants={str(name): own for name, own in variants.items()})
+        named: Any = found.get("compare")
+        variants = {str(name): own for name, own in named.items()} if isinstance(named, dict) else {}
+        if isinstance(named, dict | list):
+            found = found | {"compare": ",".join(map(str, named))}
+        options = Train(**typed(found, known), variants=variants)
         options.recipe()
         return options
     except ValueError as error:
