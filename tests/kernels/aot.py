@@ -33,9 +33,7 @@ TYPES = {
 
 def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
     """A step's product with adapters, launched into the kernel before it."""
-    from gpubound.kernels.ops import OPS
-
-    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
+    arguments = example_of(op, *shape)
     return *arguments[:at], dependent, *arguments[at + 1 :]
 
 
@@ -43,6 +41,17 @@ def curve(*form: Any) -> Any:
     from gpubound.kernels import Curve
 
     return Curve(*form)
+
+
+def scored() -> tuple:
+    """More scores than a program holds at once."""
+    return torch.randn(1, 20_000), torch.tensor([20_000], dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
+
+
+def example_of(op: str, *shape: Any) -> tuple:
+    from gpubound.kernels.ops import OPS
+
+    return OPS[op].example(torch.Generator().manual_seed(0), *shape)
 
 
 # Cases that take kernels or plans which an op's self-test does not.
@@ -60,6 +69,8 @@ MORE = {
         "group_norm",
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
     ),
+    "hc_pre of many tokens": ("hc_pre", lambda: example_of("hc_pre", 4, True)),
+    "index_topk of more scores than a program holds": ("index_topk", scored),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
     "lora_product transposed, h and b by descriptors, and in two parts": (
         "lora_product",
@@ -82,6 +93,10 @@ MORE = {
     "rg_lru from a state": (
         "rg_lru",
         lambda: (torch.randn(2, 150, 60), torch.randn(20), torch.randn(2, 20)),
+    ),
+    "sparse_attention of wide heads, up to a limit": (
+        "sparse_attention",
+        lambda: example_of("sparse_attention", 512, True, False, True),
     ),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }

@@ -47,7 +47,7 @@ def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places,
 @triton.jit
 def _ordered(line, at, limit):
     """Scores as uint32 of the same order: 0 where there is none or it is -inf; NaN as infinity."""
-    x = tl.load(line + at, mask=at < limit, other=float("-inf"))
+    x = tl.load(line + at, mask=at < limit, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("inf"), tl.where(x == 0.0, 0.0, x))
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
