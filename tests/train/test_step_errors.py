@@ -41,7 +41,11 @@ def message(call) -> str:
             "gpubound.train.recompute.fit_blocks first, which tries how many blocks it takes.",
         ),
         ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
-        ({"loss": "mse"}, "TrainStep: loss must be 'causal_lm' or 'next_token' or a function of (model, batch), got 'mse'."),
+        (
+            {"loss": "mse"},
+            "TrainStep: loss must be 'causal_lm' or 'next_token' or 'masked_diffusion' or 'diffusion' or 'noise_prediction' or a "
+            "function of (model, batch), got 'mse'.",
+        ),
         (
             {"optimizer": "sgd"},
             "TrainStep: optimizer must be 'adamw' or 'adamw8bit' or 'muon', an AdamW(...) or Muon(...), or what makes a torch "

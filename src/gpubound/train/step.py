@@ -241,7 +241,7 @@ def _loss(loss: str | Loss | Objective) -> Loss | Objective:
 
 def _cast_inputs(model: nn.Module, dtype: torch.dtype):
     """Give the model's forward its floating-point inputs in the weights' dtype: there is no product of fp32 with bf16. But for
-    `time`, of which bf16 would leave a denoiser 256 steps between a half and one."""
+    `time`, of which bf16 would leave a denoiser 128 values between a half and one."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
