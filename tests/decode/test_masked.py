@@ -8,7 +8,7 @@ from gpubound import GenerateError, trace
 from gpubound.corpus import train_tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.decode.canvas import filling
-from gpubound.models import Decoder, DecoderConfig
+from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.watch import no_stall, watch
@@ -64,6 +64,31 @@ def test_it_is_the_plain_algorithm(how, steps, guidance, ragged):
     assert found.tokens == [plainly(model, prompt, 8, steps, guidance) for prompt in prompts]
     assert found.steps == len(steps) and {s.finish for s in found.sequences} == {"length"}
     assert len({tuple(row) for row in found.tokens}) > 1
+
+
+@pytest.mark.parametrize("attention", ["softmax", "poly"])
+def test_a_model_of_ours_is_kept_from_the_places_behind_its_rows(attention):
+    """Rows of several lengths are padded; beside the same rows one by one, without any padding."""
+    torch.manual_seed(0)
+    model = RichardsDecoder(RichardsConfig(32, 48, 2, 4, 2, 16, causal=False, attention=attention)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    prompts, sampler = [PROMPTS[0], PROMPTS[1][:1]], MaskedSampler(model, mask_token=MASK)
+    want = [plainly(model, prompt, 6, [(0, 3, 2), (0, 3, 1), (3, 6, 2), (3, 6, 1)], 0.5) for prompt in prompts]
+    assert sampler.generate(prompts, 6, steps=4, block=3, guidance=0.5).tokens == want and want[0] != want[1]
+
+
+def test_a_model_that_is_told_the_time_hears_how_much_is_masked():
+    model, times = random_model(), []
+    model.config = type("Config", (), {"time": "film", "causal": False})()
+    below = model.below.forward
+    model.below.forward = lambda input_ids, time: (times.append(time), below(input_ids))[1]
+    model.forward = lambda input_ids, time: model.head(model.below(input_ids, time=time))
+    sampler = MaskedSampler(model, mask_token=MASK)
+    times.clear()
+    sampler.generate(PROMPTS[:2], 8, steps=3)
+    assert torch.stack(times).tolist() == [[1, 1], [5 / 8, 5 / 8], [2 / 8, 2 / 8]]
 
 
 def test_a_memorised_corpus_is_filled_exactly():

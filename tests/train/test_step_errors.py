@@ -43,8 +43,8 @@ def message(call) -> str:
         ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         (
             {"loss": "mse"},
-            "TrainStep: loss must be 'causal_lm' or 'next_token' or 'masked_diffusion' or 'diffusion' or 'noise_prediction' or a "
-            "function of (model, batch), got 'mse'.",
+            "TrainStep: loss must be 'causal_lm' or 'next_token' or 'masked_diffusion' or 'diffusion' or 'noise_prediction' or "
+            "a function of (model, batch), got 'mse'.",
         ),
         (
             {"optimizer": "sgd"},
