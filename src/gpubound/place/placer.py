@@ -16,6 +16,7 @@ from torch import nn
 from .. import device as facts
 from ..errors import PlaceError
 from ..kernels.choose import hasten, runs
+from ..layers.richards import CurveNumbers
 from ..layers.stacked import Projecting
 from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
 from ..trace import fallback
@@ -176,9 +177,14 @@ def _torn(c: Candidate, shared: dict[str, str]) -> str:
 
 
 def _within_ours(model: nn.Module, name: str) -> bool:
-    """Inside an attention, a norm or another part of ours: its row speaks for its projections, or the numbers of its curve."""
-    parents = [model.get_submodule(name[:i]) for i, c in enumerate(name) if c == "."]
-    return any(isinstance(p, Projecting) or hasattr(type(p), "fused_kernels") for p in parents)
+    """Inside an attention, an MLP or another part of ours that projects: its row speaks for its projections.
+
+    And the numbers of a curve, for which the layer speaks that computes with them.
+    """
+    parents = [name[:i] for i, c in enumerate(name) if c == "."]
+    return isinstance(model.get_submodule(name), CurveNumbers) or any(
+        isinstance(model.get_submodule(p), Projecting) for p in parents
+    )
 
 
 def _kernel(module: Any) -> str:
