@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import add_routed, choose_experts, routed_gate_up
+from ...kernels import add_routed, choose_experts, routed_gate_up, swiglu
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE, each_expert, grouped, not_grouped
-from .products import NARROW, product, products
+from .products import NARROW, products
 from .state import normed
 
 
@@ -33,7 +32,7 @@ class Mixture:
         ids, shares = self.choose(scores.contiguous(), token)
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
-        shared = product(clamped(gate, up, w.limit).to(w.down.dtype), w.shared_down).float()
+        (shared,) = products(limited(gate, up, w.limit), None, w.shared_down)
         if len(u) <= NARROW:
             routed = torch.empty(*ids.shape, w.gate_up.shape[1] // 2, device=u.device, dtype=w.down.dtype)
             routed_gate_up(u, w.norm, w.gate_up, ids, routed, limit=w.limit)
@@ -52,10 +51,10 @@ class Mixture:
         return choose_experts(scores, w.correction, w.table, token if w.table is not None else None, w.scale, ids, shares)
 
 
-def clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+def limited(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
 def packed(both: Tensor, limit: float) -> Tensor:
     gate, up = both.chunk(2, -1)
-    return clamped(gate, up, limit)
+    return limited(gate, up, limit)

@@ -14,11 +14,11 @@ from ...models.decoding import Linear
 NARROW = 8  # rows
 
 
-def products(x: Tensor, norm: Norm, *layers: Linear) -> list[Tensor]:
-    """rms_norm(x) times each layer, (N, rows) fp32, for x (N, width) fp32."""
+def products(x: Tensor, norm: Norm | None, *layers: Linear) -> list[Tensor]:
+    """rms_norm(x), or x, times each layer, (N, rows) fp32, for x (N, width) fp32."""
     if len(x) > NARROW:
-        h = F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps).to(layers[0].weight.dtype)
-        return [F.linear(h, *layer[:2]).float() for layer in layers]
+        h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
+        return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
     found: list[Tensor] = []
     whole = len(layers) // 3 * 3
     for first in range(0, whole, 3):
@@ -26,7 +26,7 @@ def products(x: Tensor, norm: Norm, *layers: Linear) -> list[Tensor]:
     return found + [norm_product(x, norm, layer.weight, bias=layer.bias) for layer in layers[whole:]]
 
 
-def _together(x: Tensor, norm: Norm, q: Linear, k: Linear, v: Linear) -> tuple[Tensor, ...]:
+def _together(x: Tensor, norm: Norm | None, q: Linear, k: Linear, v: Linear) -> tuple[Tensor, ...]:
     made = norm_product(x, norm, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
     return made.split([len(layer.weight) for layer in (q, k, v)], 1)
 
