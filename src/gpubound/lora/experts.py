@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
+from ..kernels.grouped_linear import by_group
 from .pairs import CHILD, ForwardAdapters, Pair
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -136,11 +136,9 @@ class ExpertAdapters(ForwardAdapters):
     def adapted(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As transformers' grouped form: slots in the order of their experts, two grouped products, and back."""
         tokens, slots = top_k_index.shape
-        of_slot, order = top_k_index.flatten().sort(stable=True)
-        ends = torch.searchsorted(of_slot, torch.arange(layer.num_experts, device=order.device), right=True).int()
+        order, back, ends = by_group(top_k_index, layer.num_experts)
         gate_up = _grouped(layer, "gate_up_proj", hidden_states[order // slots], ends)
         y = _grouped(layer, "down_proj", _gated(layer, gate_up), ends) * top_k_weights.flatten()[order, None]
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         return y[back].view(tokens, slots, -1).sum(1).to(hidden_states.dtype)
 
 
