@@ -19,6 +19,7 @@ from gpubound.corpus import Corpus
 from gpubound.files import LOCK, locked
 from gpubound.models.llama import training as llama
 from gpubound.models.llama.training import PRESETS
+from gpubound.models.registry import presets as every_preset
 from gpubound.train.checkpoint import Checkpoints
 
 from .processes import plain_environment
@@ -188,7 +189,7 @@ def test_files_that_are_no_config(tmp_path, capsys):
 
 
 NO_MODEL = (
-    "model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m (-tiny behind it: a small one like it), "
+    f"model: got '12m', wanted one of {', '.join(every_preset())} (-tiny behind it: a small one like it), "
     "or a Hugging Face folder."
 )
 NO_RECOMPUTE = (

@@ -28,7 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {"richards": {"mlp": "richards_glu"}, "diffus
 """Each differs in one thing from the preset of its size, so that a comparison with that one says what the thing does."""
 
 PRESETS = {
-    f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts) for kind, parts in KINDS.items() for size in ("tiny", "350m")
+    f"{kind}-{size}": RichardsConfig(**vars(LLAMA[size]) | parts)
+    for kind, parts in KINDS.items()
+    for size in ("tiny", "10m", "350m")
 }
 WORDS = {part: field for field, table in TABLES.items() for part in table}
 
