@@ -95,7 +95,7 @@ def _examine(model: nn.Module, max_length: int) -> Reader | str:
     reader = reader_of(model)
     if reader is None:
         return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
-    return _unreadable(model) or reader.refusal(max_length) or _unread(model, reader) or reader
+    return reader.refusal(max_length) or _unreadable(model) or _unread(model, reader) or reader
 
 
 def _settle(model: nn.Module) -> None:

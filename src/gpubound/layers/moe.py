@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import swiglu
+from ..kernels.grouped_linear import by_group, not_trained
+from ..trace import fallback
 from .stacked import Kernels
 
 
@@ -60,7 +62,7 @@ class MoE(nn.Module):
         probabilities, shares, ids = self._modules["router"](rows)  # type: ignore[misc]
         if self.balanced and self.training:
             self.load = imbalance(probabilities, ids)
-        there, back, ends = sorted_by_expert(ids, probabilities.shape[1])
+        there, back, ends = by_group(ids, probabilities.shape[1])
         packed = grouped_product(_Moved.apply(rows, there, back, ids.shape[1]), weights["gate_up_proj"], ends)
         y = grouped_product(swiglu(packed), weights["down_proj"], ends)
         y = _Moved.apply(y, back, there, 1).view(*ids.shape, -1)
@@ -78,22 +80,18 @@ def imbalance(probabilities: Tensor, ids: Tensor) -> Tensor:
     return experts * (chosen * probabilities.mean(0)).sum()
 
 
-def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For choices (N, S): which of the N S choices stands at each place once they are sorted, the place of each choice, and
-    the place behind each expert's last, int32 (E,)."""
-    chosen, there = ids.flatten().sort(stable=True)
-    back = torch.empty_like(there).scatter_(0, there, torch.arange(len(there), device=ids.device))
-    ends = torch.searchsorted(chosen, torch.arange(experts, device=ids.device), right=True, out_int32=True)
-    return there, back, ends
-
-
 def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
     """Rows of x (M, K) up to ends[0] times weights[0]ᵀ, those up to ends[1] times weights[1]ᵀ, and so on; weights (E, O, K)."""
     weights = weights.to(x.dtype)
-    if x.dtype == torch.float64:  # for gradient checks: torch groups no doubles
-        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(sizes), weights)])
-    return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+    why = "F.grouped_mm takes no doubles" if x.dtype == torch.float64 else not_trained(weights)
+    if why is None:
+        return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+    fallback("layers: products of experts", f"{why}; every expert multiplies all rows")
+    own = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)[:, None]
+    y = x.new_zeros(len(x), weights.shape[1])
+    for number, weight in enumerate(weights):
+        y = torch.where(own == number, F.linear(x, weight), y)
+    return y
 
 
 class _Moved(torch.autograd.Function):
