@@ -1,10 +1,15 @@
 """Runs of masked diffusion: by the alias of the command line, stopped and resumed bit for bit, on chats whose prompts stay."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gpubound.corpus import Tokenizer
+from gpubound.models import RichardsConfig, RichardsDecoder
+from gpubound.models.richards.training import sizes
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
+from gpubound.train.work import work_of
 
 from .runs import assert_same, losses, recipe, train
 
@@ -32,6 +37,14 @@ def test_an_export_holds_the_mask_token(corpus, tmp_path):
     assert built.mask is None and exported.mask == run.objective.mask_token == built.vocab_size
     assert run.model.config.vocabulary % 64 == 0 and run.model.config.vocabulary > exported.mask
     assert exported.difference(built) is None
+
+
+def test_the_work_of_a_token_that_sees_both_sides():
+    """Attention fills its whole square: 12 · seq · width a layer, forward and backward."""
+    small = RichardsConfig(32, 48, 3, 4, 2, 64, head_width=8)
+    models = [RichardsDecoder(replace(small, causal=causal)) for causal in (True, False)]
+    causal, both = (work_of(model, sizes(model)).flops_per_token(100) for model in models)
+    assert both - causal == 6 * 3 * 32 * 100
 
 
 def test_prompts_of_chats_are_never_masked(two_phases, tmp_path, monkeypatch):
