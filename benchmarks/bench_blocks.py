@@ -4,6 +4,7 @@ seed: the shapes of RustGPT's document, in fp32, on the GPU and on all cores of 
 large: a layer of the 350m model at 16,384 tokens in bf16, beside torch, torch.compile and, of an MLP, its products alone.
 poly: polynomial attention at 1,024 to 8,192 tokens beside its definition, and beside SDPA's cuDNN backend, another function of
 the same products.
+steps: whole training steps of the 350m model, masked diffusion beside the next token.
 """
 
 import copy
@@ -28,9 +29,10 @@ from gpubound.models.richards.parts import MIXERS, MLPS
 
 from . import results
 from .block_parts import LARGE, LOOPS, PLAIN_MIXERS, PLAIN_MLPS, SEED_SHAPES, TINY, BlockShape, Layer
+from .block_steps import measure_steps
 from .harness import KERNELS, Bench, chosen, peak_gib, release
 
-PARTS = ("seed", "large", "poly")
+PARTS = ("seed", "large", "poly", "steps")
 # bf16, rounded at other places in every form: a block's two layers after each other, and a decay's sum over 16k tokens.
 TOLERANCE = 5e-2
 SEED_TOLERANCE = 1e-3  # fp32, other orders of sums
@@ -51,7 +53,7 @@ class Blocks:
 
     parts: str = ",".join(PARTS)
     """What to measure, by comma: seed (the document's shapes, GPU against CPU), large (a layer of 350m), poly (polynomial
-    attention from 1,024 to 8,192 tokens)."""
+    attention from 1,024 to 8,192 tokens), steps (masked diffusion beside the next token, 350m)."""
     only: str = ""
     """Of seed and large only these layers, by comma: names of mixers and MLPs, or block; all when empty."""
     peers: str = "eager,compile"
@@ -99,6 +101,8 @@ def main(argv: Sequence[str]) -> int:
             for tokens in (32,) if bench.dry else (1024, 2048, 4096, 8192):
                 measure_poly(bench, tokens, size, peers)
                 release(device)
+    if "steps" in parts:
+        measure_steps(bench, in_turn)
     return bench.finish()
 
 

@@ -28,6 +28,7 @@ NAMES = {
     "ours-lora": "ours, one adapter over bf16",
     "cpu": "plain torch on this machine's CPU",
     "sdpa-cudnn": "SDPA of cuDNN (a softmax)",
+    "next token": "the next token's step of the same model",
 }
 LIMITS = (
     "copy rate",

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from benchmarks import bench_blocks, block_parts
-from benchmarks.bench_blocks import beside_cpu, layers, measure_layer, measure_poly
+from benchmarks.bench_blocks import beside_cpu, in_turn, layers, measure_layer, measure_poly
 from benchmarks.block_parts import TINY, Layer
+from benchmarks.block_steps import measure_steps
 from benchmarks.harness import Bench
 from gpubound import device as facts
 from gpubound.cli import guarded
@@ -37,6 +38,7 @@ def test_lines_and_gates(bench):
     beside_cpu(bench, "swiglu glu", layer, "glu")
     measure_layer(bench, "richards_glu", layer, ["eager"])  # whose gates they are
     measure_poly(bench, 32, 16, ["eager"])
+    measure_steps(bench, in_turn)
     assert not bench.wrong and not bench.unmeasured
     gates = {(line.case, line.peer_name): line.gate for line in bench.lines}
     assert gates == {
@@ -45,6 +47,7 @@ def test_lines_and_gates(bench):
         ("richards_glu, 2x8x32, its products", "products alone"): 0.85,
         ("poly attention, 1x32, heads of 16", "eager"): 5.0,
         ("poly attention, 1x32, heads of 16, beside softmax", "sdpa-cudnn"): 0.5,
+        ("masked diffusion, tiny, 2x16", "next token"): 0.9,
     }
 
 
@@ -63,7 +66,7 @@ def test_a_dry_run(capfd):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parts", "seeds"], "--parts: got 'seeds', wanted some of seed, large, poly."),
+        (["--parts", "seeds"], "--parts: got 'seeds', wanted some of seed, large, poly, steps."),
         (["--only", "mamba"], "--only: got 'mamba', wanted some of swiglu, "),
         (["--peers", "liger"], "--peers: got 'liger', wanted some of eager, compile."),
     ],
