@@ -56,6 +56,22 @@ def test_sums_shared_by_programs(tokens, device):
         same(name, got, want, TOLERANCES[FP32])
 
 
+def test_a_token_gives_the_same_bits_in_any_batch_of_few(device):
+    given = before(device, FP32, (4,), 4, 300, 24, 3)
+    together = fast.hc_pre(*given)
+    for n in range(4):
+        alone = fast.hc_pre(given[0][n : n + 1], *given[1:])
+        assert all(a.equal(b[n : n + 1]) for a, b in zip(alone, together))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning")
+def test_a_nan_reaches_all_that_its_token_gives(device):
+    x, *weights = before(device, FP32, (2,), 4, 40, 24, 3)
+    x[1, 2, 7] = float("nan")
+    for part in fast.hc_pre(x, *weights):
+        assert part[0].isfinite().all() and part[1].isnan().all()
+
+
 def test_transformers_modules_are_the_definitions():
     """The matrix is not symmetric: its transpose would show."""
     x, y = draw(torch.device("cpu"), FP32, 2, 3, 4, 24), draw(torch.device("cpu"), FP32, 2, 3, 24, seed=9)

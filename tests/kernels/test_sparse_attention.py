@@ -85,6 +85,20 @@ def test_a_sink_takes_its_share(device):
         assert out[0, 1].abs().max() < 1e-30
 
 
+def test_a_token_gives_the_same_bits_in_any_batch(device):
+    given = OPS["sparse_attention"].example(torch.Generator().manual_seed(0), 32)
+    q, position, ring, window, sinks, scale, out, store, ids, limit, *angles = (
+        t.detach().to(device) if isinstance(t, torch.Tensor) else t for t in given
+    )
+    call = load("triton", "sparse_attention")
+    together = call(q, position, ring, window, sinks, scale, out, store, ids, limit, *angles).clone()
+    for n in range(4):
+        own = [t[n : n + 1].contiguous() for t in (q, position, ids)]
+        row = slice(n // 2, n // 2 + 1)
+        alone = call(own[0], own[1], ring[row], window, sinks, scale, out[:1], store[row], own[2], None, *angles)
+        assert alone.equal(together[n : n + 1])
+
+
 WRONG = {
     "a window wider than the ring": (
         {"window": 4},

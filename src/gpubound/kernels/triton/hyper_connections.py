@@ -92,7 +92,8 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
         logits = part_ptr + split[:, None, None] * step + 2 * S + place[None]
         z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
         z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
-        comb = _balanced(_shares(z, z == z), z == z, eps, ROUNDS)
+        whole = place[None] >= 0
+        comb = _balanced(_shares(z, whole), whole, eps, ROUNDS)
         tl.store(comb_ptr + n * S * S + place[None], comb)
 
 
@@ -153,7 +154,8 @@ def _pre(
 
     def project(plan: MatrixPlan) -> Tensor:
         tiles, blocks = triton.cdiv(tokens, plan.rows), triton.cdiv(reach, plan.columns)
-        most = min(MOST, blocks, max(1, PROGRAMS * job.chip.sms // tiles))
+        # Of few tokens as many as of one: a token's bits are then the same in any batch of them.
+        most = min(MOST, blocks, max(1, PROGRAMS * job.chip.sms // (1 if tokens <= FEW else tiles)))
         chunk = triton.cdiv(blocks, 1 << (most.bit_length() - 1)) * plan.columns
         splits = triton.cdiv(reach, chunk)
         parts = torch.empty(splits, tokens, padded, device=x.device, dtype=torch.float32)
@@ -162,7 +164,7 @@ def _pre(
         )
         return parts
 
-    job = job_of("hc_pre", "few" if tokens <= FEW else "many", (power_of_two(tokens), reach), x)
+    job = job_of("hc_pre", "few" if tokens <= FEW else "many", (max(FEW, power_of_two(tokens)), reach), x)
     parts = launch(job, project)
 
     def finish(plan: TilePlan) -> None:

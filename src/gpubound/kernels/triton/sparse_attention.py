@@ -20,6 +20,7 @@ from .compressor import _turned
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 MOST = 16  # programs that share a token's keys
+FEW = 16  # tokens up to which they do, so that a token's bits are the same in any batch of them; of more, one program has all
 DEPTH = 32  # numbers of an fp32 key that are multiplied at a time: 512 at once spill 5 KB a thread
 
 
@@ -135,7 +136,7 @@ def sparse_attention(
     def run(plan: MatrixPlan) -> None:
         groups = triton.cdiv(H, plan.rows)
         tiles = triton.cdiv(window, plan.columns) + triton.cdiv(chosen or places, plan.columns)
-        splits = max(1, min(MOST, tiles, 2 * job.chip.sms // (N * groups)))
+        splits = min(MOST, tiles) if N <= FEW else 1
         sums = torch.empty(N, splits, H, D, device=q.device, dtype=torch.float32)
         weights = torch.empty(N, splits, H, 2, device=q.device, dtype=torch.float32)
         _sparse_attention_kernel[(N, groups, splits)](
