@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..layers.moe import MoE
 from ..layers.stacked import Projecting
 from ..models.own import LanguageModel
 from .contract import Body, Build, Watched, check_room
@@ -68,10 +69,11 @@ class OwnBody(Body):
         self.weights = Watched(self.model, "_parameters", "_buffers")
 
     def bytes_a_step(self, live: list[int]) -> int:
-        """Every weight but the table once, and the keys and values of rows with these lengths."""
+        """Every weight but the table once, of experts those that are chosen, and keys and values of rows with these lengths."""
         table = self.model.model.embed_tokens.weight
         read = {p.data_ptr(): p.nbytes for p in self.model.parameters() if p is not table or self.model.config.tied}
-        return sum(read.values()) + self.place_bytes * sum(live)
+        left = sum(part.unread(len(live)) for part in self.model.modules() if isinstance(part, MoE))
+        return sum(read.values()) - left + self.place_bytes * sum(live)
 
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for hidden in self.model.model(ids[None].long())[0].split(SCORED):

@@ -68,6 +68,12 @@ class MoE(nn.Module):
         y = _Moved.apply(y, back, there, 1).view(*ids.shape, -1)
         return (y * shares[..., None].to(y.dtype)).sum(1).view(x.shape)
 
+    def unread(self, rows: int) -> int:
+        """Bytes of experts that so many rows leave alone, where all of them choose others."""
+        experts = len(self.gate_up_proj)
+        left = max(0, experts - rows * self.router.slots)
+        return left * (self.gate_up_proj.nbytes + self.down_proj.nbytes) // experts
+
     def fused_kernels(self) -> Kernels:
         return "tokens sorted by expert; grouped products (torch); {}", ("swiglu",)
 

@@ -41,6 +41,7 @@ FAMILIES = {
     "phi3": {"phi3": "Phi3"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
+APART = ("deepseek_v4",)  # decoded by a step of their own
 TRAINABLE = ("llama", "richards")
 
 
@@ -70,8 +71,8 @@ def reader_of(model: Any) -> Reader | None:
 
 
 def decoded() -> Iterator[str]:
-    """How the classes' names begin of models that the kernels decode."""
-    return (prefix for types in FAMILIES.values() for prefix in types.values())
+    """How the classes' names begin of models that the fused kernels decode."""
+    return (prefix for family, types in FAMILIES.items() if family not in APART for prefix in types.values())
 
 
 def _file(family: str) -> Any:

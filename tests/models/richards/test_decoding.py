@@ -48,6 +48,15 @@ def test_tokens_are_those_of_the_whole_text_read_anew(name):
     assert fast.score([texts[0].tolist()])[0] == pytest.approx(scores.tolist(), abs=1e-4)
 
 
+def test_bytes_of_a_step():
+    """The head, two layers without six of eight experts, what three places keep; the table is no product."""
+    model = made(torch.float32, mlp="moe", experts=8, slots=2, norm="dyt").eval()
+    body = gb.decoder(model, 1, 16, verify=False).body
+    experts = 2 * 3 * 24 * 20 * 8
+    whole = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    assert body.bytes_a_step([3]) == 4 * (whole - experts * 6 // 8 + 3 * 2 * 2 * 2 * 6)
+
+
 @pytest.mark.parametrize("options", [{"causal": False}, {"time": "film"}], ids=str)
 def test_what_is_not_decoded(options):
     model = made(torch.float32, **options)
