@@ -22,30 +22,12 @@ from gpubound.models.llama.training import PRESETS
 from gpubound.models.registry import presets as every_preset
 from gpubound.train.checkpoint import Checkpoints
 
+from . import tiny_recipe
 from .processes import plain_environment
-from .train.runs import build_corpus, texts
+from .train.runs import texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def on_reference(monkeypatch):
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
-
-
-@pytest.fixture
-def config(corpus, tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"model: tiny\ndata: {corpus}\nseq: 32\nmicro_batch: 4\nsteps: 6\nlr: 3e-3\nvalidation: 0.1\n"
-        f"device: cpu\nout: {tmp_path / 'run'}\n"
-    )
-    return path
+on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
 def test_from_a_file_to_a_report(config, tmp_path, capsys):

@@ -1,0 +1,27 @@
+"""What the tests of `gpubound train` share: a config file of a run that takes a second."""
+
+import pytest
+
+from gpubound import device as facts
+
+from .train.runs import build_corpus
+
+
+@pytest.fixture(autouse=True)
+def on_reference(monkeypatch):
+    monkeypatch.setattr(facts, "interpreted", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: tiny\ndata: {corpus}\nseq: 32\nmicro_batch: 4\nsteps: 6\nlr: 3e-3\nvalidation: 0.1\n"
+        f"device: cpu\nout: {tmp_path / 'run'}\n"
+    )
+    return path
