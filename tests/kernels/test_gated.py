@@ -49,10 +49,26 @@ def test_reference_is_the_formula():
     same("packed", reference.swiglu(torch.cat([gate, up])), want, 1e-15)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_limited(packed, dtype, device):
+    """A gate from above alone, up from both sides; what lies beyond the limit gets no gradient. A NaN stays one."""
+    gate, up = draw(device, dtype, 5, 24), draw(device, dtype, 5, 24, seed=1)
+    given = (torch.cat([gate, up], -1), None) if packed else (gate, up)
+    parity(fast.swiglu, reference.swiglu, (*given, 0.6), TOLERANCE[dtype])
+    gate, up = gate.double(), up.double()
+    assert (gate < -0.6).any() and (gate > 0.6).any() and (up < -0.6).any() and (up > 0.6).any()
+    low, within = torch.where(gate > 0.6, 0.6, gate), torch.where(up.abs() > 0.6, 0.6 * up.sign(), up)
+    want = low / (1 + (-low).exp()) * within
+    same("formula", fast.swiglu(*given, 0.6).double(), want, TOLERANCE[dtype])
+    assert fast.swiglu(torch.full((1, 2), float("nan"), device=device), None, 0.6).isnan().all()
+
+
 def test_reference_gradients_in_fp64():
     gate, up = (draw(torch.device("cpu"), torch.float64, 3, 4, seed=i).requires_grad_() for i in range(2))
     assert torch.autograd.gradcheck(reference.swiglu, (gate, up))
     assert torch.autograd.gradcheck(reference.swiglu, gate)
+    assert torch.autograd.gradcheck(lambda g, u: reference.swiglu(g, u, 0.5), (gate, up))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -118,6 +134,7 @@ def test_second_derivatives_are_refused(device):
 
 
 WRONG = {
+    "no limit": ((torch.ones(2, 4), None, 0.0), "swiglu: limit must be more than 0, got 0.0; leave it out for none."),
     "integers": (
         (torch.ones(2, 4, dtype=torch.long),),
         "swiglu: gate must be a floating-point tensor with a last dimension, got torch.int64 (2, 4); cast it before the call.",

@@ -14,9 +14,9 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
+from .gated import INFINITE, check_limit
 from .ops import definition, doubles, draw, ints
 
-INFINITE = float("inf")
 LEAST = 1e-20  # added to a sum of shares
 STACKED = "an expert's weight follows the other's"
 
@@ -141,8 +141,7 @@ def routed_gate_up(
     require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
     require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
-    if not limit > 0:
-        raise ValueError(f"routed_gate_up: limit must be more than 0, got {limit}; leave it out for none.")
+    check_limit("routed_gate_up", limit)
     return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent, limit)
 
 

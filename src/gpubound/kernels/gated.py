@@ -12,16 +12,24 @@ from .checks import require_last
 from .choose import implementation
 from .ops import definition, draw
 
+INFINITE = float("inf")
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up. Pass both, or one packed tensor (..., 2 I) that holds [gate | up]. The result is (..., I)."""
+
+def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
+    """silu(gate) · up. Pass both, or one packed tensor (..., 2 I) that holds [gate | up]. The result is (..., I).
+
+    limit  a gate counts as at most this, an up as within it. What lies beyond has no gradient
+    """
     _check("swiglu", gate, up)
-    return implementation("swiglu", gate, None, _shape(gate, up))(gate, up)
+    check_limit("swiglu", limit)
+    return implementation("swiglu", gate, None, _shape(gate, up))(gate, up, limit)
 
 
 @definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed))
-def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu_reference(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
     gate_half, up_half = _wide_halves(gate, up)
+    if limit != INFINITE:
+        gate_half, up_half = gate_half.clamp(max=limit), up_half.clamp(-limit, limit)
     return (F.silu(gate_half) * up_half).to(gate.dtype)
 
 
@@ -88,6 +96,11 @@ def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
             f"{op}: up must match gate, {tuple(gate.shape)} {gate.dtype} on {gate.device}, "
             f"got {tuple(up.shape)} {up.dtype} on {up.device}; cast, move or reshape it before the call."
         )
+
+
+def check_limit(op: str, limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(f"{op}: limit must be more than 0, got {limit}; leave it out for none.")
 
 
 def check_half(op: str, dh: Tensor, packed: Tensor, name: str = "gate_up", unit: str = "SwiGLU") -> None:

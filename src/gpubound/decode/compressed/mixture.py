@@ -32,12 +32,12 @@ class Mixture:
         ids, shares = self.choose(scores.contiguous(), token)
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
-        (shared,) = products(limited(gate, up, w.limit), None, w.shared_down)
+        (shared,) = products(swiglu(gate, up, w.limit), None, w.shared_down)
         if len(u) <= NARROW:
             routed = torch.empty(*ids.shape, w.gate_up.shape[1] // 2, device=u.device, dtype=w.down.dtype)
             routed_gate_up(u, w.norm, w.gate_up, ids, routed, limit=w.limit)
             return add_routed(routed, w.down, ids, shares, shared)
-        gated = partial(packed, limit=w.limit)
+        gated = partial(swiglu, limit=w.limit)
         mlp = each_expert if self.ungrouped else grouped
         h = normed(u, w.norm).to(w.down.dtype)
         pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
@@ -49,12 +49,3 @@ class Mixture:
         ids = torch.empty(rows, w.slots, device=scores.device, dtype=torch.int32)
         shares = torch.empty(rows, w.slots, device=scores.device)
         return choose_experts(scores, w.correction, w.table, token if w.table is not None else None, w.scale, ids, shares)
-
-
-def limited(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit))
-
-
-def packed(both: Tensor, limit: float) -> Tensor:
-    gate, up = both.chunk(2, -1)
-    return limited(gate, up, limit)

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
-from ..experts import INFINITE, LEAST
+from ..experts import LEAST
+from ..gated import INFINITE
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import launch, launch_product
 from ._step import _begin, _end, _row, _tile, _wait

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gated import INFINITE
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import sigmoid
@@ -47,11 +48,20 @@ def _tile(rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _limited(gate, up, limit):
+    """The gate as at most the limit, up within it; a NaN stays one."""
+    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+
+
+@triton.jit
 def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COLS: tl.constexpr, ROWS: tl.constexpr,
-                          BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+                          BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr,
+                          LIMIT: tl.constexpr = None):  # fmt: skip
     row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    if LIMIT is not None:
+        gate, up = _limited(gate, up, LIMIT)
     value, _ = _activated(gate, ACTIVATION)
     tl.store(out_ptr + row * COLS + col, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -59,14 +69,18 @@ def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COL
 @triton.jit
 def _gated_backward_kernel(dout_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, rows, dout_row, gate_row, up_row, dgate_row, dup_row,
                            COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HINT: tl.constexpr,
-                           ACTIVATION: tl.constexpr):  # fmt: skip
+                           ACTIVATION: tl.constexpr, LIMIT: tl.constexpr = None):  # fmt: skip
     row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
     dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    dgate, dup = dout, dout
+    if LIMIT is not None:  # beyond it, neither has an effect
+        dgate, dup = tl.where(gate > LIMIT, 0.0, dout), tl.where(tl.abs(up) > LIMIT, 0.0, dout)
+        gate, up = _limited(gate, up, LIMIT)
     value, slope = _activated(gate, ACTIVATION)
-    tl.store(dgate_ptr + row * dgate_row + col, (dout * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dup_ptr + row * dup_row + col, (dout * value).to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * dgate_row + col, (dgate * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * dup_row + col, (dup * value).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -105,7 +119,7 @@ def _even(matrices: list[Tensor], elements: int) -> list[Tensor]:
     return matrices
 
 
-def _launch(kernel: Any, way: str, activation: str, matrices: list[Tensor], strided: int) -> None:
+def _launch(kernel: Any, way: str, activation: str, limit: float, matrices: list[Tensor], strided: int) -> None:
     """`strided`: how many of the matrices, the first, the kernel reads by their own row strides."""
 
     def run(plan: TilePlan) -> None:
@@ -114,22 +128,23 @@ def _launch(kernel: Any, way: str, activation: str, matrices: list[Tensor], stri
         wide = min(plan.elements, power_of_two(max(cols, 1)))
         high = plan.elements // wide
         kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide),)](
-            *tiled, rows, *(x.stride(0) for x in tiled[:strided]), cols, high, wide, plan.hint, activation, num_warps=plan.warps
-        )
+            *tiled, rows, *(x.stride(0) for x in tiled[:strided]), cols, high, wide, plan.hint, activation,
+            None if limit == INFINITE else limit, num_warps=plan.warps,
+        )  # fmt: skip
 
     launch(job_of("gated", way, (matrices[0].shape[1],), matrices[0]), run)
 
 
 class _Gated(torch.autograd.Function):
-    """apply(gate, up, activation, op), or with a packed gate and None for up. `op` is whose call it is."""
+    """apply(gate, up, activation, limit, op), or with a packed gate and None for up. `op` is whose call it is."""
 
     @staticmethod
-    def forward(ctx, gate, up, activation, op):
+    def forward(ctx, gate, up, activation, limit, op):
         ctx.save_for_backward(gate, *([] if up is None else [up]))
-        ctx.activation, ctx.op = activation, op
+        ctx.activation, ctx.limit, ctx.op = activation, limit, op
         a, b = _halves(gate, up)
         out = torch.empty(*gate.shape[:-1], a.shape[1], device=gate.device, dtype=gate.dtype)
-        _launch(_gated_forward_kernel, "forward", activation, [a, b, _matrix(out)], 2)
+        _launch(_gated_forward_kernel, "forward", activation, limit, [a, b, _matrix(out)], 2)
         return out
 
     @staticmethod
@@ -139,16 +154,16 @@ class _Gated(torch.autograd.Function):
         dgate = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
         dup = None if up is None else torch.empty(up.shape, device=up.device, dtype=up.dtype)
         matrices = [_matrix(dout), *_halves(gate, up), *_halves(dgate, dup)]
-        _launch(_gated_backward_kernel, "backward", ctx.activation, matrices, 5)
-        return dgate, dup, None, None
+        _launch(_gated_backward_kernel, "backward", ctx.activation, ctx.limit, matrices, 5)
+        return dgate, dup, None, None, None
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return _Gated.apply(gate, up, "silu", "swiglu")
+def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
+    return _Gated.apply(gate, up, "silu", limit, "swiglu")
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    return _Gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", "geglu")
+    return _Gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", INFINITE, "geglu")
 
 
 @torch.no_grad()
