@@ -60,6 +60,25 @@ def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
 
 
 @pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize(("first", "second"), [(48, 16), (20, 7), (33, 65)])
+def test_two_weights_side_by_side(device, source, first, second):
+    x, norm = stream(device, 2, 40), Norm(draw(device, torch.float32, 40, seed=1), 1e-5)
+    weights = [draw(device, torch.float32, rows, 40, seed=2 + rows) for rows in (first, second)]
+    whole, out = banded((2, first + second), device)
+    run(source, "norm_product", x, norm, *weights, None, None, None, None, out, None, None)
+    assert_inside(whole, out)
+    normed = torch.nn.functional.rms_norm(x.double(), (40,), norm.weight.double(), 1e-5)
+    torch.testing.assert_close(out.double(), normed @ torch.cat(weights).double().t(), rtol=0, atol=1e-4)
+
+
+def test_a_third_weight_without_a_second():
+    weight = torch.ones(8, 32)
+    with pytest.raises(ValueError) as error:
+        kernels.norm_product(torch.ones(1, 32), None, weight, v_weight=weight)
+    assert str(error.value) == "norm_product: got v_weight without k_weight; of two weights pass the second as k_weight."
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
 def test_a_nan_reaches_the_partial_maximum(device, source):
     x, norm, head = (
         stream(device, 1, 64),

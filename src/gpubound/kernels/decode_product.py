@@ -79,7 +79,9 @@ def norm_product(
     cap: float = 0.0,
     adapters: StepAdapters | None = None,
 ) -> Tensor:
-    """out (B, rows, fp32) = rms_norm(x) times one weight, or q, k and v side by side. With `cap`, cap · tanh(out / cap) of it.
+    """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) side by side.
+
+    With `cap`, cap · tanh(out / cap) of it.
 
     `adapters` of the weights add to it, as to the results of the products below: decode_adapters.py.
 
@@ -88,8 +90,8 @@ def norm_product(
     value. The largest of all is then one of P.
     """
     weights = [w for w in (weight, k_weight, v_weight) if w is not None]
-    if (k_weight is None) != (v_weight is None):
-        raise ValueError("norm_product: k_weight and v_weight go together, got one of them; pass both or neither.")
+    if k_weight is None and v_weight is not None:
+        raise ValueError("norm_product: got v_weight without k_weight; of two weights pass the second as k_weight.")
     rows = sum(w.shape[0] for w in weights)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)

@@ -124,7 +124,7 @@ class LatentAttention:
         q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
 
         def turn(x: Tensor, heads: int, *norm: Any) -> Tensor:
-            x = x.unflatten(-1, (heads, -1))
+            x = x.contiguous().unflatten(-1, (heads, -1))
             return turn_heads(x, now.places, *angles, torch.empty_like(x, dtype=self.dtype), *norm)
 
         pairs = [EntryProducts(*(t.unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair]

@@ -90,6 +90,7 @@ class CompressedBody(Body):
         self.streams = self.collapse.product.shape[0]
         self.captures_prefill = not any(layer.mixture.ungrouped for layer in self.layers)
 
+    @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """A row that is full writes its last place again: what comes of that is nobody's."""
         rows = len(token)
@@ -99,12 +100,14 @@ class CompressedBody(Body):
         count = token_BT.numel()
         return self.logits[:count].copy_(self._logits(x).flatten(0, 1))
 
+    @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         for start in range(0, ids.shape[1], self.chunk):
             end = min(start + self.chunk, ids.shape[1])
             stretch = Stretch(start, end, lengths.long(), self.tables)
             self._through(ids[:, start:end].long(), stretch, LatentAttention.prompt)
 
+    @torch.no_grad()
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for token, now in self._pieces(ids):
             for some in self._through(token, now, LatentAttention.prompt)[0].split(SCORED):

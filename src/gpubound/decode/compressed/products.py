@@ -20,15 +20,11 @@ def products(x: Tensor, norm: Norm | None, *layers: Linear) -> list[Tensor]:
         h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
         return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
     found: list[Tensor] = []
-    whole = len(layers) // 3 * 3
-    for first in range(0, whole, 3):
-        found += _together(x, norm, *layers[first : first + 3])
-    return found + [norm_product(x, norm, layer.weight, bias=layer.bias) for layer in layers[whole:]]
-
-
-def _together(x: Tensor, norm: Norm | None, q: Linear, k: Linear, v: Linear) -> tuple[Tensor, ...]:
-    made = norm_product(x, norm, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
-    return made.split([len(layer.weight) for layer in (q, k, v)], 1)
+    for first in range(0, len(layers), 3):
+        some = layers[first : first + 3]
+        weights, biases = ([*column, *[None] * (3 - len(some))] for column in zip(*(layer[:2] for layer in some)))
+        found += norm_product(x, norm, *weights, *biases).split([len(layer.weight) for layer in some], 1)
+    return found
 
 
 def product(x: Tensor, layer: Linear) -> Tensor:

@@ -264,7 +264,7 @@ def norm_product(
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
-    parts = (q_rows,) if k_weight is None else (q_rows, k_rows, v.shape[0])
+    parts = tuple(w.shape[0] for w in (weight, k_weight, v_weight) if w is not None)
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
