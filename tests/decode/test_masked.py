@@ -162,6 +162,9 @@ def test_steps_never_wait_for_the_device():
         for _ in how.begins:
             canvas.step()
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+    with watch() as ledger:
+        sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
+    assert (ledger.totals["syncs"], ledger.totals["d2h_copies"]) == (1, 1), "the answer is read, and nothing else"
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from ..kernels import sample
 from ..kernels.sampling import Into, Rows, Settings
 from ..layers.vocabulary import head_of
 from ..models.states import hidden_of, logits_of, told_places, told_time
-from .request import Choice, check_count, draws
+from .request import Choice, check_count, draws, to_device
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,22 @@ class Canvas:
         self.graph: Captured | None = None
 
     def fill(self, prompts: list[list[int]], how: Filling, choice: Choice, guidance: float) -> None:
-        """Write a request: a few small copies."""
-        ids = torch.zeros(self.ids.shape, dtype=torch.int64, device="cpu")
-        for row, prompt in zip(ids, prompts):
-            row[: len(prompt)] = torch.tensor(prompt)
-            row[len(prompt) : len(prompt) + self.tokens] = self.sampler.mask_token
-        self.ids.copy_(ids)
-        self.start.copy_(torch.tensor([[len(prompt)] for prompt in prompts]))
-        steps = len(how.begins)
-        self.begins[:steps], self.reveals[:steps] = (torch.tensor(t, device=self.ids.device) for t in (how.begins, how.reveals))
+        """Write a request: a few small copies, for none of which the host waits."""
+
+        def write(target: Tensor, values: list) -> None:
+            target.copy_(to_device(torch.tensor(values, dtype=target.dtype, device="cpu"), target.device))
+
+        masks, width, steps = [self.sampler.mask_token] * self.tokens, self.ids.shape[1], len(how.begins)
+        rows = [[*prompt, *masks] for prompt in prompts]
+        write(self.ids, [row + [0] * (width - len(row)) for row in rows])
+        write(self.start, [[len(prompt)] for prompt in prompts])
+        write(self.begins[:steps], how.begins)
+        write(self.reveals[:steps], how.reveals)
+        write(self.settings.row, [row for row in draws(prompts) for _ in range(self.block)])
         self.number.zero_()
         self.guidance.fill_(guidance)
         self.settings.temperature.fill_(choice.temperature)
         self.settings.seed.fill_(choice.seed)
-        self.settings.row.copy_(torch.tensor(draws(prompts), dtype=torch.int32).repeat_interleave(self.block))
 
     def tensors(self) -> list[Tensor]:
         """All that a step reads or writes beside the model."""
