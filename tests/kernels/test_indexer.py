@@ -36,7 +36,7 @@ def test_scores_are_transformers(source, device):
     load(source, "index_scores")(q.flatten(0, 1).to(device), k.to(device), weights.to(device), seen, scorer.softmax_scale, out)
     hidden = torch.arange(70, device=device) >= seen[:, None]
     assert (out[hidden] == -INF).all()
-    same("scores", out[~hidden], want.to(device)[~hidden], 2e-6)
+    same("scores", out[~hidden], want.to(device)[~hidden], 1e-5)  # on a GPU, of three tf32 products
     assert_inside(whole, out)
 
 

@@ -54,7 +54,7 @@ def test_it_is_transformers_attention(form, source, device, monkeypatch):
     tables = angle.cos().to(device), angle.sin().to(device)
     load(source, "sparse_attention")(q.to(device), at, ring.to(device), window, sinks.to(device), 0.25, out, *given, *tables)
     assert_inside(whole, out)
-    same("out", out, want.to(device), 2e-6)
+    same("out", out, want.to(device), 1e-5)  # on a GPU, of three tf32 products
 
 
 @pytest.mark.parametrize("form", FORMS)
