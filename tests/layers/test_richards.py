@@ -9,6 +9,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.kernels import Curve
 from gpubound.layers import MLP, Attention, Block, DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, run_blocks
+from gpubound.layers.linear_site import linear
 from gpubound.layers.recompute import recomputing
 from gpubound.layers.richards import richards_glu_calls
 from gpubound.train import Accumulators
@@ -167,6 +168,25 @@ def test_a_norms_two_methods(norm):
     agree(y, plain(module, x + pending), module, x)
     torch.testing.assert_close(stream, x + pending)
     assert module.add(x.float(), pending.bfloat16())[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_product_behind_one_has_its_result_again(norm):
+    """What it keeps is the stream, not the norm's result; and the weight's gradient is the same to the last bit."""
+    torch.manual_seed(0)
+    module, x, pending = moved(NORMS[norm][0](HIDDEN, dtype=FP64)), x_of(4, HIDDEN).requires_grad_(), x_of(4, HIDDEN, seed=2)
+    layer, found = nn.Linear(HIDDEN, 5, dtype=FP64), []
+    layer.weight.main_grad = torch.zeros(5, HIDDEN)  # so that the product is ours
+    for least in (float("inf"), 0):
+        with recomputing(module, least):
+            y, stream = module.add(x, pending)
+        z = linear(y, layer.weight)
+        kept = {t.data_ptr() for t in z.grad_fn.saved_tensors if t is not None}
+        assert (stream.data_ptr() in kept, y.data_ptr() in kept) == ((False, True) if least else (True, False))
+        layer.weight.main_grad.zero_()
+        z.square().sum().backward()
+        found.append(layer.weight.main_grad.clone())
+    assert found[0].any() and torch.equal(*found)
 
 
 def test_they_are_parts_of_a_block():

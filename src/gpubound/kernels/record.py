@@ -25,7 +25,7 @@ class Record:
     side: Any = None  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
     arrivals: Any = None  # int32 zeros: programs that share a sum of its gradient count there who has come
     # of what a forward computed
-    origin: Any = None  # how backward may have it again rather than keep it, a Normed of layers/recompute.py
+    origin: Any = None  # how backward may have it again rather than keep it, a Remade of layers/recompute.py
     # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
     numbers: Any = None
 

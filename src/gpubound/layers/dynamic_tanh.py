@@ -3,6 +3,8 @@
 Both have RMSNorm's two methods. `add` adds what the last sub-layer computed to the residual stream in the same pass.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,38 +12,49 @@ from torch import Tensor, nn
 
 from ..kernels import Curve, add_dynamic_tanh, add_richards_norm, dynamic_tanh, richards_norm
 from ..kernels.dynamic_tanh import NORM
+from . import recompute
 from .richards import CurveNumbers, at_least_fp32
 from .stacked import Kernels
 
 
 class _Elementwise(nn.Module):
-    """Gain, bias, and a norm's two methods over `_alone` and `_added`."""
+    """Gain, bias, and a norm's two methods over two ops."""
 
     OPS: tuple[str, ...]
+    recompute_bytes = recompute.LEAST_BYTES
 
     def __init__(self, hidden: int, device=None, dtype=None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
-    def _alone(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+        """The op alone and with the residual add: they take x (and the residual), what is learned of f, gain and bias."""
         raise NotImplementedError
 
-    def _added(self, x: Tensor, pending: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
+    def _learned(self) -> Tensor | None:
         raise NotImplementedError
+
+    def _small(self) -> tuple[Tensor | None, ...]:
+        return self._learned(), self._parameters["weight"], self._parameters["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._alone(x, self._parameters["weight"], self._parameters["bias"])
+        alone, small = self._ops()[0], self._small()
+        return recompute.mark(alone(x, *small), self.recompute_bytes, alone, x, *small)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
         if pending is None:
             return self.forward(x), x
-        # under autocast products give 16 bits, and the stream stays fp32
-        return self._added(x, pending.to(x.dtype), self._parameters["weight"], self._parameters["bias"])
+        (alone, added), small = self._ops(), self._small()
+        y, stream = added(x, pending.to(x.dtype), *small)  # under autocast products give 16 bits, and the stream stays fp32
+        return recompute.mark(y, self.recompute_bytes, alone, stream, *small), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS
+
+    def extra_repr(self) -> str:
+        return str(len(self.weight))
 
 
 class DynamicTanh(_Elementwise):
@@ -56,14 +69,11 @@ class DynamicTanh(_Elementwise):
         super().__init__(hidden, device, dtype)
         self.alpha = nn.Parameter(torch.full((1,), alpha, device=device, dtype=at_least_fp32(dtype)))
 
-    def _alone(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
-        return dynamic_tanh(x, self._parameters["alpha"], weight, bias)  # type: ignore[arg-type]
+    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+        return dynamic_tanh, add_dynamic_tanh
 
-    def _added(self, x: Tensor, pending: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
-        return add_dynamic_tanh(x, pending, self._parameters["alpha"], weight, bias)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        return str(len(self.weight))
+    def _learned(self) -> Tensor | None:
+        return self._parameters["alpha"]
 
 
 class RichardsNorm(_Elementwise):
@@ -75,15 +85,20 @@ class RichardsNorm(_Elementwise):
         super().__init__(hidden, device, dtype)
         self.curve = CurveNumbers(curve, device=device, dtype=dtype)
 
-    def _of_curve(self) -> tuple[Tensor | None, Curve]:
-        child: Any = self._modules["curve"]
-        return child._parameters["free"], child.curve
+    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+        curve: Any = self._modules["curve"]
+        return partial(_richards_norm, curve.curve), partial(_add_richards_norm, curve.curve)
 
-    def _alone(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
-        return richards_norm(x, *self._of_curve(), weight, bias)
+    def _learned(self) -> Tensor | None:
+        curve: Any = self._modules["curve"]
+        return curve._parameters["free"]
 
-    def _added(self, x: Tensor, pending: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
-        return add_richards_norm(x, pending, *self._of_curve(), weight, bias)
 
-    def extra_repr(self) -> str:
-        return str(len(self.weight))
+def _richards_norm(curve: Curve, x: Tensor, free: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    return richards_norm(x, free, curve, weight, bias)
+
+
+def _add_richards_norm(
+    curve: Curve, x: Tensor, residual: Tensor, free: Tensor | None, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    return add_richards_norm(x, residual, free, curve, weight, bias)

@@ -256,8 +256,9 @@ class _Product(torch.autograd.Function):
                 ctx.starts.append(len(kept))
                 kept += spanning.adapter.forward(x, spanning.of(y))
         reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
-        stream, norm, *ctx.gain = (recompute.origin(x) or (x, None)) if reads_x else (None, None)
-        ctx.save_for_backward(stream, norm, *kept)
+        ctx.again, made_of = (recompute.origin(x) or (None, (x,))) if reads_x else (None, (None,))
+        ctx.made_of = len(made_of)
+        ctx.save_for_backward(*made_of, *kept)
         ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
         ctx.versions = [p._version for p in parameters]
         return y
@@ -265,13 +266,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        x, norm, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        made_of, kept = saved[: ctx.made_of], saved[ctx.made_of :]
         check_unchanged(ctx)
         joined = ctx.joined
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
-        if norm is not None:
-            x = recompute.Normed(x, norm, *ctx.gain).again()
+        x = made_of[0] if ctx.again is None else ctx.again(*made_of)
         x, rows = None if x is None else rows_of(x), rows_of(g)
         given: dict[str, Factors] = {}
         if wants_dx and len(ctx.adapters) == 1 and _adds(ctx.format, rows):

@@ -1,5 +1,6 @@
 """RMSNorm, alone or with the residual add inside."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]
         y = rms_norm(x, weight, self.eps, self.offset)
-        return recompute.mark(y, x, weight, self.eps, self.offset, self.recompute_bytes)
+        return self._mark(y, x, weight)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
@@ -40,7 +41,10 @@ class RMSNorm(nn.Module):
         if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
-        return recompute.mark(y, stream, weight, self.eps, self.offset, self.recompute_bytes), stream
+        return self._mark(y, stream, weight), stream
+
+    def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:
+        return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS

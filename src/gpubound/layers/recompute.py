@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import rms_norm
 from ..kernels.record import made_record, record_of
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
@@ -48,25 +47,20 @@ def recomputing(model: nn.Module, least: float) -> Iterator[None]:
         yield
 
 
-class Normed(NamedTuple):
-    """What a norm's result was made of."""
+class Remade(NamedTuple):
+    """How a result is had again: it is op(*tensors)."""
 
-    stream: Tensor
-    weight: Tensor
-    eps: float
-    offset: float
-
-    def again(self) -> Tensor:
-        return rms_norm(self.stream, self.weight, self.eps, self.offset)
+    op: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
 
 
-def mark(y: Tensor, stream: Tensor, weight: Tensor, eps: float, offset: float, least: float) -> Tensor:
-    """Let whoever would keep the norm's result `y`, of `least` bytes or more, for backward know how to have it again."""
+def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Let whoever would keep a norm's result `y`, of `least` bytes or more, for backward know how to have it again."""
     if y.requires_grad and y.nbytes >= least and not torch.compiler.is_compiling():
-        made_record(y).origin = Normed(stream.detach(), weight.detach(), eps, offset)
+        made_record(y).origin = Remade(op, tuple(None if t is None else t.detach() for t in tensors))
     return y
 
 
-def origin(y: Tensor) -> Normed | None:
+def origin(y: Tensor) -> Remade | None:
     record = record_of(y)
     return None if record is None else record.origin
