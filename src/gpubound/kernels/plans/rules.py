@@ -171,10 +171,9 @@ def poly_attention(job: Job) -> WalkPlan:
     """
     if job.bytes > 2:
         return WalkPlan(32, 32, 1, 4)
-    wide = job.shape[0] > 64
     if job.way == "forward":
-        return WalkPlan(128, 64, 3, 8 if wide else 4)
-    return WalkPlan(128, 32 if wide and job.way == "keys" else 64, 2, 8)
+        return WalkPlan(128, 64, 3, 8)
+    return WalkPlan(128, 32 if job.way == "keys" and job.shape[0] > 64 else 64, 2, 8)
 
 
 LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many waves

@@ -36,6 +36,13 @@ def _shrunk(x, small):
 
 
 @triton.jit
+def _nothing(OWN: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr):
+    """Zeros, as the result of a product. Where accumulators begin as plain zeros, Hopper's products of a loop may all have to
+    wait for each other (ptxas says so: C7515)."""
+    return tl.dot(tl.zeros([OWN, 16], KIND), tl.zeros([16, DP], KIND))
+
+
+@triton.jit
 def _place(tokens, HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
     """(first token, row of the batch, head) of a program, and the tokens as a number that no product of sizes overflows.
 
@@ -87,7 +94,7 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
     term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
     bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
-    acc = tl.zeros([OWN, DP], tl.float32)
+    acc = _nothing(OWN, DP, q.dtype)
     for part in tl.static_range(5):
         if (STRETCHES >> part) % 2 == 1:
             acc = _forward_stretch(acc, q, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
@@ -148,7 +155,7 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
         gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
         gain *= gates
     bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
-    acc = tl.zeros([OWN, DP], tl.float32)
+    acc = _nothing(OWN, DP, q.dtype)
     power, whole = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
     for part in tl.static_range(5):
         if (STRETCHES >> part) % 2 == 1:
@@ -226,7 +233,7 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
     v = _tile(_head(v_ptr, b, kv, v_batch, v_head), own, v_row, tokens, OWN, DIM, DP, WIDE)
     dense = HEADS * DIM
     bounds = _walk(own, OWN, N, tokens, window, back + 1 - rows, back, True, RELATED, WINDOW, CAUSAL)
-    dk, dv = tl.zeros([OWN, DP], tl.float32), tl.zeros([OWN, DP], tl.float32)
+    dk, dv = _nothing(OWN, DP, k.dtype), _nothing(OWN, DP, k.dtype)
     for of_group in range(GROUP):
         head = kv * GROUP + of_group
         heads_q = _head(q_ptr, b, head, q_batch, q_head)
