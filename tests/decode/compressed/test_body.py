@@ -53,6 +53,7 @@ def edges() -> list[int]:
     return sorted({length + more for length in around for more in (-1, 0, 1)})
 
 
+@torch.no_grad()
 def test_what_was_recorded_at_one_length_serves_any_other():
     """The ops of a step as a graph would hold them: traced at one length, replayed at others, beside the model."""
     model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["moe", "hash_moe"], hc_sinkhorn_iters=1)
