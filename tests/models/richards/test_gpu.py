@@ -21,8 +21,9 @@ def model_of(parts, dtype=None):
 def words(model, batch):
     """A loss that tells the model the time, where it asks for one."""
     time = {"time": batch["time"]} if model.config.time == "film" else {}
-    logits = model(batch["input_ids"], **time).float().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, batch["input_ids"].flatten(), reduction="sum"), batch["input_ids"].numel()
+    ids = batch["input_ids"]
+    logits = model(ids, **time).float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, ids.flatten(), reduction="sum"), torch.ones_like(ids).sum()
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
@@ -39,7 +40,7 @@ def test_a_captured_step_is_the_eager_one(parts):
         given = batches if parts.get("time") else [{"input_ids": b["input_ids"], "labels": b["input_ids"]} for b in batches]
         losses[graph] = [step(batch).read().loss for batch in given]
         step.close()
-    assert losses["require"] == losses["off"] and losses["off"][-1] < losses["off"][0]
+    assert losses["require"] == pytest.approx(losses["off"], rel=1e-3) and losses["off"][-1] < losses["off"][0]
 
 
 @pytest.mark.parametrize("parts", [p for p in PARTS if "time" not in p], ids=str)
