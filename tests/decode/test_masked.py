@@ -9,7 +9,7 @@ from gpubound.corpus import train_tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.decode.canvas import filling
 from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder
-from gpubound.train import AdamW, Schedule, TrainStep
+from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -91,22 +91,31 @@ def test_a_model_that_is_told_the_time_hears_how_much_is_masked():
     assert torch.stack(times).tolist() == [[1, 1], [5 / 8, 5 / 8], [2 / 8, 2 / 8]]
 
 
+STEPS = 1000  # of training, at most; four seeds took 175 to 275
+MARGIN = 0.9  # of every token's probability where only its row's first token is seen
+
+
 def test_a_memorised_corpus_is_filled_exactly():
     texts = torch.randint(14, (6, 10), generator=torch.Generator().manual_seed(1))
     texts[:, 0] = torch.arange(6)
-    model, labels = BothWays(width=32), texts.clone()
-    labels[:, 0] = -100
+    prompts, answers = texts[:, :1], texts[:, 1:]
+    labels = torch.cat([torch.full_like(prompts, -100), answers], 1)
+    model = BothWays(width=48)
     torch.manual_seed(0)
-    schedule = Schedule("cosine", steps=250)
-    step = TrainStep(model, MaskedDiffusion(MASK), AdamW(lr=1e-2), precision="fp32", graph="off", schedule=schedule)
+    config = AdamW(lr=5e-3, betas=(0.9, 0.99))
+    step = TrainStep(model, MaskedDiffusion(MASK), config, precision="fp32", graph="off", clip=1.0)
     batch = {"input_ids": texts.repeat(4, 1), "labels": labels.repeat(4, 1)}
-    for _ in range(250):
-        step(batch)
-    sampler, prompts, answers = MaskedSampler(model, mask_token=MASK), texts[:, :1].tolist(), texts[:, 1:].tolist()
-    with torch.no_grad():  # the margin: every token is far likelier than all others together
-        hidden = texts.clone()
-        hidden[:, 1:] = MASK
-        assert model(hidden)[:, 1:].softmax(-1).gather(2, texts[:, 1:, None]).min() > 0.9
+    for _ in range(STEPS // 25):
+        for _ in range(25):
+            step(batch)
+        with torch.no_grad():
+            sure = (
+                model(torch.cat([prompts, torch.full_like(answers, MASK)], 1))[:, 1:].softmax(-1).gather(2, answers[..., None])
+            )
+        if sure.min() > MARGIN:
+            break
+    assert sure.min() > MARGIN
+    sampler, prompts, answers = MaskedSampler(model, mask_token=MASK), prompts.tolist(), answers.tolist()
     for how in ({}, {"steps": 3}, {"steps": 1}, {"steps": 3, "block": 3}, {"guidance": 0.5}, {"temperature": 0.1}):
         assert sampler.generate(prompts, 9, **how).tokens == answers, how
 
