@@ -48,6 +48,11 @@ def scored() -> tuple:
     return torch.randn(1, 20_000), torch.tensor([20_000], dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
 
 
+def by_token() -> tuple:
+    logits, _, _, _, *rest = example_of("choose_experts")
+    return logits, None, torch.zeros(9, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), *rest
+
+
 def example_of(op: str, *shape: Any) -> tuple:
     from gpubound.kernels.ops import OPS
 
@@ -65,6 +70,7 @@ MORE = {
         "norm_product",
         lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11),
     ),
+    "choose_experts by the token": ("choose_experts", by_token),
     "group_norm of groups larger than a tile": (
         "group_norm",
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),
@@ -98,6 +104,8 @@ MORE = {
         "sparse_attention",
         lambda: example_of("sparse_attention", 512, True, False, True),
     ),
+    "swiglu, limited": ("swiglu", lambda: (*example_of("swiglu"), 0.5)),
+    "turn_heads back, without a norm": ("turn_heads", lambda: (*example_of("turn_heads")[:5], None, None, True)),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 

@@ -85,6 +85,7 @@ def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, w
 @triton.jit
 def _score(logit):
     """√softplus. 1 + e loses what e is, where e is small; log(1 + e) · e / ((1 + e) - 1) has it back."""
+    logit = logit.to(tl.float32)
     e = tl.exp(-tl.abs(logit))
     whole = 1.0 + e
     log1p = tl.where(whole == 1.0, e, tl.log(whole) * (e / tl.where(whole == 1.0, 1.0, whole - 1.0)))
