@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpubound as gb
@@ -139,6 +140,14 @@ def test_more_rows_than_read_their_experts_one_by_one():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_the_trial_judges_the_experts_by_themselves(dtype):
     assert body_of(build(dtype)).trial.error < 0.1
+
+
+def test_a_folder_in_16_bits_whose_norms_and_mixing_stay_in_32(tmp_path):
+    build().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    body = body_of(model)
+    assert body.trial.error < 0.1 and body.dtype == body.state()[0].dtype == torch.bfloat16
 
 
 def test_a_step_never_waits_for_the_device(monkeypatch):
