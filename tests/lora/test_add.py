@@ -13,7 +13,7 @@ from gpubound.decode import bind
 from gpubound.kernels.record import record_of
 from gpubound.models import Decoder, DecoderConfig
 
-from ..place.models import assert_close, batch, place, tiny, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -51,9 +51,9 @@ def assert_it_adds_what_it_says(model, order, add, folded):
     if order == "added first":
         place(model, strict=True)
     want = folded(model)
-    torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want(tokens()).logits)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+        assert_near(model(tokens()).logits, want(tokens()).logits)
 
 
 def test_gradients_are_the_same_placed_or_not():
@@ -71,7 +71,7 @@ def test_what_calls_the_children_one_by_one_sees_them_too():
     adapted(model)
     want = folded(model)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(model(tokens()).logits, want(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want(tokens()).logits)
     assert any("'eager'" in reason for row in placement.rows for reason in row.reasons)
 
 
@@ -85,7 +85,7 @@ def test_a_plain_model_and_our_own():
     added = gb.lora.add(ours, 4, init=False)
     assert len(added) == 14 and not any("lm_head" in key for key in added)
     ids = torch.randint(50, (2, 9))
-    torch.testing.assert_close(ours(ids), folded(ours)(ids), rtol=1e-4, atol=1e-5)
+    assert_near(ours(ids), folded(ours)(ids))
 
 
 def test_targets():
@@ -106,7 +106,7 @@ def test_the_head_as_a_target():
     place(model, strict=True)
     adapted(model, targets=["lm_head", "q_proj"])
     want = folded(model)
-    torch.testing.assert_close(model(**batch()).loss, want(**batch()).loss, rtol=1e-5, atol=1e-5)
+    assert_near(model(**batch()).loss, want(**batch()).loss)
 
 
 def test_begins_as_the_model_was():
@@ -214,7 +214,7 @@ def assert_copies_keep_them(model):
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(other(tokens()).logits, want, rtol=1e-5, atol=1e-6)
+        assert_near(other(tokens()).logits, want)
         with torch.no_grad():
             for p in gb.lora.parameters(other):
                 p.zero_()

@@ -14,7 +14,7 @@ from gpubound.layers.frozen import Base
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.llama.weights import load_hf, save_hf
 
-from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
 from .test_add import adapted, refusal
 from .test_peft_layers import adapted as by_peft, losses_of_ours
 
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_the_numbers(format, order):
     if order == "placed last":
         place(model, strict=True)
     assert_close(training_run(model, batch()), training_run(plain, batch()))
-    torch.testing.assert_close(model.eval()(tokens()).logits, plain.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(model.eval()(tokens()).logits, plain.eval()(tokens()).logits)
 
 
 @formats
@@ -203,7 +203,7 @@ def test_several_in_one_batch(format):
             want.append(plain(tokens()).logits)
     with gb.lora.rows(model, ["default", "second"]):
         got = model(tokens(), adapter_ids=torch.tensor([1, 0])).logits
-    torch.testing.assert_close(got, torch.stack([want[0][0], want[1][1]]), rtol=1e-4, atol=1e-5)
+    assert_near(got, torch.stack([want[0][0], want[1][1]]))
 
 
 def test_weights_as_numbers_again_may_be_merged_into():
@@ -215,9 +215,9 @@ def test_weights_as_numbers_again_may_be_merged_into():
     )
     gb.lora.dequantize_base(model)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     gb.lora.merge(model)
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
 
 
 def test_placed_weights_that_were_joined_are_let_go():

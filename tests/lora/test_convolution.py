@@ -12,6 +12,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.lora import convolution
 from gpubound.train import Accumulators
 
+from ..place.models import assert_near
 from . import test_add
 from .test_add import refusal
 from .theirs import assert_same_gradients
@@ -61,13 +62,13 @@ def formula(model, x):
 def test_it_is_the_formula(form, layout):
     model, x = convolved(form), draw(2, 4, 8, 9).to(memory_format=layout).requires_grad_()
     y, (want, leaves) = model(x), formula(model, x)
-    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    assert_near(y.double(), want)
     g = draw(*y.shape, seed=9)
     got = torch.autograd.grad(y, [x, *gb.lora.parameters(model)], g)
     for gradient, truth in zip(got, torch.autograd.grad(want, leaves, g.double()), strict=True):
         torch.testing.assert_close(gradient.double(), truth, rtol=1e-5, atol=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(model(x).double(), want, rtol=1e-5, atol=1e-5)
+        assert_near(model(x).double(), want)
 
 
 def test_single_pixels_channels_last_are_a_product(monkeypatch):
@@ -164,14 +165,14 @@ def test_merged_off_and_removed():
     names, before = list(model.state_dict()), model(*images())
     adapted(model)
     want = model(*images())
-    torch.testing.assert_close(want, merged_by_hand(model)(*images()), rtol=1e-4, atol=1e-5)
+    assert_near(want, merged_by_hand(model)(*images()))
     with gb.lora.disable(model):
         assert torch.equal(model(*images()), before)
         assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, nn.Conv2d)), "off, it costs nothing"
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     assert gb.lora.merge(model) < 1e-6
     assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, nn.Conv2d))
-    torch.testing.assert_close(model(*images()), want, rtol=1e-4, atol=1e-5)
+    assert_near(model(*images()), want)
     gb.lora.unmerge(model)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert torch.equal(model(*images()), want)
@@ -254,7 +255,7 @@ def test_what_peft_saves_is_loaded_with_its_gradients(tmp_path, options):
     theirs.save_pretrained(tmp_path)
     gb.lora.load(ours, tmp_path)
     got, want = ours(*images()), theirs(*images())
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_near(got, want)
     got.square().sum().backward()
     want.square().sum().backward()
     assert_same_gradients(ours, theirs)
@@ -266,7 +267,7 @@ def test_peft_loads_what_is_saved_here(tmp_path, options):
     model = adapted(unet(), **options)
     gb.lora.save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(unet(), tmp_path)
-    torch.testing.assert_close(theirs(*images()), model(*images()), rtol=1e-5, atol=1e-5)
+    assert_near(theirs(*images()), model(*images()))
     assert sum("lora_" in name for name, _ in theirs.named_parameters()) == len(gb.lora.parameters(model))
     torch.testing.assert_close(theirs.merge_and_unload()(*images()), model(*images()), rtol=1e-4, atol=1e-4)
 
@@ -285,7 +286,7 @@ def test_a_file_that_peft_computes_otherwise_is_said(tmp_path, form):
     base = copy.deepcopy(model)
     gb.lora.remove(base)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
-    torch.testing.assert_close(theirs(x), model(x), rtol=1e-4, atol=1e-5)
+    assert_near(theirs(x), model(x))
     gb.lora.load(base, tmp_path)
     torch.testing.assert_close(base(x), model(x))
 

@@ -15,7 +15,7 @@ from gpubound.kernels.lora import Drop, kept
 from gpubound.layers import linear_site
 from gpubound.train import Accumulators
 
-from ..place.models import assert_close, batch, place, tiny, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
 from .test_add import adapted, records, refusal
 from .theirs import assert_same_gradients
 
@@ -118,14 +118,14 @@ def test_micro_batches_sum_in_main_grad():
     sums.finish()
     for p, truth in zip(parameters, want, strict=True):
         assert p.grad is None
-        torch.testing.assert_close(main_gradient(p), truth, rtol=1e-5, atol=1e-5)
+        assert_near(main_gradient(p), truth)
 
 
 def test_begins_as_the_model_was():
     model = tiny()
     want = model(tokens()).logits
     gb.lora.add(model, 4, dora=True)
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-5, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     q = model.model.layers[0].self_attn.q_proj
     torch.testing.assert_close(q.lora.default.m, q.weight.norm(dim=1))
     gb.lora.add(model, 4, dora=True, init=False, name="noise")
@@ -158,7 +158,7 @@ def test_merged_there_and_back():
         for name in names:
             assert gb.lora.merge(model, name) < 1e-6
         assert not any(records(model))
-        torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+        assert_near(model(tokens()).logits, want)
         gb.lora.unmerge(model)
         assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
@@ -242,7 +242,7 @@ def test_what_peft_saves_is_loaded_with_its_gradients(tmp_path, options, placed)
     if placed:
         place(ours)
     gb.lora.load(ours, tmp_path)
-    torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(ours(tokens()).logits, theirs(tokens()).logits)
     for model in (ours, theirs):
         model(**batch()).loss.backward()
     assert_same_gradients(ours, theirs)
@@ -255,7 +255,7 @@ def test_peft_loads_what_is_saved_here(tmp_path, options):
     model = with_dora(tiny(), **options).eval()
     gb.lora.save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(tiny(), tmp_path)
-    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(theirs(tokens()).logits, model(tokens()).logits)
     assert sum("lora_" in name for name, _ in theirs.named_parameters()) == len(gb.lora.parameters(model))
     again = tiny().eval()
     gb.lora.load(again, tmp_path)

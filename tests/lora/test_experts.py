@@ -13,7 +13,7 @@ from gpubound.lora import experts
 from gpubound.train import Accumulators
 
 from ..models.test_mixtral import KINDS, SIZES
-from ..place.models import assert_close, batch, place, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, tokens, training_run
 from .test_add import (
     adapted,
     assert_a_step_trains_them_alone,
@@ -85,7 +85,7 @@ def test_one_slot_after_another(rank):
 
     want = torch.stack([sum(shares[i, j] * expert(x[i], chosen[i, j]) for j in range(2)) for i in range(7)])
     got = module(x, chosen, shares)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_near(got, want)
     leaves = [x, shares, *gb.lora.parameters(added)]
     dy = torch.randn(7, 32, generator=g)
     for one, truth in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
@@ -98,7 +98,7 @@ def test_begins_as_the_model_was():
     want = model(tokens()).logits
     for init in (True, "gaussian"):
         with_experts(model, init=init, name=f"{init}")
-        torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-5, atol=1e-6)
+        assert_near(model(tokens()).logits, want)
     own = model.model.layers[0].mlp.experts.down_proj_lora["True"]
     assert 0.9 / 40**0.5 < own.a.abs().max() <= 1 / 40**0.5, "as an nn.Linear of 40 inputs"
 
@@ -140,7 +140,7 @@ def test_merged_off_and_removed():
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     assert gb.lora.merge(model) < 1e-6
     assert "forward" not in vars(module)
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     gb.lora.unmerge(model)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert torch.equal(model(tokens()).logits, want)
@@ -206,7 +206,7 @@ def test_what_peft_saves_is_loaded_with_its_gradients(tmp_path, options, kind):
     theirs, ours = theirs_with_experts(kind, **options), sparse(kind)
     theirs.save_pretrained(tmp_path)
     gb.lora.load(ours, tmp_path)
-    torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(ours(tokens()).logits, theirs(tokens()).logits)
     for model in (ours, theirs):
         model(**batch()).loss.backward()
     assert_same_gradients(ours, theirs)
@@ -219,7 +219,7 @@ def test_peft_loads_what_is_saved_here(tmp_path, targets, kind):
     model = with_experts(sparse(kind), targets=targets)
     gb.lora.save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(sparse(kind), tmp_path)
-    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(theirs(tokens()).logits, model(tokens()).logits)
     assert sum("lora_" in name for name, _ in theirs.named_parameters()) == len(gb.lora.parameters(model))
     again = sparse(kind)
     gb.lora.load(again, tmp_path)
@@ -232,7 +232,7 @@ def test_several_ranks_in_one_file(tmp_path):
     adapted(model, rank=2, alpha=3, targets=["down_proj"])
     gb.lora.save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(sparse(), tmp_path)
-    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(theirs(tokens()).logits, model(tokens()).logits)
 
 
 # --- what is refused ---
@@ -269,7 +269,7 @@ def test_the_order_of_slots_is_undone():
     x, chosen = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(7, -1, -1)[:, None]
     want = module(x, chosen, torch.ones(8, 1))
     got = experts.ExpertAdapters.adapted(module, x, chosen, torch.ones(8, 1))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_near(got, want)
 
 
 def test_rows_cannot_choose_from_them():

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import gpubound as gb
 
-from ..place.models import place, tiny, tokens
+from ..place.models import assert_near, place, tiny, tokens
 from .test_add import adapted, records
 
 peft = pytest.importorskip("peft")
@@ -26,7 +26,7 @@ def test_peft_loads_what_is_saved_here(tmp_path, options):
     gb.lora.save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(tiny(), tmp_path)
     model.eval()
-    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(theirs(tokens()).logits, model(tokens()).logits)
     adapters = sum("lora_" in name for name, _ in theirs.named_parameters())
     assert adapters == len(gb.lora.parameters(model)), "no layer more"
 
@@ -38,7 +38,7 @@ def test_several_ranks_in_one_file(tmp_path):
     theirs, again = peft.PeftModel.from_pretrained(tiny(), tmp_path), tiny()
     gb.lora.load(again, tmp_path)
     for other in (theirs, again):
-        torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-5)
+        assert_near(other(tokens()).logits, model(tokens()).logits)
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -52,7 +52,7 @@ def test_what_peft_saves_is_loaded(tmp_path, options, placed):
     if placed:
         place(model, strict=True)
     gb.lora.load(model, tmp_path)
-    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, theirs(tokens()).logits)
     assert {p.requires_grad for p in gb.lora.parameters(model)} == {True}
 
 

@@ -8,7 +8,7 @@ import torch
 import gpubound as gb
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 
-from ..place.models import place, tiny, tokens
+from ..place.models import assert_near, place, tiny, tokens
 from .test_add import adapted, records, refusal
 
 
@@ -53,9 +53,9 @@ def test_one_after_the_other():
     adapted(model, seed=5, name="second")
     before, want = weights(model), model(tokens()).logits
     gb.lora.merge(model, "second")
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     gb.lora.merge(model)
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     gb.lora.unmerge(model)
     assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
 
@@ -122,7 +122,7 @@ def test_for_good():
     want = model(tokens()).logits
     gb.lora.merge(model, "before")
     assert gb.lora.merge(model, for_good=True) < 1e-3
-    torch.testing.assert_close(model(tokens()).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(tokens()).logits, want)
     assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers), "of the one that is off"
     assert not any(records(model)) and not any("default" in name for name in model.state_dict())
     merged = weights(model)

@@ -9,7 +9,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.layers.linear_site import _Product
 
-from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -78,7 +78,7 @@ def test_in_every_state_of_theirs(pair, change, monkeypatch):
     got = ours(tokens()).logits
     gradients = training_run(ours, batch()) if got.requires_grad else {}
     monkeypatch.undo()
-    torch.testing.assert_close(got, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(got, theirs(tokens()).logits)
     if gradients:
         assert_close(gradients, training_run(theirs, batch()))
 
@@ -98,12 +98,12 @@ def test_disabled_while_merged():
         model.merge_adapter()
         model.base_model.disable_adapter_layers()
     for _ in range(2):
-        torch.testing.assert_close(ours(tokens()).logits, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+        assert_near(ours(tokens()).logits, theirs(tokens()).logits)
 
 
 def test_dropout_in_training_alone():
     ours, theirs = both("placed first", lora_dropout=0.5)
-    torch.testing.assert_close(ours.eval()(tokens()).logits, theirs.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert_near(ours.eval()(tokens()).logits, theirs.eval()(tokens()).logits)
     ours.train()
     assert not torch.allclose(ours(tokens()).logits, ours(tokens()).logits)
 
@@ -133,7 +133,7 @@ def test_rows_of_their_own_adapters(pair, monkeypatch):
     want = [theirs(tokens(), adapter_names=names).logits for names in MIXED]
     monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda *_, **__: pytest.fail("called as it is"))
     for names, logits in zip(MIXED, want):
-        torch.testing.assert_close(ours(tokens(), adapter_names=names).logits, logits, rtol=1e-4, atol=1e-5)
+        assert_near(ours(tokens(), adapter_names=names).logits, logits)
 
 
 def test_rows_of_merged_adapters():

@@ -17,6 +17,7 @@ from gpubound.kernels.lora import drawn, kept
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 
+from ..place.models import assert_near
 from .mixed import ALPHAS, IDS, NAMES, RANKS, K, Projections, adapted, assert_same, draw, formula, gradients
 
 
@@ -32,7 +33,7 @@ def test_it_is_the_formula_row_by_row(outputs, shape, interpret, monkeypatch):
         got = model(x, adapter_ids=IDS)
         assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
         with torch.no_grad():
-            torch.testing.assert_close(model(x, adapter_ids=IDS), want, rtol=1e-4, atol=1e-5)
+            assert_near(model(x, adapter_ids=IDS), want)
 
 
 def test_a_captured_step_does_not_hold_a_call_to_its_numbers():
@@ -60,12 +61,12 @@ def test_adapters_of_some_layers_and_of_none():
     gb.lora.add(model, 2, targets=["v"], name="two", init=False)
     want = formula(model, x, torch.where(IDS == 2, -1, IDS))
     with gb.lora.rows(model, NAMES[:2]):
-        torch.testing.assert_close(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want, rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want)
     gb.lora.add(model, 3, targets=["k"], name="three", init=False)
     own = model.layers["k"].lora["three"]
     want[..., 16:24] += own.scale * (x @ own.a.t()) @ own.b.t()
     with gb.lora.rows(model, NAMES[:2]):
-        torch.testing.assert_close(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want, rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want)
 
 
 @pytest.mark.parametrize("interpret", ["0", "1"], ids=["definitions", "kernels"])
@@ -82,7 +83,7 @@ def test_dropout(interpret, monkeypatch):
         got = model(x, adapter_ids=IDS)
         assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
         model.eval()
-        torch.testing.assert_close(model(x, adapter_ids=IDS), formula(model, x, IDS), rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=IDS), formula(model, x, IDS))
 
 
 def test_adapters_that_drop_differently():
@@ -90,7 +91,7 @@ def test_adapters_that_drop_differently():
     for i, name in enumerate(NAMES):
         gb.lora.add(model, RANKS[i], alpha=ALPHAS[i], name=name, init=False, dropout=i / 10)
     with gb.lora.rows(model.eval(), NAMES):
-        torch.testing.assert_close(model(x, adapter_ids=IDS), formula(model, x, IDS), rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=IDS), formula(model, x, IDS))
         differ = (model.train()(x, adapter_ids=IDS) - formula(model, x, IDS)).abs().amax((1, 2)) > 1e-2
         assert differ.tolist() == [i > 0 for i in IDS.tolist()]
 
@@ -182,7 +183,7 @@ def test_compiled_code_sees_them():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         got = compiled(x, adapter_ids=IDS)
         assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
-        torch.testing.assert_close(compiled(x, adapter_ids=IDS.flip(0)), formula(model, x, IDS.flip(0)), rtol=1e-4, atol=1e-5)
+        assert_near(compiled(x, adapter_ids=IDS.flip(0)), formula(model, x, IDS.flip(0)))
 
 
 # Calls and states
@@ -193,8 +194,8 @@ def test_switched_off_meanwhile():
     with gb.lora.rows(model, NAMES):
         with gb.lora.disable(model, "two"):
             want = formula(model, x, torch.where(IDS == 1, -1, IDS))
-            torch.testing.assert_close(model(x, adapter_ids=IDS), want, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(model(x, adapter_ids=IDS), formula(model, x, IDS), rtol=1e-4, atol=1e-5)
+            assert_near(model(x, adapter_ids=IDS), want)
+        assert_near(model(x, adapter_ids=IDS), formula(model, x, IDS))
 
 
 def test_copies_and_pickles_keep_them():
@@ -205,12 +206,12 @@ def test_copies_and_pickles_keep_them():
         torch.save(model, file)
         file.seek(0)
         for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            torch.testing.assert_close(other(x, adapter_ids=IDS), want, rtol=1e-4, atol=1e-5)
+            assert_near(other(x, adapter_ids=IDS), want)
             with torch.no_grad():
                 for p in gb.lora.parameters(other):
                     p.zero_()
             assert not torch.allclose(other(x, adapter_ids=IDS), want)
-        torch.testing.assert_close(model(x, adapter_ids=IDS), want, rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=IDS), want)
 
 
 def test_beside_a_training_step_that_was_made_before():
@@ -220,7 +221,7 @@ def test_beside_a_training_step_that_was_made_before():
     step = gb.TrainStep(model, loss, "adamw", precision="fp32", graph="off")
     step({"x": x})
     with gb.lora.rows(model, NAMES):
-        torch.testing.assert_close(model(x, adapter_ids=IDS), formula(model, x, IDS), rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=IDS), formula(model, x, IDS))
         step({"x": x, "adapter_ids": IDS})
     step({"x": x})
     step.close()
@@ -239,7 +240,7 @@ def test_after_a_call_that_broke(error):
             model(x, adapter_ids=IDS)
         hook.remove()
         other = IDS.flip(0)
-        torch.testing.assert_close(model(x, adapter_ids=other), formula(model, x, other), rtol=1e-4, atol=1e-5)
+        assert_near(model(x, adapter_ids=other), formula(model, x, other))
 
 
 def refusal(call):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import gpubound as gb
 
-from ..place.models import tiny, tokens
+from ..place.models import assert_near, tiny, tokens
 from .mixed import IDS, NAMES, K, Projections, adapted, assert_same, draw, formula, ours
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -45,7 +45,7 @@ def test_it_is_pefts_mixed_batch(order, theirs):
     with gb.lora.rows(model, NAMES), torch.no_grad():
         for given in (IDS, IDS.flip(0), torch.full_like(IDS, -1)):
             want = theirs(ids, adapter_names=words(given)).logits
-            torch.testing.assert_close(model(ids, adapter_ids=given).logits, want, rtol=1e-4, atol=1e-5)
+            assert_near(model(ids, adapter_ids=given).logits, want)
 
 
 def test_gradients_are_those_of_one_adapter_at_a_time(theirs):
@@ -134,12 +134,12 @@ def test_set_ids_keep_their_place():
         rows.ids = given
         at = rows.ids.data_ptr()
         given.fill_(-1)
-        torch.testing.assert_close(model(x), formula(model, x, IDS), rtol=1e-4, atol=1e-5)
+        assert_near(model(x), formula(model, x, IDS))
         rows.ids = IDS[:2]
-        torch.testing.assert_close(model(x[:2]), formula(model, x[:2], IDS[:2]), rtol=1e-4, atol=1e-5)
+        assert_near(model(x[:2]), formula(model, x[:2], IDS[:2]))
         rows.ids = IDS.flip(0)
         assert rows.ids.data_ptr() == at
-        torch.testing.assert_close(model(x), formula(model, x, IDS.flip(0)), rtol=1e-4, atol=1e-5)
+        assert_near(model(x), formula(model, x, IDS.flip(0)))
 
 
 def test_rows_of_one_leave_the_others_as_they_are():
@@ -189,6 +189,6 @@ def test_closed_all_are_added_to_all_rows_again():
     rows = gb.lora.rows(model, NAMES)
     assert not torch.allclose(model(ids, adapter_ids=IDS).logits, want, atol=1e-2)
     rows.close()
-    torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)
+    assert_near(model(ids).logits, want)
     with pytest.raises(TypeError, match="adapter_ids"):
         adapted(Projections())(draw(6, 5, K), adapter_ids=IDS)

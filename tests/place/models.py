@@ -117,6 +117,12 @@ def training_run(model, inputs):
     return found
 
 
+def assert_near(got, want, tolerance=2e-5):
+    """Relative error in the norm. Of single elements the smallest may be any number's rounding."""
+    error = (got.double() - want.double()).norm().item() / want.double().norm().item()
+    assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
+
+
 def assert_close(got, want, tolerance=2e-5):
     """Relative error in the norm of each tensor; nearly-zero gradients against a thousandth of the largest."""
     assert got.keys() == want.keys()
