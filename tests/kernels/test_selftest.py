@@ -84,6 +84,11 @@ def test_self_tests_in_the_callers_shape(op, device):
     assert selftest.check(op, device, FP32, SHAPED[op]) is None
 
 
+@pytest.mark.parametrize("op", sorted(OPS.keys() - SHAPED.keys()))
+def test_self_tests_of_ops_without_shapes(op, device):
+    assert selftest.check(op, device, FP32) is None
+
+
 @pytest.mark.parametrize("op", ["dynamic_tanh", "group_norm", "layer_norm", "rms_norm", "add_rms_norm"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_norms_pass_their_self_tests(op, dtype, device):
