@@ -217,7 +217,7 @@ def test_stores_stay_inside(write, device):
     original, labels, options = logits.clone(), torch.tensor([5, -100, 62], device=device), (-100, 0.1, 0.0, 1.0)
     (around_loss, loss), (around_lse, lse) = banded((3,), device), banded((3,), device)
     _logits._cross_entropy_loss_kernel[(3,)](
-        logits, labels, loss, lse, loss, 63, 3, 0, 63, *options, False, True, False, write, 32
+        logits, labels, labels, loss, lse, loss, 63, 3, 0, 63, *options, False, True, False, False, write, 32
     )
     for band, inside in ((whole, logits), (around_loss, loss), (around_lse, lse)):
         assert_inside(band, inside)

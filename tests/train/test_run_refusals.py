@@ -7,6 +7,7 @@ import torch
 
 from gpubound import trace
 from gpubound.errors import DataError, DeviceError
+from gpubound.models.registry import presets
 from gpubound.train.data import Stage
 from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
@@ -80,7 +81,7 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
             prepare(recipe(corpus, tmp_path / "new", **changes), progress=False)
         return str(error.value)
 
-    assert refusal(model="12m").startswith("model: got '12m', wanted one of tiny, 10m, 135m, 350m, 1b, 8b, 1m (-tiny behind ")
+    assert refusal(model="12m").startswith(f"model: got '12m', wanted one of {', '.join(presets())} (-tiny behind ")
     assert refusal(data=("nowhere.txt",)) == (
         "data: nowhere.txt does not exist; give text files or folders, a built corpus, 'stdlib' or 'torch-source'."
     )

@@ -19,7 +19,7 @@ def turn_heads(
 ) -> Tensor:  # fmt: skip
     """out (N, H, D) = each head of x (N, H, D), divided by the root of its mean square + eps, times weight, and turned.
 
-    position  (N,) int32
+    position  (N,) int32; one that the angles have no row of makes its token's heads NaN
     cos, sin  (positions, P) fp32
     weight    (D,). None: no gain
     eps       None: no norm. `back`: by the opposite of the angles
@@ -31,6 +31,8 @@ def turn_heads(
     for name, t in (("cos", cos), ("sin", sin)):
         require("turn_heads", name, t, torch.float32, (*cos.shape[:1], *cos.shape[-1:]), device, "its rows are positions")
     require("turn_heads", "out", out, None, (N, H, D), device, WRITTEN)
+    if len(cos) == 0:
+        raise ValueError("turn_heads: cos and sin must have a row for each position, got none.")
     if 2 * cos.shape[1] > D:
         raise ValueError(f"turn_heads: cos must have at most {D // 2} pairs for heads of {D}, got {cos.shape[1]}.")
     if weight is not None:
@@ -57,5 +59,6 @@ def turn_heads_reference(
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)
+    known, place = (place >= 0) & (place < len(cos)), place.clamp(0, len(cos) - 1)
     cos, sin = (t.index_select(0, place)[:, None].to(wide) for t in (cos, sin))
-    return out.copy_(turned(y, cos, -sin if back else sin))
+    return out.copy_(turned(y, cos, -sin if back else sin).masked_fill(~known[:, None, None], float("nan")))

@@ -17,14 +17,16 @@ def _gained(x_ptr, weight_ptr, i, inside):
     return x
 
 
-@triton.jit
-def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, eps, heads, D: tl.constexpr,
+@triton.jit(do_not_specialize=["positions"])
+def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, eps, heads, positions, D: tl.constexpr,
                        C: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     x_ptr += head * D
     i = tl.arange(0, C)
     inside = i < D
     place = tl.load(position_ptr + head // heads).to(tl.int64)
+    known = (place >= 0) & (place < positions)
+    place = tl.minimum(tl.maximum(place, 0), positions - 1)
     turning = inside & (i >= D - 2 * P)
     pair = place * P + (i - (D - 2 * P)) // 2
     first = (i - (D - 2 * P)) % 2 == 0
@@ -36,6 +38,7 @@ def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_pt
     if NORMED:
         plain = tl.load(x_ptr + i, mask=inside, other=0.0).to(tl.float32)
         y *= 1.0 / tl.sqrt(tl.sum(plain * plain, 0) / D + eps)
+    y = tl.where(known, y, float("nan"))
     tl.store(out_ptr + head * D + i, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -48,8 +51,8 @@ def turn_heads(
 
     def run(plan: TilePlan) -> None:
         _turn_heads_kernel[(tokens * heads,)](
-            x, position, cos, sin, out, weight, 0.0 if eps is None else eps, heads, width, power_of_two(width), cos.shape[1],
-            eps is not None, back, num_warps=plan.warps,
+            x, position, cos, sin, out, weight, 0.0 if eps is None else eps, heads, len(cos), width, power_of_two(width),
+            cos.shape[1], eps is not None, back, num_warps=plan.warps,
         )  # fmt: skip
 
     launch(job_of("turn_heads", "", (width,), x), run)
