@@ -37,7 +37,7 @@ def write_report(
     found, called = [Figures(tape) for tape in tapes], names(tapes)
     colours = range(len(tapes)) if colours is None else colours
     page = template().render(
-        title=" against ".join(called),
+        title=" against ".join(called) if len(called) <= 3 else f"{len(called)} runs side by side",
         lead=lead,
         runs=[{"name": name, "figures": run, "colour": colour} for name, run, colour in zip(called, found, colours)],
         tiles=tiles(found[0]) if len(found) == 1 else [],
