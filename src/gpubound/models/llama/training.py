@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from ...files import read_json
+from ..own import LanguageModel
 from ..registry import Sizes
 from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
 from .weights import COMPUTED, config_of as config_of, load_hf as load, outline as outline, save_hf as save
@@ -31,10 +32,14 @@ def shrunk(config: Shape) -> Shape:
 MODELS = PRESETS | {f"{name}-tiny": shrunk(config) for name, config in PRESETS.items() if name != "tiny"}
 
 
-def make(name: str, vocabulary: int, positions: int, device: torch.device) -> Decoder:
+def for_text(config: Shape, vocabulary: int, positions: int) -> Shape:
+    """The same for a tokenizer's ids and rows of that length."""
     # Rows of the head, rounded up to a multiple of 64: tensor cores want it, and ids beyond the tokenizer's never occur.
-    rows = -(-vocabulary // 64) * 64
-    return Decoder(replace(MODELS[name], vocabulary=rows, positions=max(positions, 4096)), device=device)
+    return replace(config, vocabulary=-(-vocabulary // 64) * 64, positions=max(positions, 4096))
+
+
+def make(name: str, vocabulary: int, positions: int, device: torch.device) -> Decoder:
+    return Decoder(for_text(MODELS[name], vocabulary, positions), device=device)
 
 
 def reads(folder: Path) -> bool:
@@ -42,7 +47,7 @@ def reads(folder: Path) -> bool:
     return about.exists() and read_json(about).get("model_type") in COMPUTED
 
 
-def sizes(model: Decoder) -> Sizes:
+def sizes(model: LanguageModel) -> Sizes:
     config = model.config
     return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
 

@@ -8,8 +8,7 @@ import torch
 
 from ...files import read_json
 from ..llama.decoder import PRESETS as LLAMA
-from ..llama.training import shrunk
-from ..registry import Sizes
+from ..llama.training import for_text, shrunk, sizes as sizes
 from .config import RichardsConfig
 from .model import RichardsDecoder
 from .parts import MIXERS, TABLES
@@ -61,18 +60,12 @@ MODELS = NamedConfigs(
 
 
 def make(name: str, vocabulary: int, positions: int, device: torch.device) -> RichardsDecoder:
-    rows = -(-vocabulary // 64) * 64  # as the Llama kind's
-    return RichardsDecoder(replace(MODELS[name], vocabulary=rows, positions=max(positions, 4096)), device=device)
+    return RichardsDecoder(for_text(MODELS[name], vocabulary, positions), device=device)
 
 
 def reads(folder: Path) -> bool:
     about = folder / "config.json"
     return about.exists() and read_json(about).get("model_type") == MODEL_TYPE
-
-
-def sizes(model: RichardsDecoder) -> Sizes:
-    config = model.config
-    return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
 
 
 def table() -> list[str]:
