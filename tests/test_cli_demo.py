@@ -184,9 +184,11 @@ def test_the_recipes_are_valid_for_both_kinds_of_device():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path, monkeypatch):
+def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     assert main(["demo", "--out", str(tmp_path / "demo"), "--device", "cuda", "--steps", "60"]) == 0
     records = [json.loads(line) for line in lines(tmp_path / "demo")]
     assert records[-1]["held_out"] < 6 and next(r for r in records if "syncs" in r)["syncs"] == 0
-    assert {"gpu_busy", "host_lead_ms", "mfu"} <= records[-1].keys()
+    assert {"gpu_busy", "host_lead_ms"} <= records[-1].keys()
+    # Beside busy neighbours the matrix rate may be measured below what the run reaches; then it says that it leaves the share out.
+    assert "mfu" in records[-1] or "the share of the matrix rate is left out" in capsys.readouterr().err

@@ -93,6 +93,17 @@ def _dot(a, b, total=None):
 
 
 @triton.jit
+def _weigh(x, tile, total):
+    """total + x · tile, for an x without a bound. fp16 ends at 65,504, which a fifth power of a score reaches, so there x is
+    brought to 1 at most, by a power of two, and the product back."""
+    if tile.dtype == tl.float16:
+        unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1.0))))
+        return total + _dot(x / unit, tile) * unit
+    else:
+        return _dot(x, tile, total)
+
+
+@triton.jit
 def _visible(query, key, window, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
     distance = query - key
     seen = distance == distance

@@ -13,7 +13,7 @@ in common; that is multiplied in at the end.
 import triton
 import triton.language as tl
 
-from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _head, _keep, _term_at, _tile, _visible, _walk
+from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _head, _keep, _term_at, _tile, _visible, _walk, _weigh
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _forward_stretch(acc, q, own, query, begin, end, k_ptr, v_ptr, term_ptr, k_r
         phi = low * f * factor + shift
         if EDGE:
             phi = tl.where(_visible(query, key, window, WINDOW, CAUSAL), phi, 0.0)
-        acc = _dot(phi, _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE), acc)
+        acc = _weigh(phi, _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE), acc)
     return acc
 
 
@@ -127,7 +127,7 @@ def _queries_stretch(acc, power, whole, q, dy, gain, own, query, begin, end, k_p
         if EDGE and RELATED:
             at, there = _term_at(dterm_ptr, own, query, key, tokens, term_row, back, rows)
             tl.store(at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
-        acc = _dot(ds, k, acc)
+        acc = _weigh(ds, k, acc)
     return acc, power, whole
 
 
@@ -214,8 +214,8 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_pt
         if EDGE:
             seen = _visible(query, key, window, WINDOW, CAUSAL)
             phi, ds = tl.where(seen, phi, 0.0), tl.where(seen, ds, 0.0)
-        dv = _dot(phi, dy, dv)
-        dk = _dot(ds, q, dk)
+        dv = _weigh(phi, dy, dv)
+        dk = _weigh(ds, q, dk)
     return dk, dv
 
 

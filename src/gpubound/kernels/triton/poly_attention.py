@@ -19,7 +19,7 @@ from ...device import interpreted
 from ..accumulate import deliver, weight_gradient
 from ..plans.kinds import AttentionPlan, WalkPlan, job_of, power_of_two
 from ._launch import first_order_only, launch
-from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, stretches
+from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, _weigh, stretches
 from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
 
 
@@ -185,7 +185,7 @@ def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table
         if RELATED:
             s = _with_term(s, q, table_ptr, at - start - n, at - start - N + 1, rows, DIM, d, k.dtype)
         phi = tl.where((start + n < hi)[None], _weights(s, factor, shift, over, DEGREE, CLIP, FAST), 0.0)
-        acc = _dot(phi, _tile(cache_v + base, start, KV * DIM, hi, N, DIM, DP, WIDE), acc)
+        acc = _weigh(phi, _tile(cache_v + base, start, KV * DIM, hi, N, DIM, DP, WIDE), acc)
     if known & (lo <= at) & (at < lo + chunk):
         new = (b * KV + kv) * DIM + d
         k, v = tl.load(k_ptr + new, mask=inside, other=0.0), tl.load(v_ptr + new, mask=inside, other=0.0)
