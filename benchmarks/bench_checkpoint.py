@@ -22,7 +22,7 @@ from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints
-from gpubound.train.loop import Mark
+from gpubound.train.loop import Instant
 from gpubound.train.run import joined
 from gpubound.words import readable
 
@@ -97,11 +97,11 @@ def batches(bench: Bench, options: Checkpoint, accumulate: int) -> list[dict[str
 
 def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Checkpoints, number: int) -> dict[str, float]:
     """Seconds of a normal step, of the one that triggers, of those behind it; and until the checkpoint is on disk."""
-    marks: list[Mark] = []
+    marks: list[Instant] = []
     previous, began = None, 0.0
     for at in range(BEFORE + BEHIND):
         result = step(window)
-        marks.append(Mark(step.device))
+        marks.append(Instant(step.device))
         assert result is not None
         if previous is not None:
             previous.read()

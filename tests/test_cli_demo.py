@@ -10,7 +10,7 @@ import torch
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.demo import FILES, PROMPT, Demo, as_long_as_useful, clear, files, recipe_for
-from gpubound.monitor import Tape
+from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,7 +97,7 @@ def finished_demo(out: Path) -> Path:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(name)
     (out / "samples").mkdir()  # empty, and listed as the files are
-    Tape.create(out, finished=True).tell(**{FILES: files(out)})
+    RunTape.create(out, finished=True).tell(**{FILES: files(out)})
     return out
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys, name, what):
 
 @pytest.mark.parametrize("options", [(), ("--resume",)])
 def test_a_training_run_is_no_demo(tmp_path, capsys, options):
-    Tape.create(tmp_path, name="demo", finished=True)
+    RunTape.create(tmp_path, name="demo", finished=True)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-00000001").write_text("a week of training")
     before = tree(tmp_path)
@@ -190,5 +190,5 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     records = [json.loads(line) for line in lines(tmp_path / "demo")]
     assert records[-1]["held_out"] < 6 and next(r for r in records if "syncs" in r)["syncs"] == 0
     assert {"gpu_busy", "host_lead_ms"} <= records[-1].keys()
-    # Beside busy neighbours the matrix rate may be measured below what the run reaches; then it says that it leaves the share out.
+    # Beside busy neighbours the matrix rate may be measured below what the run reaches. Then the share is left out, aloud.
     assert "mfu" in records[-1] or "the share of the matrix rate is left out" in capsys.readouterr().err

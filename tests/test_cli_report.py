@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from gpubound.cli import main
-from gpubound.monitor import Tape
+from gpubound.monitor import RunTape
 
 
 def a_run(path, name, loss):
-    tape = Tape.create(path, name=name, config={"lr": 1e-3, "data": ["stdlib"], "tokenizer": None}, verdict="went well.")
+    tape = RunTape.create(path, name=name, config={"lr": 1e-3, "data": ["stdlib"], "tokenizer": None}, verdict="went well.")
     for step in range(1, 5):
         tape.append({"step": step, "loss": loss - 0.1 * step, "tokens_per_s": 1e4} | ({"held_out": loss} if step == 4 else {}))
     return path
@@ -43,7 +43,7 @@ def test_the_figures_as_json(tmp_path, capsys):
 
 
 def test_a_figure_that_is_not_finite_is_null(tmp_path, capsys):
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     tape.append({"step": 1, "loss": float("nan"), "skipped": 1})
     assert main(["report", str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["runs"]

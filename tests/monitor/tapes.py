@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubound.monitor import Tape, write_report
+from gpubound.monitor import RunTape, write_report
 
 OWN = "gpubound's own, tested against the reference"
 ROWS = [
@@ -29,10 +29,10 @@ CONFIG: dict[str, Any] = {
 MACHINE = {"device": "NVIDIA H200 (cuda:0)", "gpubound": "0.2.0", "torch": "2.11.0+cu130", "python": "3.12.3"}
 
 
-def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, lowest: float = 2.4) -> Tape:
+def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, lowest: float = 2.4) -> RunTape:
     """A run on a GPU in two phases that went well."""
     draw = random.Random(seed)
-    tape = Tape.create(
+    tape = RunTape.create(
         folder, name=name, config=CONFIG, machine=MACHINE, placement=PLACEMENT, fallbacks=[], finished=True,
         verdict=f"{steps} steps on NVIDIA H200 (cuda:0), loss 10.812 to {lowest:.3f}, 184k tokens/s, no fallback.",
         sample="def main(argv):\n    if len(argv) < 2 and argv[0] <> '<unknown>':\n        return 0",
@@ -59,9 +59,9 @@ def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, 
     return tape
 
 
-def cpu_run(folder: Path, steps: int = 12) -> Tape:
+def cpu_run(folder: Path, steps: int = 12) -> RunTape:
     """A few steps on a CPU, with a fallback."""
-    tape = Tape.create(
+    tape = RunTape.create(
         folder, name="laptop", config={"model": "1m", "data": ["stdlib"], "steps": steps}, finished=True,
         machine=MACHINE | {"device": "CPU (2 threads)"}, verdict=f"{steps} steps on CPU (2 threads), 3 fallbacks.",
         fallbacks=[{"what": "rms_norm", "why": "its self-test failed: off by 0.2 where 0.01 is allowed", "times": 3}],
@@ -71,9 +71,9 @@ def cpu_run(folder: Path, steps: int = 12) -> Tape:
     return tape
 
 
-def diverged_run(folder: Path, steps: int = 40) -> Tape:
+def diverged_run(folder: Path, steps: int = 40) -> RunTape:
     """A run whose loss was not finite from step 13 on: those steps were skipped."""
-    tape = Tape.create(folder, name="too hot", config={"lr": 9.0}, machine=MACHINE, verdict="40 steps.", finished=True)
+    tape = RunTape.create(folder, name="too hot", config={"lr": 9.0}, machine=MACHINE, verdict="40 steps.", finished=True)
     for step in range(1, steps + 1):
         loss = 9 + step * step / 30 if step < 13 else math.nan
         norm = 10.0**step if step < 13 else math.inf

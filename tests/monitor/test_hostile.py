@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from gpubound.monitor import LiveLine, Tape, write_report
+from gpubound.monitor import LiveLine, RunTape, write_report
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\"'><svg onload=alert(3)> {{7*7}} & \ud800"
 
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
 def run_saying(folder, text, name):
     """A run that says `text` wherever it may say anything."""
-    tape = Tape.create(
+    tape = RunTape.create(
         folder, name=name, verdict=text, mfu=text, sample=text, placement=text,
         fallbacks=[{"what": text, "why": text, "times": 3}], machine={text: text},
         config={text: text, "data": [text], "phases": [{"name": text, text: text}]},
@@ -70,7 +70,7 @@ def test_a_name_does_not_steer_the_terminal(capsys):
 
 def test_a_series_without_a_finite_point_beside_one_that_has_some(tmp_path):
     """A run that diverged at once: its loss is never finite, its held-out loss was."""
-    tape = Tape.create(tmp_path, name="hot")
+    tape = RunTape.create(tmp_path, name="hot")
     tape.append({"step": 1, "loss": float("nan"), "held_out": 9.0})
     tape.append({"step": 2, "loss": float("inf"), "held_out": float("nan")})
     assert "hot, held-out loss: last 9<" in write_report([tape]).read_text()

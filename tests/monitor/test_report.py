@@ -7,21 +7,21 @@ import re
 import pytest
 
 from gpubound import words
-from gpubound.monitor import Tape, report, write_report
+from gpubound.monitor import RunTape, report, write_report
 from gpubound.monitor.figures import Figures, warnings
 
 from .tapes import PLACEMENT, diverged_run, gpu_run
 
 
 def a_run(path, name="first", steps=30, slope=1.0):
-    tape = Tape.create(path, name=name, verdict="ran on the CPU")
+    tape = RunTape.create(path, name=name, verdict="ran on the CPU")
     for step in range(1, steps + 1):
         tape.append({"step": step, "loss": 5.0 - slope * step / steps, "tokens_per_s": 1000.0 + step, "mfu": None})
     return tape
 
 
 def test_a_nan_loss_is_kept(tmp_path):
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     tape.append({"step": 1, "loss": float("nan")})
     assert json.loads((tmp_path / "steps.jsonl").read_text())["loss"] == "nan"
     assert "loss" in write_report([tape]).read_text()
@@ -29,7 +29,7 @@ def test_a_nan_loss_is_kept(tmp_path):
 
 def test_a_line_begins_anew_with_each_phase(tmp_path):
     """The held-out losses of two phases are of different data: no line between them."""
-    tape = Tape.create(tmp_path, name="first")
+    tape = RunTape.create(tmp_path, name="first")
     for step in range(1, 7):
         tape.append({"step": step, "held_out": float(step), "phase": "books" if step < 4 else "chats"})
     page = write_report([tape]).read_text()
@@ -43,7 +43,7 @@ def test_settings_in_words(tmp_path):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
     config = {"data": ["a/", "b/"], "lr": 1e-3, "phases": [{"name": "books", "steps": 3}, {"name": "chats", "steps": 2}]}
-    tape = Tape.create(tmp_path, name="first", config=config, mfu="share of the matrix rate = 1 / 2")
+    tape = RunTape.create(tmp_path, name="first", config=config, mfu="share of the matrix rate = 1 / 2")
     tape.append({"step": 1, "loss": 2.0})
     page = write_report([tape]).read_text()
     assert "<td>data</td><td>a/ b/</td>" in page and "<td>phases</td><td>books: steps 3; chats: steps 2</td>" in page
@@ -59,7 +59,7 @@ def test_the_report_compares_two_runs(tmp_path):
 
 
 def test_of_two_runs_each_has_a_colour_and_each_figure_a_dash(tmp_path):
-    runs = [Tape.create(tmp_path / name, name=name) for name in ("one", "two")]
+    runs = [RunTape.create(tmp_path / name, name=name) for name in ("one", "two")]
     for run in runs:
         run.append({"step": 1, "loss": 2.0, "held_out": 2.5})
     key = re.findall(
@@ -74,7 +74,7 @@ def test_of_two_runs_each_has_a_colour_and_each_figure_a_dash(tmp_path):
 def test_the_page_says_when_how_and_how_long_it_ran(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/gpubound", "train", "--data", "my texts"])
     monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", iter([100.0, 100.0, 184.5]).__next__)
-    tape = Tape.create(tmp_path, name="first")
+    tape = RunTape.create(tmp_path, name="first")
     tape.append({"step": 1, "loss": 3.0, "tokens": 1000})
     tape.append({"step": 2, "loss": 2.0, "tokens": 1024})
     date = json.loads((tmp_path / "run.json").read_text())["starts"][0]["date"]
@@ -140,7 +140,7 @@ def test_the_page_of_a_run_that_diverged(tmp_path):
 
 def test_a_gauge_is_summed_up_by_a_value_that_was_measured(tmp_path):
     """The lower of two in the middle: of one slow step and one fast one there is no step between them."""
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     for step, pace in enumerate((100.0, 900.0, 300.0, "nan", 200.0), 1):
         tape.append({"step": step, "tokens_per_s": pace})
     assert Figures(tape).gauges() == {"tokens per second, median": "200"}

@@ -6,12 +6,12 @@ import pytest
 
 from gpubound import trace
 from gpubound.errors import DataError
-from gpubound.monitor import Tape
+from gpubound.monitor import RunTape
 from gpubound.monitor.figures import Figures
 
 
 def a_run(path, name="first", steps=30, slope=1.0):
-    tape = Tape.create(path, name=name, verdict="ran on the CPU")
+    tape = RunTape.create(path, name=name, verdict="ran on the CPU")
     for step in range(1, steps + 1):
         tape.append({"step": step, "loss": 5.0 - slope * step / steps, "tokens_per_s": 1000.0 + step, "mfu": None})
     return tape
@@ -19,7 +19,7 @@ def a_run(path, name="first", steps=30, slope=1.0):
 
 def test_a_tape_reads_back_what_was_written(tmp_path):
     a_run(tmp_path)
-    records = Tape.open(tmp_path).steps()
+    records = RunTape.open(tmp_path).steps()
     assert [r["step"] for r in records] == list(range(1, 31))
     assert records[-1].pop("elapsed_s") >= 0
     assert records[-1] == {"step": 30, "loss": 4.0, "tokens_per_s": 1030.0}, "what was not measured is absent, not zero"
@@ -27,10 +27,10 @@ def test_a_tape_reads_back_what_was_written(tmp_path):
 
 def test_a_resumed_run_overwrites_the_steps_it_repeats(tmp_path):
     a_run(tmp_path, steps=5)
-    again = Tape.create(tmp_path, resumed=True)
+    again = RunTape.create(tmp_path, resumed=True)
     again.append({"step": 5, "loss": 1.5})
     again.append({"step": 6, "loss": 1.25})
-    tape = Tape.open(tmp_path)
+    tape = RunTape.open(tmp_path)
     assert [(r["step"], r["loss"]) for r in tape.steps()][-2:] == [(5, 1.5), (6, 1.25)]
     assert tape.about["name"] == "first" and tape.about["resumed"] is True
 
@@ -40,7 +40,7 @@ def test_half_a_line_is_left_out_aloud(tmp_path, capsys, monkeypatch):
     a_run(tmp_path, steps=3)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
-    assert len(Tape.open(tmp_path).steps()) == 3
+    assert len(RunTape.open(tmp_path).steps()) == 3
     assert capsys.readouterr().err == f"gpubound: {tmp_path}/steps.jsonl: line 4 is cut off and was left out\n"
 
 
@@ -48,8 +48,8 @@ def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
     a_run(tmp_path, steps=3)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
-    Tape.create(tmp_path).append({"step": 4, "loss": 1.0})
-    assert [r["step"] for r in Tape.open(tmp_path).steps()] == [1, 2, 3, 4]
+    RunTape.create(tmp_path).append({"step": 4, "loss": 1.0})
+    assert [r["step"] for r in RunTape.open(tmp_path).steps()] == [1, 2, 3, 4]
 
 
 def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path, capsys, monkeypatch):
@@ -66,16 +66,16 @@ def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_pat
 def test_a_resumed_run_counts_its_time_and_its_starts_together(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", lambda: clock[0])
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     for step in (1, 2):
         clock[0] += 10.0
         tape.append({"step": step})
     clock[0] = 1000.0
-    again = Tape.create(tmp_path)
+    again = RunTape.create(tmp_path)
     again.rewind(1)
     clock[0] += 5.0
     again.append({"step": 2})
-    assert Figures(Tape.open(tmp_path)).seconds == 15.0, "10 s before the stop that count, 5 s after it"
+    assert Figures(RunTape.open(tmp_path)).seconds == 15.0, "10 s before the stop that count, 5 s after it"
     assert len(again.about["starts"]) == 2
     again.about["starts"] = [{"date": f"2026-11-{day}T08:00:00+00:00", "command": "train"} for day in (20, 21, 22)]
     assert Figures(again).facts()["resumed"] == "2026-11-21 08:00:00 UTC, 2026-11-22 08:00:00 UTC", "all starts but the first"
@@ -84,19 +84,19 @@ def test_a_resumed_run_counts_its_time_and_its_starts_together(tmp_path, monkeyp
 def test_time_goes_on_from_the_last_line(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("gpubound.monitor.tape.time.monotonic", lambda: clock[0])
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     for step in (1, 2, 3):
         clock[0] += 10.0
         tape.append({"step": step})
     clock[0] = 500.0
-    again = Tape.create(tmp_path)
+    again = RunTape.create(tmp_path)
     clock[0] += 1.0
     again.append({"step": 4})
     assert [record["elapsed_s"] for record in again.steps()] == [10.0, 20.0, 30.0, 31.0]
 
 
 def test_a_full_disk(tmp_path):
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
     with pytest.raises(DataError) as error:
         tape.append({"step": 1})
@@ -108,7 +108,7 @@ def test_a_full_disk(tmp_path):
 
 def test_not_a_run(tmp_path):
     with pytest.raises(DataError) as error:
-        Tape.open(tmp_path)
+        RunTape.open(tmp_path)
     assert str(error.value) == f"{tmp_path} is not a run: it has no run.json; give the folder that train or demo wrote."
 
 
@@ -117,7 +117,7 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
     (tmp_path / "steps.jsonl").unlink()
     os.mkfifo(tmp_path / "steps.jsonl")
     with pytest.raises(DataError, match=r"steps\.jsonl: is a named pipe, wanted a regular file"):
-        Tape.open(tmp_path).steps()
+        RunTape.open(tmp_path).steps()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
 )
 def test_a_run_json_that_is_none_is_named(tmp_path, text, said):
     (tmp_path / "run.json").write_bytes(text)
-    for read in (Tape.open, Tape.create):
+    for read in (RunTape.open, RunTape.create):
         with pytest.raises(DataError) as error:
             read(tmp_path)
         assert str(error.value).startswith(f"{tmp_path}/{said}")
@@ -180,12 +180,12 @@ def test_a_line_that_is_none_is_named(tmp_path, line, said):
     with open(tmp_path / "steps.jsonl", "ab") as file:
         file.write(line + b'\n{"step": 3}\n')
     with pytest.raises(DataError) as error:
-        Tape.open(tmp_path).steps()
+        RunTape.open(tmp_path).steps()
     told = str(error.value).removeprefix(f"{tmp_path}/steps.jsonl, line 2").removeprefix(":").strip()
     assert told.startswith(said) and len(told) < 200
 
 
 def test_figures_that_are_not_finite_are_read(tmp_path):
-    tape = Tape.create(tmp_path)
+    tape = RunTape.create(tmp_path)
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1e999}\n')
     assert [str(float(record["loss"])) for record in tape.steps()] == ["nan", "nan", "inf"]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gpubound.monitor import Tape
+from gpubound.monitor import RunTape
 from gpubound.monitor.variants import RESULT, T_95, LossDifference, Variants
 
 
@@ -24,7 +24,7 @@ def runs(tmp_path, **losses):
     for name, values in losses.items():
         found[name] = []
         for seed, loss in enumerate(values):
-            tape = Tape.create(tmp_path / name / str(seed), name=f"{name} {seed}")
+            tape = RunTape.create(tmp_path / name / str(seed), name=f"{name} {seed}")
             tape.append({"step": 1, "loss": 2.0, "tokens_per_s": 1000.0 if name == "base" else 800.0})
             result = {"variant": name, "seed": seed, "failed": loss is None, "held_out": loss, "parameters": 5_000, "steps": 1}
             tape.tell(**{RESULT: result})

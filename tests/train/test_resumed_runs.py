@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from gpubound.monitor import Tape
+from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.prepare import prepare
 
@@ -53,13 +53,13 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     script = """
         import sys
         import torch
-        from gpubound.monitor import Tape
+        from gpubound.monitor import RunTape
         from gpubound.train.prepare import prepare
         from gpubound.train.recipe import Recipe
         torch.use_deterministic_algorithms(True, warn_only=True)  # as the suite has it
         torch.set_num_threads(1)
         run = prepare(Recipe(**eval(sys.argv[1])), progress=False)
-        tape = Tape.create(run.folder)
+        tape = RunTape.create(run.folder)
         run.checkpoints.first = tape.flush
 
         def on_record(record):
@@ -84,7 +84,7 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
         child.wait()
     found = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
     assert 12 <= found.step <= 26
-    tape = Tape.open(tmp_path / "killed")
+    tape = RunTape.open(tmp_path / "killed")
     tape.rewind(found.step)
     assert [record["step"] for record in tape.steps()] == list(range(1, found.step + 1)), "a checkpoint came before its line"
     resumed, _ = train(todo, resume=True)

@@ -14,7 +14,7 @@ import yaml
 from ..corpus import Corpus
 from ..files import write_whole
 from ..models.registry import family_of, is_named, presets
-from ..monitor import Tape
+from ..monitor import RunTape
 from ..monitor.tape import ABOUT
 from ..monitor.variants import MOST_SEEDS, RESULT, Variants
 from ..trace import fallbacks
@@ -112,7 +112,7 @@ def compare(recipe: Recipe, variants: dict[str, Recipe], seeds: int, resume: boo
         if tape is None:
             return None
         done[own.out] = tape
-    tapes: dict[str, list[Tape]] = {name: [] for name in variants}
+    tapes: dict[str, list[RunTape]] = {name: [] for name in variants}
     for name, own in runs:
         tapes[name].append(done[own.out])
     return Variants(tapes)
@@ -125,16 +125,16 @@ def _runs(recipe: Recipe, variants: dict[str, Recipe], seeds: int) -> Iterator[t
             yield name, replace(own, seed=seed, out=str(folder_of(recipe, name, seed)))
 
 
-def _done(recipe: Recipe) -> Tape | None:
+def _done(recipe: Recipe) -> RunTape | None:
     """The tape of a run that has ended, of this very recipe. Any other goes on, or is refused, as a run of its own would."""
     if not Path(recipe.out, ABOUT).exists():
         return None
-    tape = Tape.open(recipe.out)
+    tape = RunTape.open(recipe.out)
     same = tape.about.get("config") == json.loads(json.dumps(asdict(recipe)))
     return tape if same and tape.about.get(RESULT) else None
 
 
-def _trained(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool, log: str | None) -> Tape | None:
+def _trained(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool, log: str | None) -> RunTape | None:
     """None when it was stopped before its end."""
     fallbacks.clear()  # each run's report has its own
     run = prepare(recipe, resume=resume and any(Path(recipe.out).glob("checkpoints/step-*")), corpora=list(corpora))

@@ -15,7 +15,7 @@ import torch
 from ..corpus import Corpus
 from ..device import resolve
 from ..files import LOCK
-from ..monitor.tape import ABOUT, Tape
+from ..monitor.tape import ABOUT, RunTape
 from ..train.data import open_data
 from ..train.prepare import prepare as prepare_run
 from ..train.recipe import STDLIB, TORCH, Recipe
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     out, command = Path(options.out), ["gpubound", "demo", *argv]
     with alone(options.out):
         clear(out, options.resume)
-        tape = Tape.create(out, finished=False, **{FILES: {}})  # from here on the folder is a demo's
+        tape = RunTape.create(out, finished=False, **{FILES: {}})  # from here on the folder is a demo's
         run = prepare(recipe, options)
         outcome = train(run, "demo", write, tape=tape)
         if run.finished and not outcome.failed:
@@ -115,7 +115,7 @@ def as_long_as_useful(recipe: Recipe, corpus: Corpus) -> tuple[Recipe, str]:
 def clear(out: Path, resume: bool) -> None:
     """Remove a finished demo's own files, run.json last, which tells whose they are. Where others lie, all stay: a refusal."""
     present = files(out)
-    about = Tape.open(out).about if ABOUT in present else {}
+    about = RunTape.open(out).about if ABOUT in present else {}
     own: Any = about.get(FILES)
     begun = isinstance(own, dict)
     if begun and resume:

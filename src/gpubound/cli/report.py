@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from ..monitor import Tape, write_report
+from ..monitor import RunTape, write_report
 from ..monitor.figures import Figures
 from . import arguments
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Report, argv, "report")
     if not options.runs:
         raise ValueError("runs: got none; give at least one run folder, as in gpubound report runs/first.")
-    tapes = [Tape.open(run) for run in options.runs]
+    tapes = [RunTape.open(run) for run in options.runs]
     if options.json:
         runs = [{"run": run} | Figures(tape).as_dict() for run, tape in zip(options.runs, tapes)]
         print(json.dumps({"runs": runs}, indent=1))

@@ -20,7 +20,7 @@ from ..device import label
 from ..errors import DataError, MeasureError
 from ..files import locked
 from ..models.registry import family_of
-from ..monitor import LiveLine, Tape, write_report
+from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
@@ -75,11 +75,11 @@ def alone(out: str) -> Iterator[None]:
 
 
 def train(
-    run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: Tape | None = None
+    run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: RunTape | None = None
 ) -> "Outcome":
     """Train `run` with a live line, a tape (`tape` if it has been begun), perhaps a logger. The best weights write `sample`."""
     config = dataclasses.asdict(run.recipe)
-    tape = tape or Tape.create(run.folder)
+    tape = tape or RunTape.create(run.folder)
     tape.rewind(run.done)
     run.checkpoints.first = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
@@ -161,7 +161,7 @@ class Scale:
 class Outcome:
     """What has become of a run. `failed`: the model is of no use, and the command's exit code is 1."""
 
-    tape: Tape
+    tape: RunTape
     verdict: str
     failed: bool
 
@@ -170,7 +170,7 @@ SEARCH = 16  # steps that fp16 may skip while it finds its loss scale
 TOO_MANY = 0.1  # of all steps skipped: the numbers are not sound, even if the last loss is
 
 
-def judge(run: Run, tape: Tape, stop: Stop) -> Outcome:
+def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
     """What happened, from the tape."""
     steps = tape.steps()
     losses = [float(r["loss"]) for r in steps]
@@ -211,7 +211,7 @@ def priced(run: Run, outcome: Outcome) -> Outcome:
     return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {price}.")
 
 
-def finish(tape: Tape) -> Any:
+def finish(tape: RunTape) -> Any:
     report = write_report([tape])
     say(f"report: {report}")
     return report

@@ -5,4 +5,4 @@ Reads numbers, never models.
 
 from .live import LiveLine as LiveLine
 from .report import write_report as write_report
-from .tape import Tape as Tape
+from .tape import RunTape as RunTape

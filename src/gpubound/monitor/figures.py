@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..words import duration, moment, number
 from .chart import Axis
-from .tape import Tape
+from .tape import RunTape
 
 Record = dict[str, Any]
 RISE = 0.1  # a loss that ends higher than it began by this share rose; noise between two tenths of a run is less
@@ -54,7 +54,7 @@ GAUGES = (
 class Figures:
     """One run in figures, from its tape alone."""
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: RunTape):
         self.about, self.records = tape.about, tape.steps()
         self.warnings = warnings(self.records)
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from ..files import write_whole
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
-from .tape import Tape
+from .tape import RunTape
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
 DEPTH = 8  # of a setting within a setting; no recipe comes near, and a crafted file must not end the page
@@ -20,7 +20,7 @@ DOCTYPE = "<!doctype html>"
 
 
 def write_report(
-    runs: Sequence[str | Path | Tape],
+    runs: Sequence[str | Path | RunTape],
     out: str | Path | None = None,
     lead: str = "",
     colours: Sequence[int] | None = None,
@@ -31,7 +31,7 @@ def write_report(
     """
     if not runs:
         raise ValueError("write_report: got no run; give at least one run folder.")
-    tapes = [run if isinstance(run, Tape) else Tape.open(run) for run in runs]
+    tapes = [run if isinstance(run, RunTape) else RunTape.open(run) for run in runs]
     out = tapes[0].path / "report.html" if out is None else Path(out)
     _check(out)
     found, called = [Figures(tape) for tape in tapes], names(tapes)
@@ -57,7 +57,7 @@ def template() -> Template:
     return environment.get_template("report.html.j2")
 
 
-def names(tapes: Sequence[Tape]) -> list[str]:
+def names(tapes: Sequence[RunTape]) -> list[str]:
     """What to call each run: its name, or where two have the same, its folder."""
     given = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
     return given if len(set(given)) == len(given) else [str(t.path) for t in tapes]

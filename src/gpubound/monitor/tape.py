@@ -38,15 +38,15 @@ ROWS: dict[str, dict[str, type]] = {
 WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
-class Tape:
-    """One run's folder. `Tape.create` starts one, `Tape.open` reads one; a running tape may be read at any time."""
+class RunTape:
+    """One run's folder. `RunTape.create` starts one, `RunTape.open` reads one; a running tape may be read at any time."""
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, about
         self._zero = time.monotonic()  # when training had lasted 0 s
 
     @classmethod
-    def create(cls, path: str | Path, **about: Any) -> "Tape":
+    def create(cls, path: str | Path, **about: Any) -> "RunTape":
         """Start a tape. A folder that already holds one goes on: a resumed run adds its lines, and its start to `starts`."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class Tape:
         return tape
 
     @classmethod
-    def open(cls, path: str | Path) -> "Tape":
+    def open(cls, path: str | Path) -> "RunTape":
         path = Path(path)
         if not (path / ABOUT).is_file():
             raise DataError(f"{path} is not a run: it has no {ABOUT}; give the folder that train or demo wrote.")

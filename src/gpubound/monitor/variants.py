@@ -15,7 +15,7 @@ from typing import Any
 from ..words import quantity
 from .figures import GAUGES, Figures
 from .report import write_report
-from .tape import Tape
+from .tape import RunTape
 
 RESULT = "compared"  # in run.json: what a finished run of a comparison came to
 PACE = next(gauge for gauge in GAUGES if gauge.key == "tokens_per_s")
@@ -52,7 +52,7 @@ class LossDifference:
 class Variant:
     """What the runs of one variant came to, a tape for each seed."""
 
-    def __init__(self, name: str, tapes: Sequence[Tape]):
+    def __init__(self, name: str, tapes: Sequence[RunTape]):
         self.name, self.tapes = name, tapes
         self.results = [tape.about[RESULT] for tape in tapes]
         self.parameters: int = self.results[0]["parameters"]
@@ -89,7 +89,7 @@ class Variant:
 class Variants:
     """`str` is the table and a sentence for each variant but the first."""
 
-    def __init__(self, runs: dict[str, list[Tape]]):
+    def __init__(self, runs: dict[str, list[RunTape]]):
         self.variants = [Variant(name, tapes) for name, tapes in runs.items()]
         self.first, *self.others = self.variants
 

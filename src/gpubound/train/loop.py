@@ -51,8 +51,8 @@ class Stop:
             signal.signal(number, handler)
 
 
-class Mark:
-    """A moment: on a GPU, when the device comes to it; on a CPU, now."""
+class Instant:
+    """An instant: on a GPU, when the device comes to it; on a CPU, now."""
 
     def __init__(self, device: torch.device):
         self.clock, self.event = time.perf_counter(), None
@@ -60,7 +60,7 @@ class Mark:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 
-    def since(self, earlier: "Mark") -> float:
+    def since(self, earlier: "Instant") -> float:
         """Seconds. On a GPU the device must have come to both."""
         if self.event is None or earlier.event is None:
             return self.clock - earlier.clock
@@ -71,9 +71,9 @@ class Mark:
 class _Launched:
     number: int
     result: StepResult
-    before: Mark | None  # the end of the step before; None: this step's pace would say nothing
-    begin: Mark
-    end: Mark
+    before: Instant | None  # the end of the step before; None: this step's pace would say nothing
+    begin: Instant
+    end: Instant
     ledger: Ledger | None
     noted: Record = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Loop:
         self.step, self.on_record = step, on_record
         self._launches = 0
         self._newest: _Launched | None = None
-        self._before: Mark | None = None  # the first step holds compiling and capture
+        self._before: Instant | None = None  # the first step holds compiling and capture
 
     def launch(self, number: int, batches: Any) -> None:
         """Step `number` with micro-batches drawn from `batches`."""
@@ -93,9 +93,9 @@ class Loop:
         device = self.step.device
         counted = device.type == "cuda" and self._launches % WATCHED_EVERY == WATCHED  # a CPU has nothing to wait for
         with watch() if counted else nullcontext() as ledger:
-            begin = Mark(device)
+            begin = Instant(device)
             result = self.step(batches)
-            end = Mark(device)
+            end = Instant(device)
         assert result is not None, "a feed does not end"
         launched = _Launched(number, result, self._before, begin, end, ledger)
         self.finish()
@@ -105,7 +105,7 @@ class Loop:
         """Add to the newest step's record. What measured it kept the device busy: no time of the next step's."""
         assert self._newest is not None
         self._newest.noted |= measured
-        self._before = Mark(self.step.device)
+        self._before = Instant(self.step.device)
 
     def finish(self) -> None:
         """Hand out the newest step's record."""

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from gpubound.doctor.tape import Call, Mark, Tape, chosen
+from gpubound.errors import DataError
+from tests.doctor.tapes import Synthetic
+
+
+def program() -> Synthetic:
+    made = Synthetic()
+    for number in range(4):
+        made.mark(f"site{number}").launch(run=20).copy(pageable=True).doing("data", 30, "next").item().step()
+    return made
+
+
+def test_a_tape_survives_json():
+    tape = program().tape(device="pretend")
+    again = Tape.from_dict(json.loads(json.dumps(tape.as_dict())))
+    assert again == tape and again.about == {"device": "pretend"} and len(tape.calls) == 16
+
+
+def test_everything_is_sorted_by_its_start():
+    tape = program().tape()
+    shuffled = Tape(*(list(reversed(part)) for part in (tape.calls, tape.work, tape.spans, tape.marks, tape.steps)))
+    assert shuffled == tape
+    assert [call.start for call in tape.calls] == sorted(call.start for call in tape.calls)
+
+
+def test_what_may_have_waited():
+    waits = {call.name: call.waits for call in Synthetic().launch().copy().item().stop("free").record("e").tape().calls}
+    assert waits == {
+        "cudaLaunchKernel": False, "cudaMemcpyAsync": False, "cudaStreamSynchronize": True, "cudaFree": True,
+        "cudaEventRecord": False,
+    }  # fmt: skip
+    assert Synthetic().copy(pageable=True).tape().calls[0].waits
+    assert not Call("cudaMallocAsync", "other", 1, 0.0, 1.0).waits
+
+
+def test_a_cut_keeps_what_its_calls_launched():
+    tape = program().tape()
+    cut = tape.cut(1, 2)
+    assert cut.steps == tape.steps[1:3] and [mark.site for mark in cut.marks] == ["site1", "site2"]
+    assert len(cut.calls) == 8 and {w.correlation for w in cut.work} < {c.correlation for c in cut.calls}
+    assert cut.window == (tape.steps[1][0], tape.steps[2][1])
+    with pytest.raises(ValueError, match=r"^a tape of 4 steps has no steps 4 to 5; cut within them\.$"):
+        tape.cut(4, 1)
+
+
+def test_damage_is_named():
+    with pytest.raises(DataError, match=r"^a tape has version 1, got 9; record it again with this gpubound\.$"):
+        Tape.from_dict({"version": 9})
+    with pytest.raises(DataError, match=r"the tape is damaged \(KeyError: 'names'\); record it again\.$"):
+        Tape.from_dict({"version": 1})
+    with pytest.raises(ValueError, match=r"^calls are numbered 0 to 2 on this tape, got 7; give places of tape\.calls\.$"):
+        chosen([1, 7], 3, "calls")
+
+
+def test_a_mark_starts_where_it_is():
+    assert Mark("a", 1, 5.0).start == 5.0 and Tape().window == (0.0, 0.0)
