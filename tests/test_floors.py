@@ -10,9 +10,10 @@ import gpubound
 
 ROOT = Path(gpubound.__file__).parent
 FLOORS = [
-    ["errors", "version"],  # the ground floor, in four steps
+    ["errors", "version"],  # the ground floor, in five steps
     ["trace", "words"],
     ["files"],
+    ["pages"],
     ["device"],
     ["kernels", "measure", "feed", "watch"],
     ["graph", "layers", "corpus"],

@@ -6,17 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, Template
+from jinja2 import Template
 from markupsafe import Markup
 
-from ..files import write_whole
+from ..pages import check_page, environment, write_page
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
 from .tape import RunTape
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
 DEPTH = 8  # of a setting within a setting; no recipe comes near, and a crafted file must not end the page
-DOCTYPE = "<!doctype html>"
 
 
 def write_report(
@@ -33,7 +32,7 @@ def write_report(
         raise ValueError("write_report: got no run; give at least one run folder.")
     tapes = [run if isinstance(run, RunTape) else RunTape.open(run) for run in runs]
     out = tapes[0].path / "report.html" if out is None else Path(out)
-    _check(out)
+    check_page(out)
     found, called = [Figures(tape) for tape in tapes], names(tapes)
     colours = range(len(tapes)) if colours is None else colours
     page = template().render(
@@ -45,16 +44,13 @@ def write_report(
         measured=rows([figures.gauges() for figures in found]),
         charts=[Markup(chart) for chart in charts(called, found, colours)],  # line_chart escapes what it is given
     )
-    _write(out, page)
+    write_page(out, page)
     return out
 
 
 @cache
 def template() -> Template:
-    # Escaped always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
-    environment = Environment(loader=PackageLoader("gpubound.monitor"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"settings": settings, "table": table}
-    return environment.get_template("report.html.j2")
+    return environment("gpubound.monitor", settings=settings, table=table).get_template("report.html.j2")
 
 
 def names(tapes: Sequence[RunTape]) -> list[str]:
@@ -116,24 +112,6 @@ def table(text: str) -> dict[str, Any]:
         return {"head": [], "rows": [], "rest": text}
     cells = [[line[i:j].strip() for i, j in zip(at, [*at[1:], None])] for line in (head, *inside)]
     return {"head": cells[0], "rows": cells[1:], "rest": "\n".join(line for line in lines if line not in inside)}
-
-
-def _check(out: Path) -> None:
-    """Refuse a place where the page cannot lie, or where it would replace something that is no page."""
-    if not str(out).strip() or out.is_dir() or not out.parent.is_dir():
-        why = "a folder" if out.is_dir() else "in a folder that does not exist"
-        raise ValueError(f"out: {str(out)!r} is {why}; give a file such as report.html.")
-    if out.is_file() and out.stat().st_size and DOCTYPE not in out.read_bytes()[:64].decode("latin-1").lower():
-        raise ValueError(f"out: {out} exists and is not an HTML page; give another file.")
-
-
-def _write(out: Path, page: str) -> None:
-    """The whole page; straight into what is no file, such as /dev/stdout."""
-    page = page.encode("utf-8", errors="replace").decode()  # a name may hold half a surrogate pair
-    if out.exists() and not out.is_file():
-        out.write_text(page, encoding="utf-8")
-    else:
-        write_whole(out, page)
 
 
 def settings(value: Any, depth: int = 0) -> str:

@@ -1,0 +1,50 @@
+"""HTML pages that need no network: one style, light and dark; whatever a name holds is text there, never markup."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader
+from markupsafe import Markup
+
+from ..files import write_whole
+
+DOCTYPE = "<!doctype html>"
+
+
+def environment(package: str, **filters: Callable[..., Any]) -> Environment:
+    """For the templates of a package. `style.css` is at hand for all of them, and so is the filter `data`."""
+    loader = ChoiceLoader([PackageLoader(package), PackageLoader("gpubound.pages")])
+    # Escaped always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
+    made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"data": data, **filters}
+    return made
+
+
+def data(value: Any) -> Markup:
+    r"""A value as JSON that stands in a <script>: no text in it can end the script.
+
+    >>> str(data("</script>"))
+    '"\\u003c/script\\u003e"'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def check_page(out: Path) -> None:
+    """Refuse a place where the page cannot lie, or where it would replace something that is no page."""
+    if not str(out).strip() or out.is_dir() or not out.parent.is_dir():
+        why = "a folder" if out.is_dir() else "in a folder that does not exist"
+        raise ValueError(f"out: {str(out)!r} is {why}; give a file such as report.html.")
+    if out.is_file() and out.stat().st_size and DOCTYPE not in out.read_bytes()[:64].decode("latin-1").lower():
+        raise ValueError(f"out: {out} exists and is not an HTML page; give another file.")
+
+
+def write_page(out: Path, page: str) -> None:
+    """The whole page; straight into what is no file, such as /dev/stdout."""
+    page = page.encode("utf-8", errors="replace").decode()  # a name may hold half a surrogate pair
+    if out.exists() and not out.is_file():
+        out.write_text(page, encoding="utf-8")
+    else:
+        write_whole(out, page)
