@@ -1,0 +1,32 @@
+"""Batches are decoded in the training process, between the steps."""
+
+from ..plant import Plant
+
+ROWS = """class Compressed(torch.utils.data.Dataset):
+    def __init__(self):
+        count = 2 * ROWS * WIDTH * torch.empty((), dtype=dtype).element_size()
+        self.rows = [zlib.compress(bytes(max(count, 1 << 20)), 1) for _ in range(4)]
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, i):
+        raw = bytearray(zlib.decompress(self.rows[i % 4]))  # stall
+        x = torch.frombuffer(raw, dtype=dtype)[: 2 * ROWS * WIDTH].view(2, ROWS, WIDTH) + 1
+        return x[0], x[1]
+"""
+
+
+def loader(arguments: str) -> str:
+    return f'batches = torch.utils.data.DataLoader(Compressed(), batch_size=None, pin_memory=device.type != "cpu"{arguments})'
+
+
+UPLOAD = "x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)"
+ALL = {"imports": "import zlib", "more_classes": ROWS, "upload": UPLOAD}
+PLANT = Plant(
+    ("data",),
+    planted=ALL | {"data": loader("") + "  # stall"},
+    clean=ALL | {"data": loader(", num_workers=WORKERS")},
+    dry=False,
+    loop=True,
+)

@@ -1,0 +1,119 @@
+"""How good something is at finding stalls: what it found in each script, beside what was planted there."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .plant import Script
+
+HARMLESS = 0.005  # of a step. A plant that costs less is a decoy in that model: nobody should name it
+PRICED = 0.05  # of a step. Below it, the difference of two timings that are each good to 1 % says too little of a price
+
+
+@dataclass(frozen=True)
+class Found:
+    """One finding of anything that looks for stalls. `ms` is what it says a step loses by it, where it says so."""
+
+    kind: str
+    file: str
+    line: int
+    ms: float | None = None
+    harmless: bool = False
+
+
+@dataclass
+class Outcome:
+    """One script, what was planted (kinds and lines, none in a control or a decoy), what was found, what it truly costs."""
+
+    name: str
+    script: Script
+    found: list[Found]
+    step_ms: float | None = None
+    true_ms: float | None = None
+    expected: frozenset[str] = frozenset()
+    """Kinds without a line that are true of the script as it is, such as a launch-bound model's launches."""
+
+    @property
+    def planted(self) -> bool:
+        return bool(self.script.kinds)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the plant costs something in this model; taken for granted where it was not timed."""
+        return self.planted and (self.true_ms is None or self.step_ms is None or self.true_ms >= HARMLESS * self.step_ms)
+
+    @property
+    def by_kind(self) -> bool:
+        return any(f.kind in self.script.kinds for f in self.found)
+
+    @property
+    def located(self) -> list[Found]:
+        """The findings of the right kind on a right line."""
+        blamed = self.script.blamed
+        return [f for f in self.found if f.kind in self.script.kinds and (Path(f.file).name, f.line) in blamed]
+
+    @property
+    def wrong(self) -> list[Found]:
+        """The findings that are not true, in a script where nothing that costs anything was planted."""
+        return [] if self.stalls else [f for f in self.found if not f.harmless and f.kind not in self.expected]
+
+    @property
+    def price_error(self) -> float | None:
+        """How far off the price is, of the truth; None where either is unknown, or the truth is too small to be sure of."""
+        prices = [f.ms for f in self.located if f.ms is not None]
+        if not prices or not self.stalls or self.true_ms is None or self.step_ms is None:
+            return None
+        return abs(sum(prices) - self.true_ms) / self.true_ms if self.true_ms >= PRICED * self.step_ms else None
+
+
+@dataclass
+class Score:
+    """All outcomes of one run of the corpus, and the scripts that could not be looked at."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def stalls(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.stalls]
+
+    @property
+    def calm(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if not outcome.stalls]
+
+    @property
+    def recall_by_kind(self) -> float | None:
+        return _percent(outcome.by_kind for outcome in self.stalls)
+
+    @property
+    def recall(self) -> float | None:
+        """Per cent of the stalls that were found with their kind and line."""
+        return _percent(bool(outcome.located) for outcome in self.stalls)
+
+    @property
+    def precision(self) -> float | None:
+        """Per cent of the scripts without a stall in which nothing was found."""
+        return _percent(not outcome.wrong for outcome in self.calm)
+
+    @property
+    def price_error(self) -> float | None:
+        """The median, in per cent of the truth."""
+        errors = [outcome.price_error for outcome in self.outcomes if outcome.price_error is not None]
+        return 100 * statistics.median(errors) if errors else None
+
+    def table(self) -> list[str]:
+        """A line for each script that was not judged rightly."""
+        lines = []
+        for outcome in self.outcomes:
+            if outcome.stalls and not outcome.located:
+                found = ", ".join(f"{f.kind} at {Path(f.file).name}:{f.line}" for f in outcome.found) or "nothing"
+                wanted = ", ".join(f"{file}:{line}" for file, line in sorted(outcome.script.blamed))
+                lines.append(f"MISSED  {outcome.name}: wanted {outcome.script.kinds[0]} at {wanted}, found {found}")
+            lines += [f"WRONG   {outcome.name}: {f.kind} at {Path(f.file).name}:{f.line}" for f in outcome.wrong]
+        return lines
+
+
+def _percent(hits: Iterable[bool]) -> float | None:
+    marks = list(hits)
+    return 100 * sum(marks) / len(marks) if marks else None
