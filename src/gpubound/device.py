@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -215,6 +215,11 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
+
+
+def entered(device: torch.device) -> AbstractContextManager:
+    """`device` as CUDA's current one inside the block, which kernels are launched on; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

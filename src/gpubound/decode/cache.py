@@ -71,12 +71,15 @@ def pages_for(length: int) -> int:
 class Cache:
     """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
 
-    def __init__(self, build: "Build", layers: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    first = 0  # the row of which a step's or a prompt's first is: other than 0 for rows that go on by themselves
+
+    def __init__(self, build: "Build", layers: range, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        """`layers`: the numbers of those whose keys and values it keeps."""
         layout, rows, length = build.cache, build.max_batch, build.max_length
-        self.layout, self.rows, self.length, self.dtype = layout, rows, length, dtype
+        self.layout, self.rows, self.length, self.dtype, self.layers = layout, rows, length, dtype, layers
         self.kind = None if layout.kind is None else KINDS[layout.kind]
         holders, places = (rows, length) if layout.pages is None else (layout.pages + 1, PAGE)
-        size = layers, holders, shape.kv_heads, places, shape.head_dim
+        size = len(layers), holders, shape.kv_heads, places, shape.head_dim
         self.k, self.v = (torch.zeros(size, device=device, dtype=self.kind or dtype) for _ in range(2))
         self.k_scale = self.v_scale = self.pages = None
         if self.kind is not None:
@@ -116,23 +119,24 @@ class Cache:
 
     def _of(self, number: int, batch: int) -> LayerCache:
         """What layer `number` holds of the first rows."""
-        rows = slice(None) if self.pages is not None else slice(batch)
-        cache = LayerCache(self.k[number, rows], self.v[number, rows])
+        place, mine = number - self.layers.start, slice(self.first, self.first + batch)
+        rows = slice(None) if self.pages is not None else mine
+        cache = LayerCache(self.k[place, rows], self.v[place, rows])
         if self.k_scale is not None and self.v_scale is not None:
-            cache = cache._replace(k_scale=self.k_scale[number, rows], v_scale=self.v_scale[number, rows])
-        return cache if self.pages is None else cache._replace(pages=self.pages[:batch])
+            cache = cache._replace(k_scale=self.k_scale[place, rows], v_scale=self.v_scale[place, rows])
+        return cache if self.pages is None else cache._replace(pages=self.pages[mine])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at places from `start` on; (B, K, start + T, D) of all up to there."""
         return self._extended(self.k, self.k_scale, number, start, k), self._extended(self.v, self.v_scale, number, start, v)
 
     def _extended(self, cache: Tensor, scales: Tensor | None, number: int, start: int, new: Tensor) -> Tensor:
-        end = start + new.shape[1]
+        end, place = start + new.shape[1], number - self.layers.start
         if scales is None or self.kind is None:
-            self._write(cache[number], start, new)
-            return self._read(cache[number], len(new), end)
+            self._write(cache[place], start, new)
+            return self._read(cache[place], len(new), end)
         codes, scale = encode(new, self.kind)
-        stored, found = cache[number].view(torch.uint8), scales[number]  # bytes: torch does not index fp8
+        stored, found = cache[place].view(torch.uint8), scales[place]  # bytes: torch does not index fp8
         self._write(stored, start, codes.view(torch.uint8))
         self._write(found, start, scale)
         rows = len(new)

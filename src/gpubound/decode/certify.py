@@ -145,7 +145,7 @@ def _distance(x: Tensor, truth: Tensor) -> float:
 def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices]]:
     """Of the last of `rows` equal rows, after each token; then after the last one again, the others prefilled. And the experts
     that were chosen on either way."""
-    body.cache.poison()
+    body.poison()
     limits = torch.zeros(rows, device=ids.device, dtype=torch.int32)
     limits[-1] = len(ids)  # whose logits are read: there may not be pages for all of them
     body.reserve(limits)
@@ -153,7 +153,7 @@ def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices
         found = [_logits_after(body, ids, place, rows) for place in range(len(ids))]
     with body.overhear() as prefilled:
         if len(ids) > 1:
-            body.cache.poison()
+            body.poison()
             body.prefill(ids[:-1].expand(rows, -1), torch.full((rows,), len(ids) - 1, device=ids.device))
         found.append(_logits_after(body, ids, len(ids) - 1, rows))
     return torch.stack(found), [singly, prefilled]

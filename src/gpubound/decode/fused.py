@@ -4,30 +4,32 @@ Up to NARROW rows, every product is a kernel that reads the weights once (kernel
 may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them. What a layer is
 made of is its own affair (layer.py, experts.py); how weights are held, that of their format (weights/).
 
+The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
+embedding, the norm and the head.
+
 Legend: B rows, T tokens of a prompt.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GenerateError
-from ..kernels import add_rms_norm
-from ..kernels.decode_product import EARLY, LATE, Norm, capped_
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights
+from ..kernels.decode_product import EARLY, LATE, capped_
+from ..models.decoding import DenseWeights
 from . import host
-from .adapters import names_of
 from .bind import BoundModel
-from .cache import PLAIN, Cache
+from .cache import PLAIN
 from .contract import Body, Build, check_room
-from .experts import SparseMLP
 from .judge import Accuracy, Choices, RoundedModel, first_not_finite
-from .layer import Bench, CachedAttention, DenseMLP, normed, normed_rows
+from .layer import normed_rows
+from .span import PARTS as PARTS, Layer, LayerSpan, added
+from .stages.plan import LayerStage
 from .weights import weight_format
 
 NARROW = 8  # rows
@@ -37,14 +39,7 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
 
 UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
-
-# What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
-PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
-
-
-class Layer(NamedTuple):
-    attention: CachedAttention
-    mlp: Any  # a part with the methods of layer.DenseMLP
+ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
 
 
 class FusedBody(Body):
@@ -56,42 +51,46 @@ class FusedBody(Body):
     arg: Tensor
     measured: Accuracy | None = None
 
-    def __init__(self, live: BoundModel, build: Build) -> None:
+    def __init__(self, live: BoundModel, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
+        """stages: where the layers lie, if not all on one device."""
         self.live, self.max_batch, self.max_length, self.tokens = live, build.max_batch, build.max_length, build.tokens
         self.device, self.vocab = live.device, live.shape.vocab
         self.form = weight_format(build.weights)
-        s, B, tables = live.shape, build.max_batch * build.tokens, len(live.reader.angles())
-        held = Cache(build, len(live.layers), s, live.dtype, torch.device("meta")).nbytes
-        held += (tables + 1) * build.max_length * s.head_dim * 4  # cos and sin each, and those of layers that do not turn
-        check_room(held + 4 * B * self.vocab, self.device, build)
-        self.cache = Cache(build, len(live.layers), s, live.dtype, self.device)
-        self.bench = Bench(s, self.cache, live.tables(build.max_length), B, build.tokens)
-        self.adapting = self.bench.adapting
+        s, B = live.shape, build.max_batch * build.tokens
+        if stages is None:
+            stages = [LayerStage(self.device, range(len(live.layers)))]
+            check_room(LayerSpan.bytes_kept(live, build, stages[0].layers) + 4 * B * self.vocab, self.device, build)
+        self.spans = [LayerSpan(live, build, stage) for stage in stages]
+        home = self.spans[0]
+        self.cache, self.bench, self.adapting = home.cache, home.bench, home.bench.adapting
         wide: Any = {"device": self.device, "dtype": torch.float32}
         self.x = torch.zeros(B, s.hidden, **wide)
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
         dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
-        on_host = host.fits(self.device) and build.tokens == 1 and build.cache == PLAIN and dense
+        plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1
+        on_host = host.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.host = host.HostStep(self) if on_host else None
         self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
         self.kernels, self.reads = "plain torch" if on_host else "fused kernels", self.form.reads
-        self.layers: list[Layer] = []
         self._take()
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for span in self.spans for layer in span.layers]
 
     def _take(self) -> None:
         """Take the weights as they are now. What was made of them before is dropped layer by layer."""
         if self.live.adapted and not self.form.adds:
             raise GenerateError(f"decoder: weights: got {self.form.kind!r}, but {UNADDED}.")
+        if self.live.adapted and len(self.spans) > 1:
+            raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
         self.form.begin(self.live.model, kept=self.host is not None)
-        self.adapting.begin(names_of(self.live.model))
-        for number, weights in enumerate(self.live.layers):
-            given = number, self.form, self.bench
-            self.layers[number : number + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in weights))]
-        self.adapting.close()
+        for span in self.spans:
+            span.take(self.live, self.form)
         self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
@@ -113,16 +112,18 @@ class FusedBody(Body):
         x, mode = self.x[:rows], self.mode(rows)
         if self.live.shape.embedded != 1:
             x *= self.live.shape.embedded
-        if self.narrow(rows):
-            for layer in self.layers:
-                layer.attention.step(x, position, mode)
-                layer.mlp.step(x, mode)
-            best = self.best[:rows], self.arg[:rows]
-            return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
-        for layer in self.layers:
-            layer.attention.wide_step(x, position)
-            layer.mlp.wide_step(x)
-        return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
+        for span in self.spans:
+            x, position = x.to(span.device), position.to(span.device)
+            span.step(x, position, mode, self.narrow(rows))
+        return self.finish(x.to(self.device), mode)
+
+    def finish(self, x: Tensor, mode: int) -> Tensor:
+        """The logits (B, V) of the stream x behind the last layer."""
+        rows = len(x)
+        if not self.narrow(rows):
+            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
+        best = self.best[:rows], self.arg[:rows]
+        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
 
     def logits_of(self, h: Tensor) -> Tensor:
         """The logits of a step, by torch, for normed h (B, hidden)."""
@@ -165,7 +166,8 @@ class FusedBody(Body):
         self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def reserve(self, limits: Tensor) -> None:
-        self.cache.reserve(limits)
+        for span in self.spans:
+            span.cache.reserve(limits.to(span.device))
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -178,14 +180,12 @@ class FusedBody(Body):
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
-        end = start + ids.shape[1]
-        x, pending = self.embedded(ids), None
         self.adapting.mark(len(ids), ids.shape[1], self.live.dtype)
-        for attention, mlp in self.layers:
-            h, x = added(x, pending, attention.weights.norm)
-            h, x = added(x, attention.prompt(h, start, end), mlp.weights.norm)
-            pending = mlp.prompt(h)
-        return added(x, pending, self.live.norm)[0]
+        x = self.embedded(ids)
+        pending: Any = None
+        for span in self.spans:
+            x, pending = span.prompt(x, pending, start)
+        return added(x.to(self.device), pending.to(self.device), self.live.norm)[0]
 
     def embedded(self, ids: Tensor) -> Tensor:
         x = F.embedding(ids, self.live.embed)
@@ -202,15 +202,17 @@ class FusedBody(Body):
 
     def rebind(self) -> None:
         self.live.refresh()
-        for tables, current in zip(self.bench.tables, self.live.tables(self.max_length)):
-            for table, now in zip(tables, current):
-                table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
+        for span in self.spans:
+            for tables, current in zip(span.bench.tables, self.live.tables(self.max_length)):
+                for table, now in zip(tables, current):
+                    table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
         self._take()
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, whole ones and of experts those that are chosen; keys and values of rows with these lengths."""
         chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.layers)
-        return self._read_whole() + self.cache.bytes_a_token * sum(live) + round(chosen)
+        kept = sum(span.cache.bytes_a_token for span in self.spans)
+        return self._read_whole() + kept * sum(live) + round(chosen)
 
     def _read_whole(self) -> int:
         tensors = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
@@ -223,16 +225,20 @@ class FusedBody(Body):
         return first_not_finite(self.exact(), ids)
 
     def poison(self) -> None:
-        self.cache.poison()
+        for span in self.spans:
+            span.cache.poison()
 
     @contextmanager
     def overhear(self) -> Iterator[Choices]:
         """The choices for the last row of all steps and prefills meanwhile."""
-        self.bench.overheard = found = Choices()
+        found = Choices()
+        for span in self.spans:
+            span.bench.overheard = found
         try:
             yield found
         finally:
-            self.bench.overheard = None
+            for span in self.spans:
+                span.bench.overheard = None
 
     def check_request(self, limits: list[int]) -> None:
         self.cache.layout.check_request(limits)
@@ -259,11 +265,3 @@ class FusedBody(Body):
         if self.rounds:
             rows.append(("accuracy", "measured" if self.measured else "not measured", str(self.measured or "")))
         return rows
-
-
-def added(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """(what the next part of a prompt reads, the stream with `pending` added)."""
-    if norm is not None and pending is not None:
-        return add_rms_norm(x, pending, norm.weight, norm.eps, norm.offset)
-    x = x if pending is None else x + pending
-    return normed(x, norm), x

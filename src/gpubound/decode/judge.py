@@ -51,7 +51,7 @@ class Choices:
     @property
     def missed(self) -> float:
         """How far the chosen scores lie below the best ones, in deviations of a token's scores: the mean of all judged."""
-        return float(torch.cat(self._missed).mean()) if self._missed else 0.0
+        return float(torch.cat([t.cpu() for t in self._missed]).mean()) if self._missed else 0.0
 
 
 @contextmanager
@@ -80,16 +80,19 @@ def logits(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
 
 def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rounding = None) -> Iterator[tuple[str, Tensor]]:
     """(name, what it computed) of every stage, in order; the last are the logits."""
-    shape = model.shape
-    tables = model.tables(ids.shape[0])
+    shape, home = model.shape, model.embed.device
+    tables = {home: model.tables(ids.shape[0])}
     x = model.embed[ids].float() * shape.embedded
     yield "model.embed_tokens", x
     for number, layer in enumerate(model.layers):
-        x = x + layer.attention.define(shape, x, tables, rounded)
+        x = x.to(there := layer.attention.o.weight.device)  # layers may lie on several devices
+        if there not in tables:
+            tables[there] = [(cos.to(there), sin.to(there)) for cos, sin in tables[home]]
+        x = x + layer.attention.define(shape, x, tables[there], rounded)
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(x, number, choices)
         yield f"model.layers.{number}.mlp", x
-    yield "lm_head", capped_(plain_linear(plain_norm(x, model.norm), Linear(model.head)), shape.logit_cap)
+    yield "lm_head", capped_(plain_linear(plain_norm(x.to(home), model.norm), Linear(model.head)), shape.logit_cap)
 
 
 class RoundedModel:

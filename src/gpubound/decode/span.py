@@ -1,0 +1,88 @@
+"""Some of a model's layers, in a row on one device: one by one through a step, or through a prompt.
+
+Legend: B rows, T tokens of a prompt.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import entered
+from ..kernels import add_rms_norm
+from ..kernels.decode_product import Norm
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights
+from .adapters import names_of
+from .bind import BoundModel
+from .cache import Cache
+from .contract import Build
+from .experts import SparseMLP
+from .layer import Bench, CachedAttention, DenseMLP, normed
+from .stages.plan import LayerStage
+
+# What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
+PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
+META = torch.device("meta")
+
+
+class Layer(NamedTuple):
+    attention: CachedAttention
+    mlp: Any  # a part with the methods of layer.DenseMLP
+
+
+class LayerSpan:
+    """The layers of a stage, and all that they work on: cache, tables and buffers on their device."""
+
+    def __init__(self, live: BoundModel, build: Build, stage: LayerStage) -> None:
+        self.numbers, self.device = stage.layers, stage.device
+        tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(build.max_length)]
+        self.cache = Cache(build, stage.layers, live.shape, live.dtype, self.device)
+        self.bench = Bench(live.shape, self.cache, tables, build.max_batch * build.tokens, build.tokens)
+        self.layers: list[Layer] = []
+
+    @staticmethod
+    def bytes_kept(live: BoundModel, build: Build, layers: range) -> int:
+        """Of cache and tables."""
+        tables = len(live.reader.angles()) + 1  # cos and sin each, and those of layers that do not turn
+        cache = Cache(build, layers, live.shape, live.dtype, META)
+        return cache.nbytes + tables * build.max_length * live.shape.head_dim * 4
+
+    def take(self, live: BoundModel, form: Any) -> None:
+        """Take the weights as they are now. What was made of them before is dropped layer by layer."""
+        adapting = self.bench.adapting
+        adapting.begin(names_of(live.model))
+        for place, number in enumerate(self.numbers):
+            given = number, form, self.bench
+            self.layers[place : place + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in live.layers[number]))]
+        adapting.close()
+
+    def step(self, x: Tensor, position: Tensor, mode: int, narrow: bool) -> None:
+        """The stream x (B, hidden) behind these layers, in place."""
+        with entered(self.device):
+            for attention, mlp in self.layers:
+                if narrow:
+                    attention.step(x, position, mode)
+                    mlp.step(x, mode)
+                else:
+                    attention.wide_step(x, position)
+                    mlp.wide_step(x)
+
+    def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+        """The stream (B, T, hidden) of places start.., and what is still to be added to it."""
+        x, end = x.to(self.device), start + x.shape[1]
+        pending = None if pending is None else pending.to(self.device)
+        with entered(self.device):
+            for attention, mlp in self.layers:
+                h, x = added(x, pending, attention.weights.norm)
+                h, x = added(x, attention.prompt(h, start, end), mlp.weights.norm)
+                pending = mlp.prompt(h)
+        assert pending is not None  # there is a layer
+        return x, pending
+
+
+def added(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """(what the next part of a prompt reads, the stream with `pending` added)."""
+    if norm is not None and pending is not None:
+        return add_rms_norm(x, pending, norm.weight, norm.eps, norm.offset)
+    x = x if pending is None else x + pending
+    return normed(x, norm), x
