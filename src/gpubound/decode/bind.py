@@ -29,17 +29,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class BoundModel:
     """A bound model: its shape, its weights as of now, and whether they still are where they were."""
 
-    def __init__(self, model: nn.Module, reader: Reader, max_length: int, neighbours: bool) -> None:
-        self.model, self.reader, self.max_length = model, reader, max_length
+    def __init__(self, model: nn.Module, reader: Reader, max_length: int, neighbours: bool, spread: bool) -> None:
+        self.model, self.reader, self.max_length, self.spread = model, reader, max_length, spread
         self.shape = reader.shape()
         self._stacks: defaultdict[tuple[int, int], Stacked] | None = defaultdict(Stacked) if neighbours else None
         self._read()
 
     def refresh(self) -> None:
         """Read the places again, after `moved` or when a module was replaced."""
-        found = _examine(self.model, self.max_length)
+        found = examine(self.model, self.max_length, self.spread)
         if isinstance(found, str):
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {found}; build a new one.")
+        if _places(found) != self.places:
+            raise GenerateError("decoder: layers lie on other devices than when their decoder was built; build a new one.")
         embed = weight_of(found.trunk.embed_tokens)
         was, now = (self.shape, self.dtype, self.device), (found.shape(), embed.dtype, embed.device)
         if now != was:
@@ -60,6 +62,7 @@ class BoundModel:
         self.head: Tensor = weight_of(reader.model.lm_head)
         self.layers = reader.layers()
         self.dtype, self.device = self.embed.dtype, self.embed.device
+        self.places = _places(reader)
 
     @property
     def adapted(self) -> bool:
@@ -81,21 +84,28 @@ class BoundModel:
         return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
 
 
-def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False) -> BoundModel | str:
+def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False, spread: bool = False) -> BoundModel | str:
     """`model` for the fused kernels, or why they cannot decode it.
 
     max_length  of the texts
     neighbours  q, k and v of a block, and gate and up, lie one behind the other in memory afterwards, where that may be
+    spread      its weights may lie on several devices
     """
-    found = _examine(model, max_length)
-    return found if isinstance(found, str) else BoundModel(model, found, max_length, neighbours)
+    found = examine(model, max_length, spread)
+    return found if isinstance(found, str) else BoundModel(model, found, max_length, neighbours, spread)
 
 
-def _examine(model: nn.Module, max_length: int) -> Reader | str:
+def examine(model: nn.Module, max_length: int, spread: bool = False) -> Reader | str:
+    """How it is read, or why not: what `bind` does before it takes anything."""
     reader = reader_of(model)
     if reader is None:
         return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
-    return reader.refusal(max_length) or _unreadable(model) or _unread(model, reader) or reader
+    return reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or reader
+
+
+def _places(reader: Reader) -> list[torch.device]:
+    """Where each block lies."""
+    return [next(block.parameters()).device for block in reader.trunk.layers]
 
 
 def _settle(model: nn.Module) -> None:
@@ -116,9 +126,10 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
             sites = [linear_of(layer) for layer in group]
             biases = [site.bias for site in sites if site.bias is not None]
             why = stacks[number, at].repack([site.weight for site in sites], biases) or why
-    if (device := weight_of(reader.model.lm_head).device).type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()  # where they were: blocks too small for what comes
+    for device in {weight_of(reader.model.lm_head).device, *_places(reader)}:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()  # where they were: blocks too small for what comes
     return why
 
 
@@ -170,7 +181,7 @@ def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | No
     return None
 
 
-def _unreadable(model: nn.Module) -> str | None:
+def _unreadable(model: nn.Module, spread: bool) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
     if why := closed_projection(model):
@@ -185,7 +196,7 @@ def _unreadable(model: nn.Module) -> str | None:
         return "its head has a bias"
     apart = set(map(id, _of_adapters(model)))
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
-    kinds = {(t.dtype, t.device.type, t.device.index) for t in weights.values()}
+    kinds = {(t.dtype, t.device.type, None if spread else t.device.index) for t in weights.values()}
     if len(kinds) > 1:
         return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
     if next(iter(kinds))[0] not in DTYPES:

@@ -63,6 +63,7 @@ class Body(ABC):
     reads = ""  # which weights, in a few words, where it is not the model's own forward that reads them
     path = ""  # why it is not the fused kernels
     rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
+    spans: Sequence[Any] = ()  # its parts on devices of their own, where there are several
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:

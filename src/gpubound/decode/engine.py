@@ -5,7 +5,7 @@ layer by layer, by the parts in layer.py.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ from .own_model import OwnBody
 from .request import Request, check_prompts, make_request, pad, read_prompts
 from .result import Generation
 from .speculate import Draft, stepper_of, tokens_a_step
+from .stages.body import staged_body
+from .stages.graphs import StageGraphs
 from .steps import Slots, StepGraphs, Stepper
 from .weights import weight_format
 
@@ -50,7 +52,8 @@ class FastDecoder:
     def __init__(self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str) -> None:
         self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer
         self.body: Body = stepper.body
-        self.slots, self.graphs = stepper.slots, StepGraphs(stepper)
+        self.slots = stepper.slots
+        self.graphs = StageGraphs(stepper) if len(self.body.spans) > 1 else StepGraphs(stepper)
         self.max_batch, self.max_length = self.body.max_batch, self.body.max_length
         self.kernels = self.body.kernels  # what computes a step, in a few words
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
@@ -200,6 +203,7 @@ def decoder(
     weights: str | None = None,
     cache: str | None = None,
     pages: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
 ) -> FastDecoder:
     """A decoder that reads `model`'s weights where they are: after a training step it generates with the new ones.
 
@@ -219,6 +223,8 @@ def decoder(
                 request reserves the pages that its prompts and max_new_tokens may fill
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
+    devices     None: where the model lies. A list of GPUs: its layers are moved to them in stages, as their free memory
+                allows, and groups of rows keep all of them at work
     """
     model = base_of(model)
     if k != "auto" and (not isinstance(k, int) or k < 1):
@@ -237,7 +243,7 @@ def decoder(
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body = _body(model, build, fused)
+        body = _body(model, build, fused) if devices is None else staged_body(model, build, fused, devices)
         drafting = (
             _body(base_of(speculate.model), Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
         )

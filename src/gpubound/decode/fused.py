@@ -93,7 +93,7 @@ class FusedBody(Body):
             span.take(self.live, self.form)
         self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
-        self.captures_prefill = all(layer.mlp.captures_prompts for layer in self.layers)
+        self.captures_prefill = len(self.spans) == 1 and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
             self.host.take()
@@ -115,11 +115,28 @@ class FusedBody(Body):
         for span in self.spans:
             x, position = x.to(span.device), position.to(span.device)
             span.step(x, position, mode, self.narrow(rows))
-        return self.finish(x.to(self.device), mode)
+        return self.leave(x.to(self.device))
 
-    def finish(self, x: Tensor, mode: int) -> Tensor:
+    @property
+    def stream_width(self) -> int:
+        return self.live.shape.hidden
+
+    def enter(self, token: Tensor, x: Tensor) -> None:
+        """Begin a lane's round: x (B, hidden) becomes the stream before the first layer."""
+        x.copy_(F.embedding(token, self.live.embed))
+        if self.live.shape.embedded != 1:
+            x *= self.live.shape.embedded
+
+    def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
+        """The stream x behind the layers of a stage, in place; its rows are those of the cache from `first` on."""
+        span = self.spans[number]
+        span.cache.first = first
+        span.step(x, position, self.mode(len(x)), self.narrow(len(x)))
+        span.cache.first = 0
+
+    def leave(self, x: Tensor) -> Tensor:
         """The logits (B, V) of the stream x behind the last layer."""
-        rows = len(x)
+        rows, mode = len(x), self.mode(len(x))
         if not self.narrow(rows):
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
         best = self.best[:rows], self.arg[:rows]
@@ -251,7 +268,8 @@ class FusedBody(Body):
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *self.adapting.report(), *weights, *self._rounding()]
         counted = Counter(row for layer in self.layers for part in layer for row in part.report())
-        rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
+        rows = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
+        rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
         if wide:
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""

@@ -11,14 +11,14 @@ from torch import Tensor
 from ..device import entered
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import Norm
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
 from .adapters import names_of
 from .bind import BoundModel
 from .cache import Cache
 from .contract import Build
 from .experts import SparseMLP
 from .layer import Bench, CachedAttention, DenseMLP, normed
-from .stages.plan import LayerStage
+from .stages.plan import LayerStage, described
 
 # What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
 PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
@@ -43,9 +43,12 @@ class LayerSpan:
     @staticmethod
     def bytes_kept(live: BoundModel, build: Build, layers: range) -> int:
         """Of cache and tables."""
-        tables = len(live.reader.angles()) + 1  # cos and sin each, and those of layers that do not turn
-        cache = Cache(build, layers, live.shape, live.dtype, META)
-        return cache.nbytes + tables * build.max_length * live.shape.head_dim * 4
+        return Cache(build, layers, live.shape, live.dtype, META).nbytes + bytes_of_tables(live.reader, build)
+
+    def report(self, number: int) -> tuple[str, str, str]:
+        """(stage, where, what lies there) for the decoder's table."""
+        weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer for t in part.weights.tensors()}
+        return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), self.cache.nbytes)
 
     def take(self, live: BoundModel, form: Any) -> None:
         """Take the weights as they are now. What was made of them before is dropped layer by layer."""
@@ -78,6 +81,11 @@ class LayerSpan:
                 pending = mlp.prompt(h)
         assert pending is not None  # there is a layer
         return x, pending
+
+
+def bytes_of_tables(reader: Reader, build: Build) -> int:
+    """cos and sin of each kind of angles, and those of layers that do not turn."""
+    return (len(reader.angles()) + 1) * build.max_length * reader.shape().head_dim * 4
 
 
 def added(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:

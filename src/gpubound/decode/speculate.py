@@ -110,7 +110,7 @@ class Speculator(Stepper):
 
     def _spread(self, rows: int, way: LaunchWay) -> Settings:
         """The settings of the rows, for each of their tokens."""
-        n, given = rows * self.tokens, self.slots.choice(rows, way.penalty)
+        n, given = rows * self.tokens, self.slots.choice(slice(rows), way.penalty)
         mine = [t[:n] for t in self.settings]
         for to, value in zip(mine, given):
             assert value is not None
@@ -183,7 +183,7 @@ class Drafting(Speculator):
 
     def _own_settings(self, rows: int, way: LaunchWay) -> Settings:
         """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""
-        settings = self.slots.choice(rows, False)
+        settings = self.slots.choice(slice(rows), False)
         if not way.penalty or self.drafting.vocab != self.slots.vocab:
             return settings
         marks = self.slots.marks()

@@ -56,8 +56,8 @@ class Slots:
         self._waiting: deque[tuple[int, int]] = deque()
         self._next = 0
 
-    def choice(self, rows: int, seen: bool) -> Settings:
-        return Settings._make([*(t[:rows] for t in self.settings[:-1]), self.marks()[:rows] if seen else None])
+    def choice(self, rows: slice, seen: bool) -> Settings:
+        return Settings._make([*(t[rows] for t in self.settings[:-1]), self.marks()[rows] if seen else None])
 
     def marks(self) -> Tensor:
         """uint8 (max_batch, V), made when a penalty is first asked for."""
@@ -141,7 +141,7 @@ class Stepper:
 
     def run(self, rows: int, steps: int, way: LaunchWay) -> None:
         """`steps` steps for each of the first `rows` rows, all on the device: what graphs record."""
-        state, settings = self.slots.rows.first(rows), self.slots.choice(rows, way.penalty)
+        state, settings = self.slots.rows.first(rows), self.slots.choice(slice(rows), way.penalty)
         chosen = None if way.greedy and not way.logprobs and self.body.finds_best(rows) else settings
         for step in range(steps):
             logits = self.body.step(state.token, state.position)

@@ -31,8 +31,11 @@ class Rows(NamedTuple):
     bad: Tensor  # 0, or 1 + the position whose logits were not finite
     stops: Tensor  # (S,): a row ends with any of these tokens; padded with -1
 
+    def part(self, rows: slice) -> "Rows":
+        return Rows._make([*(t[rows] for t in self[:-1]), self.stops])
+
     def first(self, count: int) -> "Rows":
-        return Rows._make([*(t[:count] for t in self[:-1]), self.stops])
+        return self.part(slice(count))
 
 
 class Settings(NamedTuple):

@@ -19,6 +19,7 @@ class Block(nn.Module):
     """A pre-norm decoder block, its children named as Hugging Face names them."""
 
     gradient_checkpointing = False
+    apart = False  # whether the blocks of its model lie on several devices
 
     def __init__(
         self,
@@ -57,9 +58,20 @@ def run_blocks(
     """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden). `step` runs other blocks as `run_block` does."""
     pending = None
     for block in blocks:
+        if getattr(block, "apart", False):
+            x, pending, rope, mask = brought(block, (x, pending, rope, mask))
         if block.gradient_checkpointing and block.training:
             again = partial(step, block, rope=rope, mask=mask)
             x, pending = block._gradient_checkpointing_func(again, x, pending)
         else:
             x, pending = step(block, x, pending, rope, mask)
+    if getattr(final_norm, "apart", False):
+        x, pending = brought(final_norm, (x, pending))
     return final_norm.add(x, pending)[0]
+
+
+def brought(module: Any, value: Any) -> Any:
+    """Tensors, also in tuples, on the device where the module's weights are."""
+    if isinstance(value, Tensor):
+        return value.to(next(module.parameters()).device)
+    return tuple(brought(module, one) for one in value) if type(value) is tuple else value

@@ -94,6 +94,12 @@ def _misfit(sizes: StageBytes, rooms: Sequence[DeviceRoom]) -> str:
     )
 
 
+def described(layers: range, weights: int, kept: int) -> str:
+    """A stage in words."""
+    what = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+    return f"{what}: {readable(weights)} of weights, {readable(kept)} of keys and values"
+
+
 def lanes(rows: int, count: int) -> list[range]:
     """`rows` rows in up to `count` lanes as equal as can be, the larger ones first.
 

@@ -1,0 +1,147 @@
+"""k steps of layers on several devices: a CUDA graph for each device's part of a step, and rows that go round in lanes.
+
+A lane is some rows of a batch. Its stream goes from device to device and back to the first, where its tokens are chosen. There
+are as many lanes as devices, if there are rows enough, so each device works on one while the others work on theirs. The host
+launches k rounds of all lanes and reads nothing of them. A device waits for a lane by an event, in its own stream.
+
+Each device's part is captured on a stream of that device. The first has two parts: up to the end of its layers, and from the
+final norm on.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...graph.runner import GraphRunner
+from ...kernels.sampling import Into
+from ..steps import LaunchWay, Slots, StepGraphs, choose
+from .plan import lanes
+
+
+class Handover:
+    """What goes from device to device for a lane: the stream, and each row's token and position. One piece of memory."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.flat = torch.zeros(rows * (width + 2), device=device)
+        stream, token, position = self.flat.split([rows * width, rows, rows])
+        self.x = stream.view(rows, width)
+        self.token, self.position = token.view(torch.int32), position.view(torch.int32)
+        # A copy between devices waits for the current streams of both. The one here has nothing else to do, so a copy is not
+        # held up by the lanes that this device still works on.
+        self.inbox = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.arrived = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, to: "Handover") -> None:
+        """Copy it, once what this device's stream computes is there."""
+        if to.inbox is None or to.arrived is None:
+            to.flat.copy_(self.flat)
+            return
+        with torch.cuda.stream(to.inbox):
+            to.flat.copy_(self.flat, non_blocking=True)
+            to.arrived.record(to.inbox)
+
+    def receive(self) -> None:
+        """Let this device's stream wait for what was sent here."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.flat.device).wait_event(self.arrived)
+
+
+class RowLane:
+    """Rows on their way round the devices, and what is launched for them on each."""
+
+    def __init__(self, body: Any, slots: Slots, rows: range, way: LaunchWay) -> None:
+        self.body, self.slots, self.rows, self.way = body, slots, slice(rows.start, rows.stop), way
+        self.places = [Handover(len(rows), body.stream_width, span.device) for span in body.spans]
+        self.said = torch.zeros(len(rows), device=slots.device, dtype=torch.int32)
+        self.logprob = torch.zeros(len(rows), device=slots.device) if way.logprobs else None
+        self.state = slots.rows.part(self.rows)
+        self.settings = slots.choice(self.rows, way.penalty)
+        # (device, what runs there): before the others, on each of the others, behind them.
+        self.parts: list[tuple[torch.device, Callable[[], None]]] = [(slots.device, self._before)]
+        self.parts += [(span.device, partial(self._pass, n)) for n, span in enumerate(body.spans) if n]
+        self.parts += [(slots.device, self._behind)]
+
+    def _before(self) -> None:
+        here = self.places[0]
+        here.token.copy_(self.state.token)
+        here.position.copy_(self.state.position)
+        self.body.enter(here.token, here.x)
+        self._pass(0)
+
+    def _pass(self, number: int) -> None:
+        here = self.places[number]
+        self.body.pass_stage(number, here.x, here.token, here.position, self.rows.start)
+
+    def _behind(self) -> None:
+        logits = self.body.leave(self.places[0].x)
+        plain = self.way.greedy and not self.way.logprobs and self.body.finds_best(len(self.said))
+        choose(self.body, logits, self.state, None if plain else self.settings, Into(self.said), self.logprob)
+
+    def depart(self) -> None:
+        """Begin a round."""
+        self.parts[0][1]()
+        self.places[0].send(self.places[1])
+
+    def come_back(self) -> None:
+        """The rest of the round."""
+        for number, (_, run) in enumerate(self.parts[1:-1], 1):
+            self.places[number].receive()
+            run()
+            self.places[number].send(self.places[(number + 1) % len(self.places)])
+        self.places[0].receive()
+        self.parts[-1][1]()
+
+    def note(self, step: int) -> None:
+        """The round's tokens become line `step` of what the launch brings."""
+        self.slots.emitted[step, self.rows].copy_(self.said)
+        if self.logprob is not None:
+            self.slots.logprobs[step, self.rows].copy_(self.logprob)
+
+
+class StageGraphs(StepGraphs):
+    """The captured parts of every lane, made when first wanted; those of one device share a pool of memory."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._lanes: dict[tuple[range, LaunchWay], RowLane] = {}
+        self._pools: dict[torch.device, Any] = {}
+
+    def __len__(self) -> int:
+        return sum(len(lane.parts) for lane in self._lanes.values())
+
+    def launch(self, rows: int, steps: int, way: LaunchWay) -> None:
+        going = [self._lane(part, way) for part in lanes(rows, len(self.body.spans))]
+        for lane in going:
+            lane.depart()
+        for step in range(steps):
+            for lane in going:
+                lane.come_back()
+                if step + 1 < steps:
+                    lane.depart()
+                lane.note(step)
+
+    def _lane(self, rows: range, way: LaunchWay) -> RowLane:
+        if (rows, way) not in self._lanes:
+            lane = RowLane(self.body, self.slots, rows, way)
+            if self.slots.device.type == "cuda":
+                self._capture(lane)
+            self._lanes[rows, way] = lane
+        return self._lanes[rows, way]
+
+    def _capture(self, lane: RowLane) -> None:
+        runners = [GraphRunner(device, self._pools.get(device)) for device, _ in lane.parts]
+        self._pools |= {runner.device: runner.pool for runner in runners}
+        calls = [call for _, call in lane.parts]
+        if (len(lane.said), lane.way) not in self._warm:  # kernels compile and test themselves at their first call
+            saved = self._state(lane.rows.stop)
+            lane.parts = [(one.device, partial(one.run, call)) for one, call in zip(runners, calls)]
+            lane.depart()
+            lane.come_back()
+            for tensor, before in saved:
+                tensor.copy_(before)
+            self._warm.add((len(lane.said), lane.way))
+        for number, (runner, call) in enumerate(zip(runners, calls)):
+            runner.record(f"decode rows {lane.rows.start} to {lane.rows.stop - 1}, part {number}", call, [], set())
+        lane.parts = [(runner.device, runner.replay) for runner in runners]

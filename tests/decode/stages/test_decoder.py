@@ -1,0 +1,78 @@
+"""A model in stages, beside the model itself. The CPU stands for each of several devices here; test_gpu.py has two GPUs."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.stages import graphs
+
+from .. import cases
+
+KINDS = {"Llama placed": 2, "SmolLM3": 3, "Gemma3": 3, "Qwen3Moe": 2, "own": 2}
+
+
+def staged(kind: str = "Llama", stages: int = 2, **options) -> gb.FastDecoder:
+    """Texts that some windows of Gemma 3 are shorter than."""
+    return gb.decoder(model(kind), 4, cases.ROOM, devices=["cpu"] * stages, **options)
+
+
+def model(kind: str = "Llama") -> torch.nn.Module:
+    if kind == "own":
+        return cases.build(kind)
+    return cases.build(kind, **{"num_hidden_layers": 4} | ({"layer_types": None} if kind == "Gemma3" else {}))
+
+
+@pytest.mark.parametrize("kind, stages", KINDS.items())
+def test_tokens_are_those_of_the_model(kind, stages):
+    """One row and several of different lengths: fewer rows than lanes, and more."""
+    fast = staged(kind, stages)
+    assert len(fast.body.spans) == stages and fast.path == "" and fast.certificate.logits_error is not None
+    for lengths in ((5,), (1, 19, 6)):
+        given = cases.prompts(*lengths)
+        found = fast.generate(given, max_new_tokens=12).tokens
+        assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+
+
+def test_settings_stops_and_figures_of_rows_in_lanes():
+    """Drawn tokens, penalties, log-probabilities and stops are those of a decoder on one device; the cache's forms too."""
+    kept = {"cache": "int8", "pages": 12, "verify": False}
+    fast, plain = staged(**kept), gb.decoder(model(), 4, cases.ROOM, **kept)
+    given = cases.prompts(3, 8, 1)
+    how = {"max_new_tokens": 21, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
+    found, want = (one.generate(given, **how) for one in (fast, plain))
+    assert found.tokens == want.tokens
+    for mine, theirs in zip(found.sequences, want.sequences):
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+    stop = want.tokens[1][9]
+    found, want = (one.generate(given, **how, stop=stop) for one in (fast, plain))
+    assert found.tokens == want.tokens and {s.finish for s in found.sequences} == {"stop token", "length"}
+    assert fast.score(given[1])[0] == pytest.approx(plain.score(given[1])[0], abs=1e-4)
+
+
+def test_weights_that_change_and_weights_that_move():
+    fast = staged(verify="quick")
+    prompt = cases.PROMPT
+    before = cases.of_decoder(fast, 12)
+    with torch.no_grad():
+        for parameter in fast.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    changed = cases.of_decoder(fast, 12)
+    assert changed == cases.likeliest(fast.model, prompt, changed) and changed != before
+    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
+    moved = cases.of_decoder(fast, 12)
+    assert moved == cases.likeliest(fast.model, prompt, moved) and moved != changed
+
+
+def test_rows_that_are_not_handed_over_fail_the_certificate(monkeypatch):
+    """What the lanes bring is compared with steps of all rows at once."""
+    monkeypatch.setattr(graphs.Handover, "send", lambda self, to: None)
+    with pytest.raises(gb.GenerateError, match=r"greedy tokens of a graph of . steps are not those of single launches"):
+        staged(verify="quick")
+
+
+def test_the_plan_is_printed_and_stands_in_the_table(said):
+    fast = staged(stages=3, verify=False)
+    lines = [line for line in said().splitlines() if "stage" in line]
+    assert [line.partition(" on ")[0] for line in lines] == [f"gpubound: decoder: stage {number}" for number in range(3)]
+    assert "layer 0: 27.9 kB of weights" in lines[0] and "embedding and head, 11.6 kB" in lines[0]
+    assert ("stage 2", "cpu", "layers 2 to 3: 55.8 kB of weights, 98.3 kB of keys and values") in fast.body.report()
