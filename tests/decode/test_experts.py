@@ -160,7 +160,7 @@ class TestHost:
         if torch.cuda.is_available():
             pytest.skip("the pretend device contends with a real one")
         sim = simgpu()
-        monkeypatch.setattr(bind, "_unreadable", lambda model: None)  # its tensors are of a kind of their own
+        monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)  # its tensors are of a kind of their own
         fast = gb.decoder(cases.build(kind, device=sim), rows, 32, verify=False)
         assert fast.path == ""
         given = cases.prompts(*range(3, 3 + rows))

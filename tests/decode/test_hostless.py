@@ -23,7 +23,7 @@ def sim(monkeypatch) -> torch.device:
     """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; the gpu tests below have the real one's")
-    monkeypatch.setattr(bind, "_unreadable", lambda model: None)
+    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
     return simgpu()
 
 
