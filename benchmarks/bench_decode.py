@@ -48,10 +48,12 @@ from .decode_peers import (
     ours,
     prompts,
 )
+from .decode_stages import measure_stages
 from .decode_start import MARK
 from .harness import Bench, chosen, need_transformers, release
 
 PARTS = ("start", "speed", "packed", "cache", "host")
+STAGES = "stages"  # a part for machines with two GPUs
 CPU = "cpu"  # a part by itself, for machines without a GPU
 CPU_SHAPE = "135m"  # SmolLM2-135M's
 CPU_BATCHES = (1, 20)
@@ -88,6 +90,7 @@ class Decode:
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
     host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. cache: over long texts, with
     keys and values in int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
+    stages: the layers of 8b on two GPUs beside one; it is not among those measured by default.
     cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.
 
     Examples: gpubound bench decode --only 1b --batch 1 --peers graph
@@ -102,7 +105,7 @@ class Decode:
     peers: str = "eager,graph"
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, packed, cache, host; or cpu alone."""
+    """What to measure, by comma: start, speed, packed, cache, host, stages; or cpu alone."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -114,7 +117,7 @@ class Decode:
 def main(argv: Sequence[str]) -> int:
     options = arguments(Decode, argv, "bench decode")
     dry = options.dry or options.only == "tiny"
-    parts = chosen("--parts", options.parts, (*PARTS, CPU))
+    parts = chosen("--parts", options.parts, (*PARTS, STAGES, CPU))
     on_cpu = parts == [CPU]
     if CPU in parts and not on_cpu:
         raise ValueError("--parts: cpu is measured by itself; leave the others out.")
@@ -133,6 +136,8 @@ def main(argv: Sequence[str]) -> int:
     if "start" in parts:  # while nothing of ours is on the device
         for name in names:
             measure_start(bench, name)
+    for name in names if STAGES in parts else ():
+        measure_stages(bench, name, options.rounds, take_turns)
     if {"speed", "packed", "cache", "host"} & set(parts):
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:

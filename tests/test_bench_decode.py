@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_cache, decode_peers, decode_start, shapes
+from benchmarks import bench_decode, decode_cache, decode_peers, decode_stages, decode_start, shapes
 from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
 from benchmarks.harness import Bench
 from gpubound import decoder, device as facts, measure
@@ -181,7 +181,7 @@ def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
     [
         (["--only", "2b"], "--only: got '2b', wanted some of 135m, 350m, 1b, 8b, moe, tiny."),
         (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host, cpu."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host, stages, cpu."),
         (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
@@ -190,6 +190,14 @@ def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
 def test_what_is_refused(capsys, options, sentence):
     assert guarded("bench", bench_decode.main, ["--dry", *options] if "--only" not in options else options) == 2
     assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"
+
+
+def test_stages_beside_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(decode_stages, "NEW", 12)
+    monkeypatch.setattr(decode_stages, "ROWS", 4)
+    assert guarded("bench", bench_decode.main, ["--dry", "--parts", "stages"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"tiny batch {rows} in two stages" in said for rows in (1, 4, 8)) and "decode: 3 lines" in said
 
 
 def test_a_dry_run(capsys):

@@ -181,7 +181,7 @@ def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | No
     return None
 
 
-def _unreadable(model: nn.Module, spread: bool) -> str | None:
+def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
     if why := closed_projection(model):
