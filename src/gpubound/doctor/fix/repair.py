@@ -1,0 +1,124 @@
+"""Patches for findings: chosen, put together into a diff, and written only when that is asked for."""
+
+import difflib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import DataError
+from ...words import hint
+from . import copies, feed, loader, optimizer, precision, reads, waits, zero_grad
+from .patch import Patch
+from .source import Edit, Refused, SourceText
+
+# In the order in which they are tried: what changes least comes first.
+PATCHES: dict[str, Patch] = {
+    module.PATCH.name: module.PATCH for module in (reads, waits, loader, copies, feed, zero_grad, optimizer, precision)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A finding, as far as a patch needs it."""
+
+    kind: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.file}:{self.line}"
+
+
+@dataclass
+class Repair:
+    """What patches would change. Nothing is written before `apply()`."""
+
+    changes: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
+    """Each file's bytes as they were read, and as they would be."""
+    taken: dict[Target, Patch] = field(default_factory=dict)
+    refused: dict[Target, str] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the losses must stay the same, bit for bit."""
+        return all(patch.equal for patch in self.taken.values())
+
+    def diff(self, root: Path | None = None) -> str:
+        """A unified diff, as `git apply` and `patch -p1` take it, with names from `root` on."""
+        root = (root or Path.cwd()).resolve()
+        text = ""
+        for path, (before, after) in self.changes.items():
+            whole = path.resolve()
+            name = whole.relative_to(root).as_posix() if whole.is_relative_to(root) else whole.as_posix().lstrip("/")
+            old, new = before.decode().splitlines(keepends=True), after.decode().splitlines(keepends=True)
+            for line in difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"):
+                text += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        return text
+
+    def apply(self) -> list[Path]:
+        """Write the files, if all of them are still what they were when they were read."""
+        for path, (before, _) in self.changes.items():
+            if path.read_bytes() != before:
+                raise DataError(f"{path}: was changed since it was read; look for the findings again.")
+        for path, (_, after) in self.changes.items():
+            path.write_bytes(after)
+        return list(self.changes)
+
+
+def repair(targets: Iterable[Target], asked: Collection[str] = ()) -> Repair:
+    """Patches for these findings. `asked` names patches that change the numbers, and are left out otherwise: tf32."""
+    for name in asked:
+        if name not in PATCHES:
+            raise ValueError(f"fix: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
+    found = Repair()
+    by_file: dict[str, list[Target]] = {}
+    for target in dict.fromkeys(targets):
+        by_file.setdefault(target.file, []).append(target)
+    for file, members in by_file.items():
+        _repair_file(Path(file), members, asked, found)
+    return found
+
+
+def _repair_file(path: Path, targets: list[Target], asked: Collection[str], found: Repair) -> None:
+    try:
+        source = SourceText(path)
+    except (Refused, OSError) as why:
+        found.refused |= dict.fromkeys(targets, str(why))
+        return
+    before, lines = source.data, {target: target.line for target in targets}
+    for target in targets:
+        if target in found.taken:
+            continue  # its line went with an earlier one's
+        try:
+            patch, edits = _first_that_fits(source, target, lines[target], asked)
+            after = SourceText(path, source.edited(edits))
+        except Refused as why:
+            found.refused[target] = str(why)
+            continue
+        found.taken[target] = patch
+        for other in targets:
+            if any(edit.removes(source, lines[other]) for edit in edits):
+                found.taken[other] = patch
+            lines[other] += sum(edit.lines(source) for edit in edits if edit.start <= source.line_start(lines[other]))
+        source = after
+    if source.data != before:
+        found.changes[path] = (before, source.data)
+
+
+def _first_that_fits(source: SourceText, target: Target, line: int, asked: Collection[str]) -> tuple[Patch, list[Edit]]:
+    """The first patch for this kind that can be made here. It may have nothing left to change."""
+    reasons = []
+    for patch in PATCHES.values():
+        if target.kind not in patch.kinds:
+            continue
+        if patch.asked and patch.name not in asked:
+            reasons.append(f"{patch.name}: {patch.does}, which changes the numbers: ask for it by name")
+            continue
+        try:
+            edits = sorted(set(patch.propose(source, line)))
+            source.edited(edits)
+        except Refused as why:
+            reasons.append(f"{patch.name}: {why}")
+        else:
+            return patch, edits
+    raise Refused("; ".join(reasons) or f"no patch is written for {target.kind}")

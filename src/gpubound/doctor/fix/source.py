@@ -1,0 +1,203 @@
+"""A Python file that is edited in places: every byte outside them stays as it is.
+
+Positions are bytes, as `ast` counts them. An edit is taken only if the file still parses afterwards.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class Refused(Exception):
+    """Why a patch does not fit here, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edit:
+    """Put `text` in place of the bytes from `start` to `end`."""
+
+    start: int
+    end: int
+    text: str
+
+    def lines(self, source: SourceText) -> int:
+        """How many lines the file gains."""
+        return self.text.count("\n") - source.data[self.start : self.end].count(b"\n")
+
+    def removes(self, source: SourceText, line: int) -> bool:
+        """Whether nothing is left of a line."""
+        return not self.text and self.start <= source.line_start(line) and source.line_start(line + 1) <= self.end
+
+
+class SourceText:
+    """One file: its bytes, its tree, and where a node of the tree lies."""
+
+    def __init__(self, path: Path, data: bytes | None = None):
+        self.path = path
+        self.data = path.read_bytes() if data is None else data
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(self.data).readline)
+        if encoding not in ("utf-8", "ascii"):
+            raise Refused(f"the file is in {encoding}; only UTF-8 can be edited byte for byte")
+        if self.data.startswith(b"\xef\xbb\xbf"):
+            raise Refused("the file begins with a byte order mark; remove it first")
+        try:
+            self.tree = ast.parse(self.data)
+        except (SyntaxError, ValueError) as error:
+            raise Refused(f"the file does not parse ({error})") from None
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._starts = [0]
+        for line in self.data.splitlines(keepends=True) if b"\r" not in self.data else _lines(self.data):
+            self._starts.append(self._starts[-1] + len(line))
+        self.newline = "\r\n" if b"\r\n" in self.data else "\n"
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        return self._starts[node.lineno - 1] + node.col_offset
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node: ast.expr | ast.stmt) -> str:
+        return self.data[self.start(node) : self.end(node)].decode()
+
+    def line_start(self, line: int) -> int:
+        return self._starts[min(line, len(self._starts)) - 1]
+
+    def inserted_line(self, line: int, text: str) -> Edit:
+        """A new line that becomes number `line`."""
+        at = self._starts[line - 1]
+        bare = at == len(self.data) and not self.data.endswith((b"\n", b"\r")) and at > 0
+        return Edit(at, at, f"{self.newline}{text}" if bare else f"{text}{self.newline}")
+
+    def indent(self, statement: ast.stmt) -> str:
+        """What stands before a statement in its line, if that is white space."""
+        before = self.data[self.line_start(statement.lineno) : self.start(statement)].decode()
+        if before.strip():
+            raise Refused(f"line {statement.lineno} holds several statements")
+        return before
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around this one, the nearest first."""
+        while (found := self.parents.get(node)) is not None:
+            yield found
+            node = found
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The statement that a node is in, or is."""
+        return next(n for n in (node, *self.above(node)) if isinstance(n, ast.stmt))
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements that stand beside this one."""
+        fields = (value for _, value in ast.iter_fields(self.parents[statement]) if isinstance(value, list))
+        return next(body for body in fields if statement in body)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function that a node is in, or the module."""
+        return next((n for n in self.above(node) if isinstance(n, FUNCTIONS)), self.tree)
+
+    def loop(self, node: ast.AST) -> ast.stmt | None:
+        """The innermost loop around a node, in its own function."""
+        for found in self.above(node):
+            if isinstance(found, FUNCTIONS):
+                return None
+            if isinstance(found, LOOPS):
+                return found
+        return None
+
+    def calls(self, line: int | None = None) -> list[ast.Call]:
+        """All calls, or those of the statement (for a block: its head) that `line` is in, in the order of the file."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        if line is not None:
+            found = [call for call in found if self._in_statement(call, line)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    def statement_at(self, line: int) -> ast.stmt:
+        """The innermost statement that covers a line."""
+        covering = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)]
+        if not covering:
+            raise Refused(f"there is no statement in line {line}")
+        return max(covering, key=lambda n: (n.lineno, -(n.end_lineno or 0), n.col_offset))
+
+    def _in_statement(self, call: ast.Call, line: int) -> bool:
+        return self.statement(call) is self.statement_at(line)
+
+    def edited(self, edits: Iterable[Edit]) -> bytes:
+        """The bytes with all edits made. Refused if they overlap, or if the result does not parse."""
+        made, at, parts = sorted(set(edits)), 0, []
+        for edit in made:
+            if edit.start < at:
+                raise Refused("another patch changes the same place; apply that one first, then look again")
+            parts += [self.data[at : edit.start], edit.text.encode()]
+            at = edit.end
+        data = b"".join([*parts, self.data[at:]])
+        try:
+            ast.parse(data)
+        except SyntaxError as error:
+            raise Refused(f"the patched file would not parse ({error.msg}, line {error.lineno})") from None
+        return data
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Lines as Python counts them: \\r\\n, \\n and \\r end one."""
+    return io.StringIO(data.decode(), newline="").read().encode().splitlines(keepends=True)
+
+
+def name_of(node: ast.AST) -> str:
+    """ "torch.optim.AdamW" of such a node; empty for anything but names and dots."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := name_of(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(call: ast.Call) -> str:
+    """The name that is called: "item" of `loss.item()`."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else name_of(call.func)
+
+
+def constant(node: ast.AST | None) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def with_keywords(source: SourceText, call: ast.Call, **wanted: str) -> list[Edit]:
+    """Edits after which `call` has these keywords, written as given. Those that it has are replaced."""
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise Refused(f"line {call.lineno} passes **keywords, which may hold the same names")
+    have = {keyword.arg: keyword.value for keyword in call.keywords}
+    edits = [Edit(source.start(have[name]), source.end(have[name]), text) for name, text in wanted.items() if name in have]
+    if added := ", ".join(f"{name}={text}" for name, text in wanted.items() if name not in have):
+        edits.append(_appended(source, call, added))
+    return edits
+
+
+def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
+    """One more argument behind the last token before the closing bracket, whatever comments and brackets stand there."""
+    start = source.start(call)
+    segment = source.data[start : source.end(call)]
+    skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENDMARKER, tokenize.INDENT, tokenize.DEDENT)
+    tokens = [t for t in tokenize.tokenize(io.BytesIO(b"(" + segment + b")").readline) if t.type not in skipped]
+    before = tokens[-3]  # then the call's own bracket, and the one that we put around it
+    lines = (b"(" + segment + b")").splitlines(keepends=True)
+    column = len(lines[before.end[0] - 1].decode()[: before.end[1]].encode())
+    at = start - 1 + sum(map(len, lines[: before.end[0] - 1])) + column
+    first, follows = before.string == "(" and not (call.args or call.keywords), before.string == ","
+    return Edit(at, at, text if first else f" {text}," if follows else f", {text}")
+
+
+def imported(source: SourceText, statement: str) -> list[Edit]:
+    """One more import, after the last one at the top of the file. None if it is there."""
+    if statement in (source.text(node) for node in source.tree.body):
+        return []
+    last = None
+    for node in source.tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(constant(node.value), str)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (docstring and last is None):
+            last = node
+    return [source.inserted_line(1 if last is None else (last.end_lineno or 0) + 1, statement)]

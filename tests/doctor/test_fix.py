@@ -1,0 +1,279 @@
+"""Patches: what they write, what they refuse, and that a patched script computes the same losses with fewer waits."""
+
+import runpy
+import subprocess
+
+import pytest
+import torch
+
+from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair
+from gpubound.errors import DataError
+from gpubound.watch import watch
+from gpubound.watch.pretend import simgpu
+
+
+def mended(tmp_path, text: str, *found: tuple[str, str], asked=()) -> tuple[str, Repair]:
+    """The patched text, and the repair, for findings of a kind on the line that holds some words."""
+    path = tmp_path / "train.py"
+    path.write_bytes(text.encode())
+    lines = [next(n for n, line in enumerate(text.splitlines(), 1) if words in line) for _, words in found]
+    made = repair([Target(kind, str(path), line) for (kind, _), line in zip(found, lines)], asked)
+    assert path.read_bytes() == text.encode()  # nothing is written yet
+    return (made.changes[path][1].decode() if made.changes else text), made
+
+
+SCRIPT = """\
+# -*- coding: utf-8 -*-
+\"\"\"Ein Skript mit Umlauten: äöü.\"\"\"
+import torch   # the usual
+from torch import nn
+
+torch.manual_seed(0)
+device = torch.accelerator.current_accelerator()
+data = torch.utils.data.TensorDataset(torch.rand(32, 4), torch.rand(32, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=4,  # vier
+                                     )
+model = nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+total, seen, best = 0.0, 0, 9.9
+total = 0.0; kept = []
+
+
+def train():
+    global kept
+    losses, running = [], 0.0
+    for step, (x, y) in enumerate(loader):
+        x, y = x.to(device), y.to(device, )
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        torch.simgpu.synchronize()
+        running += loss.item() * len(x)
+        losses.append(loss.item())
+        if step == 3:
+            print(f"{running / 4:.6f}", running)
+    kept = [sum(losses), losses, running]
+
+
+train()
+"""
+FOUND = (
+    ("h2d", "x, y = x.to"),
+    ("sync", "synchronize"),
+    ("sync", "running += "),
+    ("sync", "losses.append"),
+    ("zero_grad", "zero_grad"),
+)
+
+
+@pytest.fixture
+def sim() -> torch.device:
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device needs CUDA_VISIBLE_DEVICES=")
+    return simgpu()
+
+
+def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys, one_thread):
+    _, made = mended(tmp_path, SCRIPT, *FOUND)
+    assert not made.refused and made.equal and [patch.name for patch in made.taken.values()] == [
+        "copies", "waits", "reads", "reads", "zero_grad",
+    ]  # fmt: skip
+    states, waits = [], []
+    for _ in range(2):
+        with watch() as ledger:
+            states.append(runpy.run_path(str(tmp_path / "train.py"))["kept"])
+        waits.append((ledger.totals["syncs"], ledger.totals["pageable_copies"], capsys.readouterr().out))
+        made.apply() if len(states) == 1 else None
+    assert states[0] == states[1] and all(type(value) is float for value in states[1][1])
+    # before: in 8 steps two copies, a wait and two reads each; after: two numbers printed, eight losses and one sum
+    assert waits[0] == (2 + 8 * 5, 2 + 16, waits[1][2]) and waits[1][:2] == (2 + 2 + 8 + 1, 2)
+
+
+def test_every_other_byte_stays(tmp_path):
+    """The changed lines, one by one; comments, umlauts, double blanks and trailing commas are as before."""
+    text, _ = mended(tmp_path, SCRIPT, *FOUND)
+    before, after = SCRIPT.splitlines(), text.splitlines()
+    assert [line for line in before if line not in after] == [
+        "loader = torch.utils.data.DataLoader(data, batch_size=4,  # vier",
+        "        x, y = x.to(device), y.to(device, )",
+        "        optimizer.zero_grad(set_to_none=False)",
+        "        torch.simgpu.synchronize()",
+        "        running += loss.item() * len(x)",
+        "        losses.append(loss.item())",
+        '            print(f"{running / 4:.6f}", running)',
+        "    kept = [sum(losses), losses, running]",
+    ]
+    assert [line for line in after if line not in before] == [
+        "loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True,  # vier",
+        "        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True, )",
+        "        optimizer.zero_grad()",
+        "        running += loss.detach().to(torch.float64, copy=True) * len(x)",
+        "        losses.append(loss.detach().to(torch.float64, copy=True))",
+        '            print(f"{running / 4:.6f}", float(running))',
+        "    losses = [float(value) for value in losses]",
+        "    kept = [sum(losses), losses, float(running)]",
+    ]
+
+
+HEAD = "import torch\n"
+LOOP = HEAD + "total = 0.0\nfor step in range(9):\n    {}\nprint(total)\n"
+CASES = {
+    "workers": (
+        "data",
+        HEAD + "loader = DataLoader(d, 8, shuffle=True)  # here\n",
+        HEAD + "loader = DataLoader(d, 8, shuffle=True, num_workers=4, persistent_workers=True, pin_memory=True)  # here\n",
+    ),
+    "workers, of the loop": (
+        "data",
+        "a = DataLoader(x)\nb = DataLoader((y), num_workers=0)\nfor batch in enumerate(b):  # here\n    pass\n",
+        "a = DataLoader(x)\nb = DataLoader((y), num_workers=4, persistent_workers=True, pin_memory=True)\n"
+        "for batch in enumerate(b):  # here\n    pass\n",
+    ),
+    "an argument in brackets": (
+        "optimizer",
+        "o = AdamW((\n    ps  # all\n))  # here\n",
+        "o = AdamW((\n    ps  # all\n), fused=True)  # here\n",
+    ),
+    "foreach": (
+        "optimizer",
+        "o = optim.SGD(ps, foreach=True, lr=1)  # here\n",
+        "o = optim.SGD(ps, fused=True, lr=1)  # here\n",
+    ),
+    "fused, said to be not": ("optimizer", "o = Adam(ps, fused=False)  # here\n", "o = Adam(ps, fused=True)  # here\n"),
+    "zeroed, by position": ("zero_grad", "m.zero_grad( False )  # here\n", "m.zero_grad()  # here\n"),
+    "no optimizer in the line": (
+        "optimizer",
+        "o = SGD(ps)\no.zero_grad(set_to_none=False)  # here\n",
+        "o = SGD(ps)\no.zero_grad()  # here\n",
+    ),
+    "the only statement of a block": ("free", "if x:\n    torch.cuda.empty_cache()  # here\n", "if x:\n    pass  # here\n"),
+    "a wait": ("sync", "if x:\n    y()\n    event.synchronize()  # here\n", "if x:\n    y()\n"),
+    "a sum": (
+        "sync",
+        LOOP.format("total += loss.item() / 8  # here"),
+        LOOP.replace("(total)", "(float(total))").format("total += loss.detach().to(torch.float64, copy=True) / 8  # here"),
+    ),
+    "a count": (
+        "sync",
+        LOOP.format("total += (a == b).sum().item()  # here"),
+        LOOP.replace("(total)", "(int(total))").format("total += (a == b).sum().detach().clone()  # here"),
+    ),
+    "a name": (
+        "sync",
+        LOOP.format("total = loss.item()  # here\n    if step % 3 == 0: log(total)"),
+        LOOP.replace("print(total)", "print(float(total))").format(
+            "total = loss.detach().to(torch.float64, copy=True)  # here\n    if step % 3 == 0: log(float(total))"
+        ),
+    ),
+    "fed": (
+        "h2d",
+        '"""Doc."""\nimport torch\nd = "cuda"\nbatches = [f(i) for i in r]\nfor e in r:\n    for x in batches:\n'
+        "        x = x.to(d)  # here\n",
+        '"""Doc."""\nimport torch\nimport gpubound as gb\nd = "cuda"\nbatches = [f(i) for i in r]\n'
+        "batches = gb.feed(batches, d)\nfor e in r:\n    for x in batches:\n        x = x.to(d)  # here\n",
+    ),
+    "without a last newline": ("zero_grad", "o.zero_grad(False) # here", "o.zero_grad() # here"),
+    "lines of Windows": ("sync", "if x:\r\n  y()\r\n  s.synchronize() # here\r\nz()\r\n", "if x:\r\n  y()\r\nz()\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_patch(name, tmp_path):
+    kind, before, after = CASES[name]
+    text, made = mended(tmp_path, before, (kind, "# here"))
+    assert text == after, made.refused
+
+
+REFUSED = {
+    "loader: the DataLoader has workers; if they are too slow": ("data", "l = DataLoader(d, num_workers=8)  # here\n"),
+    "loader: line 1 passes **keywords": ("data", "l = DataLoader(d, **options)  # here\n"),
+    "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
+    "loader: there is no DataLoader in this file": ("data", "f()  # here\n"),
+    "copies: it copies to the host": ("h2d", "l = DataLoader(d)\ny = x.to('cpu')  # here\n"),
+    "copies: it copies to more than one place": ("h2d", "l = DataLoader(d)\nf(x.to(a), y.to(b))  # here\n"),
+    "copies: the batches must be pinned where they are made, and there is no": ("pageable", "x = x.cuda()  # here\n"),
+    "feed: the loader shuffles": ("repeat", "l = DataLoader(d, shuffle=True)\nfor x in l:\n    x.to('cuda')  # here\n"),
+    "feed: l is used in another way in line 2": ("repeat", "l = [1]\nl.sort()\nfor x in l:\n    x.to('cuda')  # here\n"),
+    "feed: the device `d` is not known before line 2": (
+        "repeat",
+        "l = [1]\nfor x in l:\n    d = 'cuda'\n    x.to(d)  # here\n",
+    ),
+    "reads: total is used in every step, in line 5": ("sync", LOOP.format("total += loss.item()  # here\n    log(total)")),
+    "reads: total is used in every step, in line 6": (
+        "sync",
+        LOOP.format("total += loss.item()  # here\n    x = 1\n    if total > 3: stop()"),
+    ),
+    "reads: total is read in another function, in line 6": (
+        "sync",
+        LOOP.format("total += loss.item()  # here") + "def f(): return total\n",
+    ),
+    "reads: the loop around this line is in another function": ("sync", HEAD + "def f(x):\n    y = x.item()  # here\n"),
+    "reads: line 5 computes with it inside an f-string": (
+        "sync",
+        LOOP.format("total += loss.item()  # here").replace("(total)", "(f'{abs(total)}')"),
+    ),
+    "reads: losses is used inside the loop, in line 5": (
+        "sync",
+        LOOP.format("losses.append(loss.item())  # here\n    if step: log(losses)"),
+    ),
+    "reads: the line does not add the value up": ("sync", LOOP.format("log(loss.item())  # here")),
+    "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
+    "waits: a clock is read beside it": ("sync", "s.synchronize()  # here\nt = time.perf_counter() - t\n"),
+    "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
+    "no patch is written for gc": ("gc", "f()  # here\n"),
+    "the file does not parse": ("sync", "if:  # here\n"),
+    "the file is in iso-8859-1": ("sync", "# coding: latin-1\nf()  # here\n"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refusal(why, tmp_path):
+    kind, before = REFUSED[why]
+    text, made = mended(tmp_path, before, (kind, "# here"))
+    (reason,) = made.refused.values()
+    assert why in reason and text == before and not made.changes
+
+
+def test_tf32_is_taken_when_it_is_asked_for(tmp_path):
+    text, made = mended(tmp_path, "import torch  # t\nf()  # here\n", ("precision", "# here"), asked=["tf32"])
+    assert text == 'import torch  # t\ntorch.set_float32_matmul_precision("high")\nf()  # here\n' and not made.equal
+    with pytest.raises(ValueError) as error:
+        repair([], asked=["tf23"])
+    assert str(error.value) == "fix: 'tf23' is no patch; did you mean 'tf32'?"
+
+
+def test_findings_of_one_line_go_together(tmp_path):
+    """A line that is taken out answers all that was found there, and lines below it are still the right ones."""
+    before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    s.synchronize()\n    o.zero_grad(False)\n"
+    found = [("free", "empty"), ("sync", "empty"), ("sync", "s.sync"), ("zero_grad", "zero")]
+    text, made = mended(tmp_path, before, *found)
+    assert text == "if x:\n    y()\n    o.zero_grad()\n" and len(made.taken) == 4
+
+
+def test_the_diff_is_one_that_git_applies(tmp_path):
+    text, made = mended(tmp_path, "a()\n" + CASES["without a last newline"][1], ("zero_grad", "# here"))
+    (tmp_path / "doctor.patch").write_text(made.diff(tmp_path))
+    assert made.diff(tmp_path).startswith("--- a/train.py\n+++ b/train.py\n@@ ")
+    subprocess.run(
+        ["git", "apply", "doctor.patch"],
+        cwd=tmp_path,
+        check=True,
+        env={"GIT_CEILING_DIRECTORIES": str(tmp_path.parent), "PATH": "/usr/bin:/bin"},
+    )
+    assert (tmp_path / "train.py").read_text() == text
+
+
+def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path):
+    _, made = mended(tmp_path, "o.zero_grad(False)  # here\n", ("zero_grad", "# here"))
+    path = tmp_path / "train.py"
+    path.write_text("other = 1\n")
+    with pytest.raises(DataError) as error:
+        made.apply()
+    assert str(error.value) == f"{path}: was changed since it was read; look for the findings again."
+    assert path.read_text() == "other = 1\n"
+
+
+def test_every_patch_is_tried_here():
+    tried = {kind for kind, *_ in [*CASES.values(), *REFUSED.values()]}
+    assert all(patch.kinds & tried for patch in PATCHES.values())
