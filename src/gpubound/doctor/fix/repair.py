@@ -43,6 +43,11 @@ class Repair:
         """Whether the losses must stay the same, bit for bit."""
         return all(patch.equal for patch in self.taken.values())
 
+    def __str__(self) -> str:
+        """A line for each finding: what its patch does, or why there is none."""
+        lines = [f"{target}: {patch.name}: {patch.does}" for target, patch in self.taken.items()]
+        return "\n".join(lines + [f"{target}: not patched: {why}" for target, why in self.refused.items()])
+
     def diff(self, root: Path | None = None) -> str:
         """A unified diff, as `git apply` and `patch -p1` take it, with names from `root` on."""
         root = (root or Path.cwd()).resolve()

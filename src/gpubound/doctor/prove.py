@@ -1,0 +1,177 @@
+"""Whether a patch makes a script faster, and whether its losses stay what they were.
+
+Both are run in turn, in random order, with the same seeds, each in a process of its own. The speed-up is the median of the
+rounds' ratios with its 95 % interval. Losses are compared bit for bit where a patch only schedules; else within a tolerance.
+The user's files are not written: the patched process imports the new text in place of the old.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MeasureError
+from ..measure.comparison import Ratio, compare_samples
+from .seeded import SeededJob
+
+WARMUP = 10  # steps: the first ones allocate, autotune and compile
+STEPS = 60
+ROUNDS = 5
+TOLERANCE = 1e-2  # of a loss: a few dozen steps apart, products rounded to 10 bits differ by about a thousandth
+
+
+@dataclass(frozen=True)
+class SeededRun:
+    """What one run left: the milliseconds of its steps after the warm-up, and its losses."""
+
+    step_ms: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was measured of a patch."""
+
+    before_ms: tuple[float, ...]
+    after_ms: tuple[float, ...]
+    speedup: Ratio
+    losses: int
+    difference: float
+    """The largest difference between a loss before and after, relative to the loss. Infinite where their numbers differ."""
+    noise: float
+    """The same between runs of the script as it was. Above 0 the script is not deterministic, and bits prove nothing."""
+    tolerance: float
+    """The most that is allowed: 0 where the patch must not change a bit."""
+
+    @property
+    def faster(self) -> bool:
+        """Whether the whole interval says so."""
+        return self.speedup.low > 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the losses are what they were, as far as the script itself repeats them."""
+        return self.difference <= max(self.tolerance, self.noise)
+
+    @property
+    def sentence(self) -> str:
+        """What became of the losses."""
+        if self.difference == 0:
+            return f"{self.losses} losses are equal bit for bit"
+        if self.difference == float("inf"):
+            return "the losses are not the same in number, or not finite in the same places"
+        said = f"{self.losses} losses differ by at most {self.difference:.1e}"
+        if self.noise >= self.difference:
+            return f"{said}, no more than two runs of the script as it was ({self.noise:.1e})"
+        return f"{said} (allowed: {max(self.tolerance, self.noise):.1e})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"faster": self.faster, "holds": self.holds}
+
+    def __str__(self) -> str:
+        before, after = statistics.median(self.before_ms), statistics.median(self.after_ms)
+        verdict = "faster" if self.faster else "slower" if self.speedup.high < 1 else "no difference that is sure"
+        return (
+            f"before {before:.2f} ms, after {after:.2f} ms a step: {self.speedup}, {verdict} "
+            f"({len(self.before_ms)} rounds in turn)\n"
+            f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
+        )
+
+
+def prove(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    changes: Mapping[Path, bytes],
+    equal: bool,
+    rounds: int = ROUNDS,
+    steps: int = STEPS,
+    seed: int = 0,
+) -> Proof:
+    """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
+
+    equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
+    """
+    if rounds < 3:
+        raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
+    if steps <= WARMUP + 1:
+        raise ValueError(f"prove: steps: got {steps}, wanted more than {WARMUP + 1}: the first {WARMUP} are the warm-up.")
+    if not changes:
+        raise ValueError("prove: there is no change to prove; no patch was taken.")
+    runs: dict[str, list[SeededRun]] = {"after": [], "before": []}
+    order, shuffle = list(runs), random.Random(seed).shuffle
+    with tempfile.TemporaryDirectory(prefix="gpubound-prove-") as folder:
+        patched = {}
+        for number, (file, data) in enumerate(changes.items()):
+            copy = Path(folder) / f"{number}.py"
+            copy.write_bytes(data)
+            patched[str(file.resolve())] = str(copy)
+        for _ in range(rounds):
+            shuffle(order)
+            for side in order:
+                files = patched if side == "after" else {}
+                job = SeededJob(str(script), list(arguments), files, str(Path(folder) / "result.json"), seed, steps)
+                runs[side].append(run_once(job, side, Path(folder)))
+    return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE)
+
+
+def run_once(job: SeededJob, side: str, folder: Path) -> SeededRun:
+    """One run in a process of its own."""
+    job.save(folder / "job.json")
+    Path(job.result).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "gpubound.doctor.seeded", str(folder / "job.json")]
+    home = str(Path(__file__).parents[2])  # where this very gpubound is imported from
+    paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}, capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode != 0 or not Path(job.result).exists():
+        said = " / ".join(done.stderr.strip().splitlines()[-2:]) or "it said nothing"
+        what = "with the patch" if side == "after" else "as it is"
+        raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {said}.")
+    return read_run(json.loads(Path(job.result).read_text(encoding="utf-8")))
+
+
+def read_run(found: Mapping[str, Any]) -> SeededRun:
+    times = found["step_ms"][WARMUP:]
+    if not times:
+        raise MeasureError(
+            f"prove: {len(found['step_ms']) + 1 if found['step_ms'] else 'no'} optimizer steps were seen, "
+            f"wanted more than {WARMUP + 1}; let the script make more."
+        )
+    return SeededRun(sum(times) / len(times), tuple(float.fromhex(text) for text in found["losses"]))
+
+
+def judged(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float) -> Proof:
+    """The proof that these runs are."""
+    old, new = ([run.step_ms for run in side] for side in (before, after))
+    ratio = compare_samples({"after": new, "before": old}).ratios["before"]
+    first = before[0].losses
+    if not first:
+        raise MeasureError("prove: backward was called on no single value, so there are no losses to compare.")
+    noise = max(difference(first, run.losses) for run in before)
+    worst = max(difference(first, run.losses) for run in after)
+    return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance)
+
+
+def difference(wanted: Sequence[float], got: Sequence[float]) -> float:
+    """The largest relative difference; infinite where one is longer, or only one is NaN or infinite."""
+    if len(wanted) != len(got):
+        return float("inf")
+    return max((_apart(w, g) for w, g in zip(wanted, got)), default=0.0)
+
+
+def _apart(wanted: float, got: float) -> float:
+    if wanted == got or (wanted != wanted and got != got):
+        return 0.0
+    apart = abs(wanted - got) / max(abs(wanted), abs(got))
+    return apart if apart == apart else float("inf")

@@ -1,0 +1,165 @@
+"""One seeded run of a script, as it is or patched: how long its steps take, and its losses to the last bit.
+
+    python -m gpubound.doctor.seeded JOB.json
+
+The job names the script, its arguments, files to read in place of the script's own, a seed and a number of steps. The result
+goes into the file that the job names. A step ends where an optimizer's `step` does. A loss is what backward is called on. It is
+kept on the device until the end, so that the run waits no more than it would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+LOSSES = 100_000  # of one run: more of them say no more
+
+
+@dataclass
+class SeededJob:
+    """What to run. `patched` maps files to the files that hold what they would be."""
+
+    script: str
+    arguments: list[str]
+    patched: dict[str, str]
+    result: str
+    seed: int = 0
+    steps: int = 0
+    """End the run after this many optimizer steps; 0: let the script end by itself."""
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Recorder:
+    """The ends of the steps and the losses of a run."""
+
+    def __init__(self, steps: int, enough: Callable[[], Any]):
+        self.steps, self.enough = steps, enough
+        self.ends: list[Any] = []
+        self.losses: list[torch.Tensor] = []
+
+    def stepped(self, *_: Any) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            end: Any = torch.cuda.Event(enable_timing=True)
+            end.record()
+        else:
+            end = perf_counter()
+        self.ends.append(end)
+        if len(self.ends) == self.steps:
+            self.enough()
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
+                if loss.numel() == 1 and len(self.losses) < LOSSES:
+                    self.losses.append(loss.detach().clone())
+            return original(tensors, *args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        hook, original = register_optimizer_step_post_hook(self.stepped), torch.autograd.backward
+        torch.autograd.backward = self.backward(original)
+        try:
+            yield
+        finally:
+            hook.remove()
+            torch.autograd.backward = original
+
+    def as_dict(self) -> dict[str, Any]:
+        """Milliseconds between the ends of steps, and the losses as exact numbers (`float.fromhex` reads them)."""
+        if self.ends and isinstance(self.ends[0], torch.cuda.Event):
+            torch.cuda.synchronize()
+            between = [a.elapsed_time(b) for a, b in zip(self.ends, self.ends[1:])]
+        else:
+            between = [(b - a) * 1e3 for a, b in zip(self.ends, self.ends[1:])]
+        return {"step_ms": between, "losses": [float(loss).hex() for loss in self.losses]}
+
+
+@contextmanager
+def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
+    """Import modules from other bytes than their files hold. No cached bytecode of such a file is read or written."""
+    files = {os.path.realpath(name): data for name, data in patched.items()}
+    get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
+
+    def data_of(loader: SourceFileLoader, path: str) -> bytes:
+        return files[real] if (real := os.path.realpath(path)) in files else get_data(loader, path)
+
+    def stats_of(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
+        if os.path.realpath(path) in files:
+            raise OSError(f"{path}: is read from elsewhere")  # the import system then compiles what get_data returns
+        return path_stats(loader, path)
+
+    SourceFileLoader.get_data, SourceFileLoader.path_stats = data_of, stats_of  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SourceFileLoader.get_data, SourceFileLoader.path_stats = get_data, path_stats  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_main(script: str, arguments: list[str]) -> Iterator[ModuleType]:
+    """The process as `python script arguments` has it: argv, the first place of the path, and an empty `__main__`."""
+    main, before = ModuleType("__main__"), (sys.argv, sys.path[:], sys.modules["__main__"])
+    main.__file__ = script
+    main.__dict__["__builtins__"] = __builtins__
+    sys.argv, sys.path[:] = [script, *arguments], [str(Path(script).resolve().parent), *sys.path[1:]]
+    sys.modules["__main__"] = main
+    try:
+        yield main
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def run(job: SeededJob, recorder: Recorder) -> None:
+    """Run the job's script in this process."""
+    random.seed(job.seed)
+    np.random.seed(job.seed)
+    torch.manual_seed(job.seed)
+    patched = {name: Path(copy).read_bytes() for name, copy in job.patched.items()}
+    by_path = {os.path.realpath(name): data for name, data in patched.items()}
+    script = os.path.realpath(job.script)
+    source = by_path[script] if script in by_path else Path(script).read_bytes()
+    with reading_instead(patched), recorder.listening(), as_main(job.script, job.arguments) as main:
+        exec(compile(source, job.script, "exec"), main.__dict__)
+
+
+def main(argv: list[str]) -> int:
+    job = SeededJob(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
+
+    def save() -> None:
+        Path(job.result).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
+
+    def enough() -> None:
+        save()
+        sys.stdout.flush()
+        os._exit(0)  # at once: no checkpoint is written, and no handler of the script believes that it failed
+
+    recorder = Recorder(job.steps, enough)
+    try:
+        run(job, recorder)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

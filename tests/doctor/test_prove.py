@@ -1,0 +1,159 @@
+"""A proof runs what it says, changes no file, records the losses to the last bit, and says no more than was measured."""
+
+import math
+import py_compile
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpubound.doctor import prove as proving
+from gpubound.doctor.prove import Proof, SeededRun, difference, judged, prove, run_once
+from gpubound.doctor.seeded import Recorder, SeededJob, run
+from gpubound.errors import MeasureError
+
+HELPER = "SCALE = 1.0\n"
+SCRIPT = """\
+import sys
+import torch
+import helper
+
+assert __name__ == "__main__" and sys.modules["__main__"].helper is helper
+weight = torch.nn.Parameter(torch.rand(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = (weight * torch.rand(3)).sum() * helper.SCALE
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "helper.py").write_text(HELPER)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def expected(scale: float, steps: int, seed: int) -> list[float]:
+    """The losses of SCRIPT by the formula: the gradient of a weighted sum is its weights."""
+    torch.manual_seed(seed)
+    weight, losses = torch.rand(3), []
+    for _ in range(steps):
+        factors = torch.rand(3)
+        losses.append(float((weight * factors).sum() * scale))
+        weight -= 0.1 * (factors * scale)
+    return losses
+
+
+def recorded(script, patched=None, steps=0) -> Recorder:
+    recorder = Recorder(steps, enough=lambda: None)
+    run(SeededJob(str(script), ["4"], patched or {}, "", seed=7), recorder)
+    sys.modules.pop("helper")
+    return recorder
+
+
+def test_a_run_records_the_script_s_losses(script):
+    argv, path, main = list(sys.argv), list(sys.path), sys.modules["__main__"]
+    found = recorded(script).as_dict()
+    assert [float.fromhex(text) for text in found["losses"]] == pytest.approx(expected(1.0, 4, 7), rel=1e-6)
+    assert len(found["step_ms"]) == 3 and all(ms > 0 for ms in found["step_ms"])
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, main)
+
+
+def test_a_patched_module_is_read_in_place_of_the_file(script, tmp_path):
+    """Also when the file's bytecode is cached. The file and its bytecode stay what they are."""
+    py_compile.compile(str(tmp_path / "helper.py"))
+    plain = recorded(script)
+    cached = {path: path.read_bytes() for path in (tmp_path / "__pycache__").glob("*")}
+    (tmp_path / "0.py").write_text("SCALE = 2.0\n")
+    patched = recorded(script, {str(tmp_path / "helper.py"): str(tmp_path / "0.py")})
+    assert torch.stack(plain.losses).tolist() == pytest.approx(expected(1.0, 4, 7), rel=1e-6)
+    assert torch.stack(patched.losses).tolist() == pytest.approx(expected(2.0, 4, 7), rel=1e-6)
+    assert {path: path.read_bytes() for path in (tmp_path / "__pycache__").glob("*")} == cached != {}
+    assert (tmp_path / "helper.py").read_text() == HELPER
+
+
+def test_a_patched_script_is_run_in_place_of_the_file(script, tmp_path):
+    (tmp_path / "0.py").write_text(SCRIPT.replace("helper.SCALE", "3.0"))
+    found = recorded(script, {str(script): str(tmp_path / "0.py")})
+    assert torch.stack(found.losses).tolist() == pytest.approx(expected(3.0, 4, 7), rel=1e-6)
+
+
+def test_a_run_in_a_process_of_its_own_ends_after_its_steps(script, tmp_path):
+    """The script would make a million steps."""
+    done = run_once(SeededJob(str(script), ["1000000"], {}, str(tmp_path / "result.json"), 7, steps=13), "before", tmp_path)
+    assert done.losses == pytest.approx(expected(1.0, 13, 7), rel=1e-5) and done.step_ms > 0
+
+
+def test_a_script_that_fails_is_no_proof(script, tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 3, "", "Traceback:\n  line\nKeyError: 'x'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(MeasureError) as error:
+        run_once(SeededJob(str(script), [], {}, str(tmp_path / "none.json")), "after", tmp_path)
+    assert str(error.value) == "prove: the script with the patch ended with code 3:   line / KeyError: 'x'."
+
+
+def test_too_few_steps_are_no_proof():
+    with pytest.raises(MeasureError) as error:
+        proving.read_run({"step_ms": [1.0] * 8, "losses": []})
+    assert str(error.value) == "prove: 9 optimizer steps were seen, wanted more than 11; let the script make more."
+
+
+def test_the_sides_take_turns(script, monkeypatch):
+    """Each round runs both, only one of them patched; a patch that halves the time is shown to."""
+    rounds = []
+
+    def fake(job, side, folder) -> SeededRun:
+        rounds.append((side, {name: Path(copy).read_text() for name, copy in job.patched.items()}, job.seed))
+        return SeededRun({"before": 10.0, "after": 5.0}[side] + 0.01 * len(rounds), (1.0, 0.5))
+
+    monkeypatch.setattr(proving, "run_once", fake)
+    proof = prove(script, ["4"], changes={script: b"new"}, equal=True, rounds=4, seed=3)
+    assert [{side for side, *_ in rounds[n : n + 2]} for n in range(0, 8, 2)] == [{"before", "after"}] * 4
+    assert all(patched == ({str(script): "new"} if side == "after" else {}) and seed == 3 for side, patched, seed in rounds)
+    assert proof.faster and proof.holds and proof.speedup.value == pytest.approx(2.0, rel=0.01)
+    assert str(proof).endswith("faster (4 rounds in turn)\nthe same: 2 losses are equal bit for bit")
+
+
+def of(before, after, tolerance=0.0) -> Proof:
+    """A proof from runs of one loss each."""
+    sides = ([SeededRun(1.0, (loss,)) for loss in losses] for losses in (before, after))
+    return judged(*sides, tolerance)
+
+
+def test_one_bit_is_a_difference_where_none_is_allowed():
+    bit = math.nextafter(1.0, 2.0)
+    assert of([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]).holds
+    proof = of([1.0, 1.0, 1.0], [1.0, bit, 1.0])
+    assert not proof.holds and "NOT the same: 1 losses differ by at most 2.2e-16 (allowed: 0.0e+00)" in str(proof)
+    assert of([1.0, 1.0, 1.0], [1.0, 1.005, 1.0], tolerance=0.01).holds
+    assert not of([1.0, 1.0, 1.0], [1.0, 1.02, 1.0], tolerance=0.01).holds
+
+
+def test_a_script_that_does_not_repeat_itself_sets_the_limit():
+    proof = of([1.0, 1.5, 1.0], [1.0, 1.2, 1.0])
+    assert proof.holds and proof.sentence.endswith("no more than two runs of the script as it was (3.3e-01)")
+    assert not of([1.0, 1.1, 1.0], [1.0, 1.2, 1.0]).holds
+
+
+def test_other_numbers_of_losses_and_nan():
+    assert difference([1.0], [1.0, 2.0]) == math.inf == difference([1.0], [math.nan]) == difference([math.inf], [1.0])
+    assert difference([math.nan, 2.0], [math.nan, 2.0]) == 0.0 and difference([2.0], [1.0]) == 0.5
+    assert not of([1.0] * 3, [math.nan] * 3, tolerance=0.5).holds
+
+
+def test_bad_arguments(script):
+    changes = {script: b""}
+    for options, said in [
+        ({"rounds": 2}, "prove: rounds: got 2, wanted at least 3: an interval needs them."),
+        ({"steps": 11}, "prove: steps: got 11, wanted more than 11: the first 10 are the warm-up."),
+        ({"changes": {}}, "prove: there is no change to prove; no patch was taken."),
+    ]:
+        with pytest.raises(ValueError) as error:
+            prove(script, **({"changes": changes, "equal": True} | options))
+        assert str(error.value) == said
