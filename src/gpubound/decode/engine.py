@@ -14,19 +14,17 @@ from torch import Tensor, nn
 
 from ..device import label
 from ..errors import GenerateError
-from ..kernels.choose import Call, hasten
-from ..kernels.decode_product import form
+from ..kernels.choose import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
-from ..models.decoding import DenseWeights
 from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
 from ..trace import fallback, notice
-from .adapters import form_of_layers
-from .bind import BoundModel, bind
+from .bind import bind
 from .cache import CacheLayout
+from .calls import step_calls
 from .certify import DecoderCertificate, certify
 from .compressed.body import CompressedBody
 from .contract import Body, Build
@@ -40,7 +38,6 @@ from .speculate import Draft, stepper_of, tokens_a_step
 from .stages.body import staged_body
 from .stages.graphs import StageGraphs
 from .steps import Slots, StepGraphs, Stepper
-from .weights import weight_format
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
@@ -276,24 +273,5 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
         from .any_model import StaticBody
 
         return StaticBody(own, build, live)
-    hasten(_calls(live, build.weights), live.device, live.dtype)
+    hasten(step_calls(live, build.weights), live.device, live.dtype)
     return FusedBody(live, build)
-
-
-def _calls(live: BoundModel, weights: str | None) -> list[Call]:
-    """The products of its steps, in the forms that its layers ask for."""
-    norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
-    product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
-    found: list[Call] = [(product, form(norm, 0.0)), (add, ())]
-    found.append((product, form(live.norm, live.shape.logit_cap)))
-    if live.reader.routers():
-        found += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
-    activation = live.reader.activation()
-    found.append((gate_up, form(norm, activation)))
-    for attention, mlp in live.layers if live.adapted else ():
-        found.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
-        found.append((add, form_of_layers(attention.o)))
-        if isinstance(mlp, DenseWeights):
-            found.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
-            found.append((add, form_of_layers(mlp.down)))
-    return found

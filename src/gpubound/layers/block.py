@@ -71,7 +71,9 @@ def run_blocks(
 
 
 def brought(module: Any, value: Any) -> Any:
-    """Tensors, also in tuples, on the device where the module's weights are."""
+    """Tensors, also in tuples and dicts, on the device where the module's weights are."""
     if isinstance(value, Tensor):
         return value.to(next(module.parameters()).device)
+    if type(value) is dict:
+        return {key: brought(module, one) for key, one in value.items()}
     return tuple(brought(module, one) for one in value) if type(value) is tuple else value

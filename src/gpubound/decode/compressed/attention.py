@@ -3,6 +3,7 @@
 Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a token chooses.
 """
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,11 @@ class Index:
 
     def __init__(self, weights: IndexWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
+
+    def part(self, rows: slice) -> "Index":
+        found = copy(self)
+        found.entries = self.entries.part(rows)
+        return found
 
     def choose(self, q: Tensor, share: Tensor, rows: int, closed: Tensor) -> Tensor:
         """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D), turned, shares of heads (N, H) and how many
@@ -61,6 +67,14 @@ class LatentAttention:
         """The state."""
         stores = [held for held in (self.entries, self.index.entries if self.index else None) if held is not None]
         return [self.window.data, *(t for held in stores for t in held.tensors())]
+
+    def part(self, rows: slice) -> "LatentAttention":
+        """Of these rows alone, over the same memory."""
+        found = copy(self)
+        found.window = self.window.part(rows)
+        found.entries = None if self.entries is None else self.entries.part(rows)
+        found.index = None if self.index is None else self.index.part(rows)
+        return found
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
         """What the rows' next tokens get, whose streams mix to u (B, T, hidden) fp32."""

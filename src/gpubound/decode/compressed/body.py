@@ -8,43 +8,34 @@ Legend: B rows, T tokens, N = B T, n streams.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import GenerateError
-from ...kernels import hc_head, hc_post, hc_pre
+from ...kernels import hc_head
 from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
-from ...models.deepseek_v4.weights import HyperWeights
 from ...models.registry import reader_of
 from ..bind import closed_projection, unadded
 from ..contract import Body, Build, Watched, check_room
+from ..stages.plan import LayerStage
 from .attention import LatentAttention
-from .mixture import Mixture
 from .products import NARROW
+from .span import Attend, StreamedLayer, StreamedSpan, bytes_kept, weights_of
 from .state import Moment, Stretch, normed
 from .trial import Trial, try_body
 
 CHUNK = 1024  # tokens of a prompt at a time, about: a whole number of every stretch
-META = torch.device("meta")
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
 
-class StreamedLayer(NamedTuple):
-    attention_streams: HyperWeights
-    attention: LatentAttention
-    mixture_streams: HyperWeights
-    mixture: Mixture
-
-
-Attend = Callable[[LatentAttention, Tensor, Any], Tensor]
-"""LatentAttention.step or its prompt"""
+When = Callable[[StreamedSpan], Moment | Stretch]
+"""where the tokens stand, on a span's device"""
 
 
 class CompressedBody(Body):
@@ -53,28 +44,30 @@ class CompressedBody(Body):
     kernels = "a step of its own"
     reads = "the live weights"
 
-    def __init__(self, reader: CompressedReader, build: Build) -> None:
+    def __init__(self, reader: CompressedReader, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
+        """stages: where the layers lie, if not all on one device."""
         self.model, self.max_batch, self.max_length, self.tokens = reader.model, build.max_batch, build.max_length, build.tokens
-        self._check(reader)
+        check_reader(reader, self.max_length)
         self.reader = reader
         embed = weight_of(reader.trunk.embed_tokens)
         self.device, self.dtype = embed.device, embed.dtype
         self.vocab = len(weight_of(reader.model.lm_head))
         layers = reader.layers()
-        state = sum(t.nbytes for one in layers for t in LatentAttention(one.attention, build, self.dtype, META).tensors())
-        check_room(state + 4 * build.max_batch * build.tokens * self.vocab, self.device, build)
-        self.build = build
+        if stages is None:
+            stages = [LayerStage(self.device, range(len(layers)))]
+            state = sum(bytes_kept(reader, build, self.dtype))
+            check_room(state + 4 * build.max_batch * build.tokens * self.vocab, self.device, build)
         self.logits = torch.zeros(build.max_batch * build.tokens, self.vocab, device=self.device)
-        self.tables = reader.tables(build.max_length, self.device)
+        self.spans = [StreamedSpan(reader, build, stage) for stage in stages]
         rates = [w.entries.rate for w in (one.attention for one in layers) if w.entries is not None]
         whole = lcm(*rates)
         self.chunk = max(1, CHUNK // whole) * whole
         self._take()
         self.trial: Trial = try_body(self)
 
-    def _check(self, reader: CompressedReader) -> None:
-        if why := closed_projection(reader.model, reader.PRODUCTS) or unadded(reader.model) or reader.refusal(self.max_length):
-            raise ValueError(f"decoder: model: got {type(reader.model).__name__}, which is not decoded: {why}.")
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        return [layer for span in self.spans for layer in span.layers]
 
     def _take(self) -> None:
         """Take the weights as they are now."""
@@ -83,59 +76,74 @@ class CompressedBody(Body):
         self.embed_weight, self.head = weight_of(reader.trunk.embed_tokens), weight_of(reader.model.lm_head)
         self.norm: Norm = reader.norm(reader.trunk.norm)
         self.collapse = reader.collapse()
-        self.layers: list[StreamedLayer] = []  # what was there is free before new state is made: a request begins with none
-        for number, (attention_streams, attention, mixture_streams, mixture) in enumerate(reader.layers()):
-            latent = LatentAttention(attention, self.build, self.dtype, self.device)
-            self.layers.append(StreamedLayer(attention_streams, latent, mixture_streams, Mixture(mixture, number)))
+        layers = reader.layers()
+        for span in self.spans:
+            span.take(layers, self.dtype)
         self.streams = self.collapse.product.shape[0]
-        self.captures_prefill = not any(layer.mixture.ungrouped for layer in self.layers)
+        self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.ungrouped for layer in self.layers)
 
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """A row that is full writes its last place again: what comes of that is nobody's."""
-        rows = len(token)
-        token_BT = token.long().view(rows, -1)
-        now = Moment(position.long().clamp(max=self.max_length - 1).view(rows, -1), self.tables)
-        x = self._through(token_BT, now, LatentAttention.step)
-        count = token_BT.numel()
-        return self.logits[:count].copy_(self._logits(x).flatten(0, 1))
+        token_BT, position_BT = (t.view(len(token), -1) for t in (token.long(), position))
+        return self.leave(self._through(token_BT, lambda span: span.moment(position_BT), LatentAttention.step))
+
+    @property
+    def stream_width(self) -> int:
+        return self.streams * self.embed_weight.shape[1]
+
+    def enter(self, token: Tensor, x: Tensor) -> None:
+        """Begin a lane's round: x (B, n hidden) becomes the streams before the first layer."""
+        x.copy_(self._embedded(token[:, None]).flatten(1))
+
+    @torch.no_grad()
+    def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
+        """The streams x behind the layers of a stage, in place; its rows are those of the state from `first` on."""
+        span, streams = self.spans[number], x.view(len(x), 1, self.streams, -1)
+        layers = span.part(first, len(x))
+        *_, (_, y) = span.stages(streams, token.long(), span.moment(position[:, None]), LatentAttention.step, layers)
+        streams.copy_(y)
+
+    @torch.no_grad()
+    def leave(self, x: Tensor) -> Tensor:
+        """The logits (N, V) of the streams behind the last layer."""
+        logits = self._logits(x if x.dim() == 4 else x.view(len(x), 1, self.streams, -1)).flatten(0, 1)
+        return self.logits[: len(logits)].copy_(logits)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         for start in range(0, ids.shape[1], self.chunk):
             end = min(start + self.chunk, ids.shape[1])
-            stretch = Stretch(start, end, lengths.long(), self.tables)
-            self._through(ids[:, start:end].long(), stretch, LatentAttention.prompt)
+            self._through(ids[:, start:end].long(), _stretch(start, end, lengths.long()), LatentAttention.prompt)
 
     @torch.no_grad()
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
-        for token, now in self._pieces(ids):
-            for some in self._through(token, now, LatentAttention.prompt)[0].split(SCORED):
+        for token, when in self._pieces(ids):
+            for some in self._through(token, when, LatentAttention.prompt)[0].split(SCORED):
                 yield self._logits(some)
 
-    def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, Stretch]]:
+    def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, When]]:
         """Of the sequence ids (T,), in the place of the first row."""
         lengths = torch.full((1,), len(ids), device=ids.device)
         for start in range(0, len(ids), self.chunk):
             end = min(start + self.chunk, len(ids))
-            yield ids[None, start:end].long(), Stretch(start, end, lengths, self.tables)
+            yield ids[None, start:end].long(), _stretch(start, end, lengths)
 
-    def _through(self, token_BT: Tensor, now: Any, attend: Attend) -> Tensor:
+    def _through(self, token_BT: Tensor, when: When, attend: Attend) -> Tensor:
         """The streams (B, T, n, hidden), fp32, behind the last layer."""
-        return deque(self._stages(token_BT, now, attend), maxlen=1).pop()[1]
+        return deque(self._stages(token_BT, when, attend), maxlen=1).pop()[1].to(self.device)
 
-    def _stages(self, token_BT: Tensor, now: Any, attend: Attend) -> Iterator[tuple[str, Tensor]]:
+    def _stages(self, token_BT: Tensor, when: When, attend: Attend) -> Iterator[tuple[str, Tensor]]:
         """(name, the streams behind it) of every part."""
-        x = F.embedding(token_BT, self.embed_weight).float()[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
+        x = self._embedded(token_BT)
         yield "model.embed_tokens", x
-        token_N = token_BT.flatten()
-        for number, layer in enumerate(self.layers):
-            u, give, mix = read(x, layer.attention_streams)
-            x = hc_post(x, attend(layer.attention, u, now), give, mix)
-            yield f"model.layers.{number}.self_attn", x
-            u, give, mix = read(x, layer.mixture_streams)
-            x = hc_post(x, layer.mixture(u.flatten(0, 1), token_N).view_as(u), give, mix)
-            yield f"model.layers.{number}.mlp", x
+        for span in self.spans:
+            for name, y in span.stages(x, token_BT, when(span), attend):
+                yield name, y
+            x = y
+
+    def _embedded(self, token_BT: Tensor) -> Tensor:
+        x = F.embedding(token_BT, self.embed_weight).float()
+        return x[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
 
     def _logits(self, x: Tensor) -> Tensor:
         w = self.collapse
@@ -149,11 +157,12 @@ class CompressedBody(Body):
         found = reader_of(self.model)
         if not isinstance(found, CompressedReader):
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {type(self.model).__name__}.")
-        self._check(found)
+        check_reader(found, self.max_length)
         self.reader = found
-        for tables, current in zip(self.tables, found.tables(self.max_length, self.device)):
-            for table, now in zip(tables, current):
-                table.copy_(now)
+        for span in self.spans:
+            for tables, current in zip(span.tables, found.tables(self.max_length, self.device)):
+                for table, now in zip(tables, current):
+                    table.copy_(now)
         self._take()
 
     def bytes_a_step(self, live: list[int]) -> int:
@@ -163,16 +172,15 @@ class CompressedBody(Body):
         for layer in self.layers:
             w = layer.mixture.weights
             unread = {t.data_ptr() for t in (w.gate_up, w.down, w.table) if t is not None}
-            parts = layer.attention_streams, layer.attention.weights, layer.mixture_streams, w
-            read |= {t.data_ptr(): t.nbytes for part in parts for t in part.tensors() if t.data_ptr() not in unread}
+            read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
             different = 1 - (1 - w.slots / len(w.gate_up)) ** (len(live) * self.tokens)
             experts += different * (w.gate_up.nbytes + w.down.nbytes)
         return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in self.layers)
 
     @torch.no_grad()
     def locate(self, ids: Tensor) -> str:
-        for token, now in self._pieces(ids):
-            for name, x in self._stages(token, now, LatentAttention.prompt):
+        for token, when in self._pieces(ids):
+            for name, x in self._stages(token, when, LatentAttention.prompt):
                 if not x.isfinite().all():
                     return name
         return "lm_head"
@@ -190,7 +198,9 @@ class CompressedBody(Body):
         rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         ungrouped = next((layer.mixture.ungrouped for layer in self.layers if layer.mixture.ungrouped), None)
         many = "every expert for all tokens, by torch" if ungrouped else "grouped by expert: F.grouped_mm"
+        stages = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
         return [
+            *stages,
             *rows,
             (f"experts, up to {NARROW} rows", "routed_gate_up, add_routed", "chosen experts' weights read where they lie"),
             ("experts, more rows, prompts", many, ungrouped or ""),
@@ -199,6 +209,10 @@ class CompressedBody(Body):
         ]
 
 
-def read(x: Tensor, w: HyperWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """What a part reads of the streams, and how `hc_post` spreads what it gives."""
-    return hc_pre(x, w.product, w.scale, w.base, w.eps, w.norm_eps, w.rounds)
+def check_reader(reader: CompressedReader, max_length: int) -> None:
+    if why := closed_projection(reader.model, reader.PRODUCTS) or unadded(reader.model) or reader.refusal(max_length):
+        raise ValueError(f"decoder: model: got {type(reader.model).__name__}, which is not decoded: {why}.")
+
+
+def _stretch(start: int, end: int, lengths_B: Tensor) -> When:
+    return lambda span: span.stretch(start, end, lengths_B)

@@ -12,6 +12,7 @@ Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,12 @@ class TokenRing:
         self.size = span + build.tokens - 1
         self.data = torch.zeros(build.max_batch, self.size, width, device=device, dtype=dtype)
 
+    def part(self, rows: slice) -> "TokenRing":
+        """Of these rows alone, over the same memory."""
+        found = copy(self)
+        found.data = self.data[rows]
+        return found
+
     def step(self, now: Moment, new_BTD: Tensor) -> Tensor:
         """What the rows hold with their new tokens, (B, R, D)."""
         put(self.data, now.row, now.slot(self.size), new_BTD)
@@ -117,6 +124,12 @@ class Entries:
 
     def tensors(self) -> list[Tensor]:
         return [self.store, self.kv.data, self.gate.data]
+
+    def part(self, rows: slice) -> "Entries":
+        """Of these rows alone, over the same memory."""
+        found = copy(self)
+        found.store, found.kv, found.gate = self.store[rows], self.kv.part(rows), self.gate.part(rows)
+        return found
 
     def step(self, now: Moment, new: EntryProducts, table: int) -> Tensor:
         """Every place of the rows' stores, (B, S, D), with the entries of the stretches that the tokens end."""

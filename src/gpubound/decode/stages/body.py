@@ -1,49 +1,102 @@
 """The body of a decoder over several devices: planned by what is free on each, then put there and bound."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from ...kernels.choose import hasten
 from ...models.decoding import Reader, weight_of
+from ...models.registry import reader_of
 from ..bind import BoundModel, bind, examine
-from ..cache import Cache
-from ..contract import Build
+from ..cache import PLAIN, Cache
+from ..calls import step_calls
+from ..compressed.body import CompressedBody, check_reader
+from ..compressed.span import bytes_kept
+from ..contract import Body, Build
 from ..fused import NARROW, ON_ONE, FusedBody
 from ..span import META, bytes_of_tables
-from .plan import StageBytes, plan
+from .plan import LayerStage, StageBytes, plan
 from .spread import devices_of, rooms_of, spread, tell
 
 
-def staged_body(model: Any, build: Build, fused: bool, given: Any) -> FusedBody:
+def staged_body(model: Any, build: Build, fused: bool, given: Any) -> Body:
     """`given`: devices. A ValueError where the model is not decoded over several, or does not fit."""
     devices = devices_of(given)
     for name, asked in (("speculate", build.tokens > 1), ("weights", build.weights is not None), ("fused=False", not fused)):
         if asked:
             raise ValueError(f"decoder: devices: got {len(devices)} together with {name}, which takes a single device.")
-    together = build.max_batch > NARROW
-    reader = examine(model, build.max_length, spread=True)
-    if isinstance(reader, str):
-        raise ValueError(f"decoder: devices: got {len(devices)}, which only the fused kernels run on, and {reader}.")
-    if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):
-        raise ValueError(f"decoder: devices: got {len(devices)} for a model with low-rank adapters, {ON_ONE}.")
-    sizes, rooms = _sizes(model, reader, build), rooms_of(model, devices)
+    found = reader_of(model)
+    form = FORMS["fused" if found is None else found.BODY]
+    reader = form.readable(model, build, len(devices))
+    sizes, rooms = _sizes(model, reader, build, *form.kept(reader, build)), rooms_of(model, devices)
     stages = plan(sizes, rooms)
     tell(stages, sizes, rooms)
     spread(model, reader.trunk.layers, stages)
-    live = bind(model, build.max_length, together, spread=True)
-    assert isinstance(live, BoundModel)  # moving changes nothing of what was examined
-    return FusedBody(live, build, stages)
+    return form.make(reader, build, stages)
 
 
-def _sizes(model: Any, reader: Reader, build: Build) -> StageBytes:
+def _sizes(model: Any, reader: Reader, build: Build, kept: list[int], tables: int) -> StageBytes:
     blocks = [{t.data_ptr(): t.nbytes for t in (*block.parameters(), *block.buffers())} for block in reader.trunk.layers]
     inside = set().union(*blocks)
     ends = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.data_ptr() not in inside}
-    head, shape = weight_of(model.lm_head), reader.shape()
-    kept = Cache(build, range(1), shape, head.dtype, META).nbytes
+    head = weight_of(model.lm_head)
     return StageBytes(
         weights=[sum(block.values()) for block in blocks],
-        kept=[kept] * len(blocks),
+        kept=kept,
         ends=sum(ends.values()),
         read=head.nbytes,
-        scratch=bytes_of_tables(reader, build),
-        first=4 * build.max_batch * shape.vocab,
+        scratch=tables,
+        first=4 * build.max_batch * len(head),
     )
+
+
+class StagedForm(NamedTuple):
+    """What is asked of a kind of body before its layers are moved, and how it is made behind that."""
+
+    readable: Callable[[Any, Build, int], Any]  # (model, build, how many devices) -> its reader, or a ValueError
+    kept: Callable[[Any, Build], tuple[list[int], int]]  # bytes by layer beside the weights, and on each device beside layers
+    make: Callable[[Any, Build, Sequence[LayerStage]], Body]
+
+
+def _fused_reader(model: Any, build: Build, count: int) -> Reader:
+    reader = examine(model, build.max_length, spread=True)
+    if isinstance(reader, str):
+        raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
+    if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):
+        raise ValueError(f"decoder: devices: got {count} for a model with low-rank adapters, {ON_ONE}.")
+    return reader
+
+
+def _fused_kept(reader: Reader, build: Build) -> tuple[list[int], int]:
+    a_layer = Cache(build, range(1), reader.shape(), weight_of(reader.model.lm_head).dtype, META).nbytes
+    return [a_layer] * len(reader.trunk.layers), bytes_of_tables(reader, build)
+
+
+def _fused_body(reader: Reader, build: Build, stages: Sequence[LayerStage]) -> Body:
+    live = bind(reader.model, build.max_length, build.max_batch > NARROW, spread=True)
+    assert isinstance(live, BoundModel)  # moving changes nothing of what was examined
+    for stage in stages:
+        hasten(step_calls(live, None), stage.device, live.dtype)
+    return FusedBody(live, build, stages)
+
+
+def _compressed_reader(model: Any, build: Build, count: int) -> Any:
+    if build.cache != PLAIN:
+        raise ValueError(
+            f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
+            "the model's layers have a step of their own; leave them out."
+        )
+    reader: Any = reader_of(model)
+    check_reader(reader, build.max_length)
+    return reader
+
+
+def _compressed_kept(reader: Any, build: Build) -> tuple[list[int], int]:
+    head = weight_of(reader.model.lm_head)
+    of_a_place = sum(t.nbytes for pair in reader.tables(1, head.device) for t in pair)
+    return bytes_kept(reader, build, head.dtype), of_a_place * build.max_length
+
+
+FORMS = {
+    "fused": StagedForm(_fused_reader, _fused_kept, _fused_body),
+    "compressed": StagedForm(_compressed_reader, _compressed_kept, CompressedBody),
+}

@@ -86,7 +86,8 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[Layer
         if id(module) not in inside:
             _move(module, home)
     trunk: Any = getattr(model, "model", model)
-    for module in (*blocks, trunk.norm):
+    behind = (getattr(trunk, name, None) for name in ("hc_head", "norm"))  # what reads the last block, by family
+    for module in (*blocks, *filter(None, behind)):
         module.apart = True  # type: ignore[assignment]  # for a model of ours, whose loop calls no block
         if not any(isinstance(hook, Arrival) for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(Arrival(), with_kwargs=True)
@@ -106,7 +107,7 @@ class Arrival:
     """A forward hook: what comes to a module goes to the device of its weights. A cache, which has them all, stays."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return brought(module, args), {name: brought(module, value) for name, value in kwargs.items()}
+        return brought(module, args), brought(module, kwargs)
 
 
 def tell(stages: Sequence[LayerStage], sizes: StageBytes, rooms: Sequence[DeviceRoom]) -> None:
