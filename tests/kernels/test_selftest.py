@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from inspect import signature
 
 import pytest
@@ -112,6 +113,14 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "default device": lambda: torch.device("meta"),
 }
+
+
+def test_a_self_test_runs_on_its_device(monkeypatch):
+    """Triton launches on the current device, and a test's thread begins on the first."""
+    entered = []
+    monkeypatch.setattr(selftest, "entered", lambda device: entered.append(device) or nullcontext())
+    assert selftest.check("rms_norm", torch.device("cpu"), torch.float32) is None
+    assert entered == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
+from ..device import entered
 from .ops import OPS, load
 
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
@@ -23,7 +24,8 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
     arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
     test = f"its self-test in {dtype} on {device}"
     try:
-        got = _run(load("triton", op), arguments, device, dtype)
+        with entered(device):  # on a thread of its own the current device is the first, whatever the caller's is
+            got = _run(load("triton", op), arguments, device, dtype)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
         return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"
     want = _run(load("reference", op), arguments, torch.device("cpu"), dtype)

@@ -8,6 +8,7 @@ from gpubound.decode.steps import Stepper
 from gpubound.watch import watch
 
 from .. import cases
+from ..compressed import cases as compressed
 from ..test_gpu import SERVED
 
 pytestmark = [
@@ -49,6 +50,42 @@ def test_families_from_the_cpu_to_two_gpus(kind):
     given = cases.prompts()
     found = fast.generate(given, max_new_tokens=40).tokens
     assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_deepseek_v4_on_two_gpus(rows):
+    """In fp32, beside the model's own logits."""
+    fast = gb.decoder(compressed.build(), 4, compressed.ROOM, devices=TWO)
+    given = [compressed.text(length, seed=length).tolist() for length in (30, 3, 11, 1)[:rows]]
+    found = fast.generate(given, max_new_tokens=40).tokens
+    for prompt, row in zip(given, found):
+        logits = compressed.own_logits(fast.model, torch.tensor([*prompt, *row[:-1]]))
+        assert row == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_a_model_that_one_gpu_cannot_hold():
+    """As far as this process may take memory: 3.5 GB of each, of a model that takes 4."""
+    wide = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    model = served(**wide, num_hidden_layers=8, vocab_size=32000).cpu()
+    torch.cuda.empty_cache()
+    assert sum(p.nbytes for p in model.parameters()) > 4e9
+    try:
+        for number in (0, 1):
+            mine = torch.cuda.memory_reserved(number) + 3.5e9
+            torch.cuda.set_per_process_memory_fraction(mine / torch.cuda.get_device_properties(number).total_memory, number)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            model.to("cuda:0")
+        fast = gb.decoder(model, 1, 128, verify="quick", devices=TWO)
+        assert fast.generate(cases.prompts(5), max_new_tokens=20).count == 20
+    finally:
+        for number in (0, 1):
+            torch.cuda.set_per_process_memory_fraction(1.0, number)
 
 
 @pytest.mark.parametrize("rows", [1, 16])

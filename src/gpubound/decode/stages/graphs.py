@@ -4,11 +4,12 @@ A lane is some rows of a batch. Its stream goes from device to device and back t
 are as many lanes as devices, if there are rows enough, so each device works on one while the others work on theirs. The host
 launches k rounds of all lanes and reads nothing of them. A device waits for a lane by an event, in its own stream.
 
-Each device's part is captured on a stream of that device. The first has two parts: up to the end of its layers, and from the
-final norm on.
+Each device's part is captured on a stream of that device, the first one's as a whole: from the final norm on, the choice of a
+token, and with it on to the end of its own layers. A launch begins with the last of these alone, and ends with the first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,14 @@ class Handover:
             torch.cuda.current_stream(self.flat.device).wait_event(self.arrived)
 
 
+@dataclass
+class LanePart:
+    """What a device does of a round."""
+
+    device: torch.device
+    run: Callable[[], None]
+
+
 class RowLane:
     """Rows on their way round the devices, and what is launched for them on each."""
 
@@ -58,10 +67,8 @@ class RowLane:
         self.logprob = torch.zeros(len(rows), device=slots.device) if way.logprobs else None
         self.state = slots.rows.part(self.rows)
         self.settings = slots.choice(self.rows, way.penalty)
-        # (device, what runs there): before the others, on each of the others, behind them.
-        self.parts: list[tuple[torch.device, Callable[[], None]]] = [(slots.device, self._before)]
-        self.parts += [(span.device, partial(self._pass, n)) for n, span in enumerate(body.spans) if n]
-        self.parts += [(slots.device, self._behind)]
+        self.before, self.turn, self.behind = (LanePart(slots.device, run) for run in (self._before, self._turn, self._behind))
+        self.others = [LanePart(span.device, partial(self._pass, number)) for number, span in enumerate(body.spans) if number]
 
     def _before(self) -> None:
         here = self.places[0]
@@ -79,22 +86,30 @@ class RowLane:
         plain = self.way.greedy and not self.way.logprobs and self.body.finds_best(len(self.said))
         choose(self.body, logits, self.state, None if plain else self.settings, Into(self.said), self.logprob)
 
+    def _turn(self) -> None:
+        self._behind()
+        self._before()
+
+    @property
+    def parts(self) -> list["LanePart"]:
+        return [self.before, *self.others, self.turn, self.behind]
+
     def depart(self) -> None:
-        """Begin a round."""
-        self.parts[0][1]()
+        """The first stage of the first round."""
+        self.before.run()
         self.places[0].send(self.places[1])
 
-    def come_back(self) -> None:
-        """The rest of the round."""
-        for number, (_, run) in enumerate(self.parts[1:-1], 1):
+    def go_round(self, step: int, last: bool) -> None:
+        """The other stages; the tokens, which become line `step` of what the launch brings; the first stage of the next round
+        unless this is the last."""
+        for number, part in enumerate(self.others, 1):
             self.places[number].receive()
-            run()
+            part.run()
             self.places[number].send(self.places[(number + 1) % len(self.places)])
         self.places[0].receive()
-        self.parts[-1][1]()
-
-    def note(self, step: int) -> None:
-        """The round's tokens become line `step` of what the launch brings."""
+        (self.behind if last else self.turn).run()
+        if not last:
+            self.places[0].send(self.places[1])
         self.slots.emitted[step, self.rows].copy_(self.said)
         if self.logprob is not None:
             self.slots.logprobs[step, self.rows].copy_(self.logprob)
@@ -117,10 +132,7 @@ class StageGraphs(StepGraphs):
             lane.depart()
         for step in range(steps):
             for lane in going:
-                lane.come_back()
-                if step + 1 < steps:
-                    lane.depart()
-                lane.note(step)
+                lane.go_round(step, last=step + 1 == steps)
 
     def _lane(self, rows: range, way: LaunchWay) -> RowLane:
         if (rows, way) not in self._lanes:
@@ -131,17 +143,22 @@ class StageGraphs(StepGraphs):
         return self._lanes[rows, way]
 
     def _capture(self, lane: RowLane) -> None:
-        runners = [GraphRunner(device, self._pools.get(device)) for device, _ in lane.parts]
-        self._pools |= {runner.device: runner.pool for runner in runners}
-        calls = [call for _, call in lane.parts]
+        eager = [part.run for part in lane.parts]
+        runners = [self._runner_on(part.device) for part in lane.parts]
         if (len(lane.said), lane.way) not in self._warm:  # kernels compile and test themselves at their first call
             saved = self._state(lane.rows.stop)
-            lane.parts = [(one.device, partial(one.run, call)) for one, call in zip(runners, calls)]
+            for part, runner, call in zip(lane.parts, runners, eager):
+                part.run = partial(runner.run, call)
             lane.depart()
-            lane.come_back()
+            lane.go_round(0, last=True)
             for tensor, before in saved:
                 tensor.copy_(before)
             self._warm.add((len(lane.said), lane.way))
-        for number, (runner, call) in enumerate(zip(runners, calls)):
+        for number, (part, runner, call) in enumerate(zip(lane.parts, runners, eager)):
             runner.record(f"decode rows {lane.rows.start} to {lane.rows.stop - 1}, part {number}", call, [], set())
-        lane.parts = [(runner.device, runner.replay) for runner in runners]
+            part.run = runner.replay
+
+    def _runner_on(self, device: torch.device) -> GraphRunner:
+        runner = GraphRunner(device, self._pools.get(device))
+        self._pools[device] = runner.pool
+        return runner
