@@ -55,8 +55,8 @@ def test_a_kernel_of_wide_batches_alone(monkeypatch):
 
 def test_a_prefill_of_its_own(monkeypatch):
     """The keys that a prefill writes, one token late; single steps have written the right ones."""
-    own = fused.FusedBody.hidden
-    monkeypatch.setattr(fused.FusedBody, "hidden", lambda body, ids, start=0: own(body, ids.roll(1, 1), start))
+    own = fused.FusedBody.streamed
+    monkeypatch.setattr(fused.FusedBody, "streamed", lambda body, ids, start: own(body, ids.roll(1, 1), start))
     assert re.fullmatch(WRONG, refusal())
 
 

@@ -190,19 +190,24 @@ class FusedBody(Body):
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. What lies behind a row's length is never read."""
         for start in range(0, ids.shape[1], CHUNK):
-            self.hidden(ids[:, start : start + CHUNK], start)
+            self.streamed(ids[:, start : start + CHUNK], start)  # a span may read a chunk while the next has the one before
         if self.host:
             self.host.finite = ids.shape[1]
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
+        x, pending = self.streamed(ids, start)
+        return added(x.to(self.device), pending.to(self.device), self.live.norm)[0]
+
+    def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """The stream of ids (B, T) at places start.. behind the last layer, where that lies, and what is to be added to it."""
         self.adapting.mark(len(ids), ids.shape[1], self.live.dtype)
         x = self.embedded(ids)
         pending: Any = None
         for span in self.spans:
             x, pending = span.prompt(x, pending, start)
-        return added(x.to(self.device), pending.to(self.device), self.live.norm)[0]
+        return x, pending
 
     def embedded(self, ids: Tensor) -> Tensor:
         x = F.embedding(ids, self.live.embed)

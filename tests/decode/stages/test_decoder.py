@@ -8,7 +8,7 @@ from gpubound.decode.stages import graphs
 
 from .. import cases
 
-KINDS = {"Llama placed": 2, "SmolLM3": 3, "Gemma3": 3, "Qwen3Moe": 2, "own": 2}
+KINDS = {"Llama placed": 2, "Gemma3": 3, "Qwen3Moe": 2, "own": 2}
 
 
 def staged(kind: str = "Llama", stages: int = 2, **options) -> gb.FastDecoder:

@@ -113,7 +113,8 @@ class CompressedBody(Body):
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         for start in range(0, ids.shape[1], self.chunk):
             end = min(start + self.chunk, ids.shape[1])
-            self._through(ids[:, start:end].long(), _stretch(start, end, lengths.long()), LatentAttention.prompt)
+            when = _stretch(start, end, lengths.long())
+            deque(self._stages(ids[:, start:end].long(), when, LatentAttention.prompt), maxlen=0)
 
     @torch.no_grad()
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:

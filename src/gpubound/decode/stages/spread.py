@@ -84,23 +84,13 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[Layer
             blocks[number].to(stage.device)
     for module in model.modules():
         if id(module) not in inside:
-            _move(module, home)
+            module._apply(lambda tensor: tensor.to(home), recurse=False)
     trunk: Any = getattr(model, "model", model)
     behind = (getattr(trunk, name, None) for name in ("hc_head", "norm"))  # what reads the last block, by family
     for module in (*blocks, *filter(None, behind)):
         module.apart = True  # type: ignore[assignment]  # for a model of ours, whose loop calls no block
         if not any(isinstance(hook, Arrival) for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(Arrival(), with_kwargs=True)
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """The module's own parameters and buffers, not those of its children."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            parameter.data = parameter.data.to(device)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = buffer.to(device)
 
 
 class Arrival:

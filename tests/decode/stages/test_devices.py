@@ -1,0 +1,71 @@
+"""Two devices that refuse each other's tensors, the pretend one and the CPU: all that a stage works on lies on its own."""
+
+import copy
+
+import pytest
+import torch
+
+from gpubound.decode import bind
+from gpubound.decode.compressed.body import CompressedBody
+from gpubound.decode.contract import Build
+from gpubound.decode.engine import FastDecoder
+from gpubound.decode.fused import FusedBody
+from gpubound.decode.stages.plan import LayerStage
+from gpubound.decode.stages.spread import spread
+from gpubound.decode.steps import LaunchWay, Slots, Stepper
+from gpubound.models.registry import reader_of
+from gpubound.watch import no_stall, watch
+from gpubound.watch.pretend import simgpu
+
+from .. import cases
+from ..compressed import cases as compressed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sim(monkeypatch) -> torch.device:
+    """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
+    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
+    monkeypatch.setattr("gpubound.decode.compressed.body.check_reader", lambda reader, max_length: None)
+    return simgpu()
+
+
+def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> FastDecoder:
+    """The last layer on the second device."""
+    count = len(model.model.layers)
+    stages = [LayerStage(devices[0], range(count - 1)), LayerStage(devices[1], range(count - 1, count))]
+    spread(model, model.model.layers, stages)
+    build, reader = Build(rows, cases.ROOM), reader_of(model)
+    if reader.BODY == "compressed":
+        body = CompressedBody(reader, build, stages)
+    else:
+        body = FusedBody(bind.bind(model, cases.ROOM, spread=True), build, stages)
+    return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, **options)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "own", "DeepseekV4"])
+def test_each_stage_works_on_its_own_device(kind, sim):
+    """Prompts, steps of lanes, the certificate, the model's own forward, the judge."""
+    model = compressed.build() if kind == "DeepseekV4" else cases.build(kind)
+    if kind == "DeepseekV4":  # else by an operation that the pretend device does not have
+        model.config._experts_implementation = "eager"
+    alone = copy.deepcopy(model)
+    fast = decoder(model, [sim, CPU], verify=kind != "DeepseekV4")  # whose body has tried itself
+    assert {p.device for p in model.parameters()} == {sim, CPU} and model.lm_head.weight.device == sim
+    given = cases.prompts(7, 2, 15)
+    found = fast.generate(given, max_new_tokens=3).tokens
+    assert found == [cases.likeliest(alone, prompt, row) for prompt, row in zip(given, found)]
+    assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))
+
+
+def test_a_launch_of_lanes_waits_for_nothing(sim):
+    """One pretend device for both stages, for what goes to the CPU is waited for."""
+    fast = decoder(cases.build("Llama"), [sim, sim], verify=False)
+    fast.generate(cases.prompts(2, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
+    with no_stall(), torch.no_grad(), watch() as ledger:
+        for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+            fast.graphs.launch(3, 2, way)
+    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
