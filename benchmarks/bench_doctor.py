@@ -18,7 +18,7 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .doctor_corpus import by_ledger
+from .doctor_corpus import by_ledger, by_others
 from .doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
 from .doctor_corpus.child import call
 from .doctor_corpus.hosts import HOSTS, MODELS
@@ -35,7 +35,12 @@ RECALL, PRECISION, PRICE_ERROR = 95.0, 98.0, 15.0  # the gates, in per cent
 TIMED_STEPS, TIMED_WARMUP = 60, 20
 
 Eye = Callable[[Path, Sequence[str]], list[Found]]
-EYES: dict[str, Eye] = {"ledger": by_ledger.findings}
+EYES: dict[str, Eye] = {
+    "ledger": by_ledger.findings,
+    "torch-preflight": by_others.torch_preflight,
+    "torchfix": by_others.torchfix,
+    "sync_debug_mode": by_others.sync_debug_mode,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Doctor:
     """
 
     eye: str = "ledger"
-    """What looks for stalls: ledger."""
+    """What looks for stalls: ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
     kinds: str = ""
     """Kinds of stall, by comma; all when empty."""
     hosts: str = ""
@@ -90,15 +95,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def asked(options: Doctor) -> list[Case]:
-    """The plants to run. On the pretend device only those that show there."""
+    """The plants to run. A ledger on the pretend device gets only those that show there."""
     kinds = chosen("--kinds", options.kinds, list(PLANTS))
     hosts, models = chosen("--hosts", options.hosts, list(HOSTS)), chosen("--models", options.models, list(MODELS))
     every = sample() if options.sample else cases(kinds, hosts, models)
-    return [
-        case
-        for case in every
-        if case.name in kinds and case.host in hosts and case.model in models and (PLANTS[case.name].dry or not options.dry)
-    ]
+    shows = {kind for kind in kinds if PLANTS[kind].dry or not options.dry or options.eye != "ledger"}
+    return [case for case in every if case.name in shows and case.host in hosts and case.model in models]
 
 
 def planted(case: Case, eye: str, options: Doctor, folder: Path) -> Outcome:

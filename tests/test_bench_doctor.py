@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks import bench_doctor
-from benchmarks.doctor_corpus import child
+from benchmarks.doctor_corpus import by_others, child
 from benchmarks.doctor_corpus.by_ledger import findings
 from benchmarks.doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
 from benchmarks.doctor_corpus.hosts import write
 from benchmarks.doctor_corpus.kinds import PLANTS
-from benchmarks.doctor_corpus.plant import HERE, Script
+from benchmarks.doctor_corpus.plant import HERE, Case, Script
 from benchmarks.doctor_corpus.running import run, step_ms
 from benchmarks.doctor_corpus.score import Found, Outcome, Score
 from gpubound.errors import MeasureError
@@ -98,6 +98,29 @@ def test_a_script_leaves_the_process_as_it_found_it(sim, tmp_path):
 def test_an_unknown_slot_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"doctor_corpus: there is no slot 'forwards'; wanted some of imports, classes"):
         write(tmp_path, {"forwards": ""}, host="plain", model="gpu-bound")
+
+
+def test_what_linters_say_is_read(tmp_path, monkeypatch):
+    """Their own words, of torch-preflight 0.5.0 and TorchFix 0.7.0."""
+    script = tmp_path / "train.py"
+    said = {
+        "torch-preflight": '{"version": 1, "diagnostics": [{"code": "TG013", "path": "a/train.py", "line": 51}, '
+        '{"code": "TG008", "path": "a/train.py", "line": 1}], "failures": []}',
+        "torchfix": "a/train.py:59:15: TOR401 Detected DataLoader\na/train.py:1:1: TOR203 Consider\nFinished checking\n",
+    }
+    monkeypatch.setattr(by_others, "_said", lambda tool, *_: said[tool])
+    assert by_others.torch_preflight(script, []) == [Found("h2d", "a/train.py", 51), Found("repeat", "a/train.py", 51)]
+    assert by_others.torchfix(script, []) == [Found("data", "a/train.py", 59)]
+    monkeypatch.undo()
+    with pytest.raises(MeasureError, match="no-such-linter is not installed: pip install no-such-linter"):
+        by_others._said("no-such-linter")
+
+
+@pytest.mark.gpu
+def test_the_debug_mode_of_torch_names_a_read(tmp_path):
+    script = write_planted(Case("item", "plain", "launch-bound"), tmp_path)
+    found = by_others.sync_debug_mode(script.path, TINY)
+    assert Outcome("item", script, found).located
 
 
 def script_of(tmp_path, *kinds: str, blamed=frozenset({("train.py", 7)})) -> Script:

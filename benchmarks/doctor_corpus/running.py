@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 
@@ -12,6 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpubound.errors import MeasureError
+
+WARMUP = 2
 
 
 @contextmanager
@@ -31,6 +33,24 @@ def as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 def run(script: Path, arguments: Sequence[str]) -> None:
     with as_main(script, arguments):
         runpy.run_path(str(script), run_name="__main__")
+
+
+def watched(script: Path, arguments: Sequence[str], sensor: AbstractContextManager) -> None:
+    """Run a script with `sensor` open from its second optimizer step to its end. The first makes the optimizer's state."""
+    steps = 0
+    with ExitStack() as open_until_the_end:
+
+        def stepped(*_) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == WARMUP:
+                open_until_the_end.enter_context(sensor)
+
+        hook = register_optimizer_step_post_hook(stepped)
+        open_until_the_end.callback(hook.remove)
+        run(script, arguments)
+    if steps <= WARMUP:
+        raise MeasureError(f"{script}: {steps} optimizer steps were seen, wanted more than the {WARMUP} of the warm-up.")
 
 
 def step_ms(script: Path, arguments: Sequence[str], steps: int, warmup: int) -> float:
