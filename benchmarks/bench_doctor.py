@@ -18,7 +18,7 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .doctor_corpus import by_ledger, by_others
+from .doctor_corpus import by_doctor, by_ledger, by_others
 from .doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
 from .doctor_corpus.child import call
 from .doctor_corpus.hosts import HOSTS, MODELS
@@ -33,9 +33,11 @@ from .tables import BUDGET
 EXPECTED = {"launch-bound": frozenset({"launch_bound"}), "gpu-bound": frozenset[str]()}
 RECALL, PRECISION, PRICE_ERROR = 95.0, 98.0, 15.0  # the gates, in per cent
 TIMED_STEPS, TIMED_WARMUP = 60, 20
+LOOKED_STEPS = {"doctor": 200}  # it stops by itself when it has seen enough
 
 Eye = Callable[[Path, Sequence[str]], list[Found]]
 EYES: dict[str, Eye] = {
+    "doctor": by_doctor.findings,
     "ledger": by_ledger.findings,
     "torch-preflight": by_others.torch_preflight,
     "torchfix": by_others.torchfix,
@@ -51,7 +53,7 @@ class Doctor:
     """
 
     eye: str = "ledger"
-    """What looks for stalls: ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
+    """What looks for stalls: doctor, ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
     kinds: str = ""
     """Kinds of stall, by comma; all when empty."""
     hosts: str = ""
@@ -95,11 +97,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def asked(options: Doctor) -> list[Case]:
-    """The plants to run. A ledger on the pretend device gets only those that show there."""
+    """The plants to run. On the pretend device ledger and doctor get only those that show there."""
     kinds = chosen("--kinds", options.kinds, list(PLANTS))
     hosts, models = chosen("--hosts", options.hosts, list(HOSTS)), chosen("--models", options.models, list(MODELS))
     every = sample() if options.sample else cases(kinds, hosts, models)
-    shows = {kind for kind in kinds if PLANTS[kind].dry or not options.dry or options.eye != "ledger"}
+    shows = {kind for kind in kinds if PLANTS[kind].dry or not options.dry or options.eye not in ("doctor", "ledger")}
     return [case for case in every if case.name in shows and case.host in hosts and case.model in models]
 
 
@@ -134,7 +136,7 @@ def look(eye: str, script: Path, dry: bool) -> list[Found]:
 
         torch.set_num_threads(1)
         simgpu()
-    return EYES[eye](script, ["--size", "tiny", "--steps", "6"] if dry else ["--steps", "12"])
+    return EYES[eye](script, ["--size", "tiny", "--steps", "6"] if dry else ["--steps", str(LOOKED_STEPS.get(eye, 12))])
 
 
 def timed(name: str, script: Path) -> float:

@@ -1,5 +1,6 @@
 """The corpus of planted stalls is what it says it is: every script runs, its truth is on the right lines, its score adds up."""
 
+import json
 import math
 import os
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import bench_doctor
-from benchmarks.doctor_corpus import by_others, child
+from benchmarks.doctor_corpus import by_doctor, by_others, child
 from benchmarks.doctor_corpus.by_ledger import findings
 from benchmarks.doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
 from benchmarks.doctor_corpus.hosts import write
@@ -98,6 +99,28 @@ def test_a_script_leaves_the_process_as_it_found_it(sim, tmp_path):
 def test_an_unknown_slot_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"doctor_corpus: there is no slot 'forwards'; wanted some of imports, classes"):
         write(tmp_path, {"forwards": ""}, host="plain", model="gpu-bound")
+
+
+def test_the_doctor_s_json_is_read(tmp_path, monkeypatch):
+    """What it prints, after whatever the script printed; and an exit code that says it could not measure."""
+    entry = {"kind": "sync", "file": "train.py", "line": 7, "count": 1.0, "ms": 0.5, "certainty": "replayed"}
+    whole = {"kind": "launch_bound", "file": None, "line": None, "count": 400, "ms": None, "certainty": "estimate"}
+    asked = []
+
+    def doctor(argv: list[str]) -> int:
+        asked.append(argv)
+        os.write(1, ("the script's own line\n" + json.dumps({"findings": [whole], "harmless": [entry]})).encode())
+        os.write(2, b"gpubound doctor: no step was seen\n")
+        return 3 if "--steps" in argv else 0
+
+    monkeypatch.setattr(by_doctor.cli, "main", doctor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    script = tmp_path / "train.py"
+    found = by_doctor.findings(script, ["--size", "tiny"])
+    assert found == [Found("launch_bound", "", 0), Found("sync", "train.py", 7, 0.5, harmless=True)]
+    assert asked == [["doctor", "--json", str(script), "--size", "tiny"]]
+    with pytest.raises(MeasureError, match="gpubound doctor ended with code 3: gpubound doctor: no step was seen"):
+        by_doctor.findings(script, ["--steps", "9"])
 
 
 def test_what_linters_say_is_read(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpubound.errors import MeasureError
 
-PRELOAD = ["torch", "gpubound.watch.ledger", "benchmarks.doctor_corpus.by_ledger"]
+PRELOAD = ["torch", "gpubound.watch.ledger", "gpubound.cli", "benchmarks.doctor_corpus.by_ledger"]
 
 
 def call(function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> Any:

@@ -116,7 +116,7 @@ def test_every_other_byte_stays(tmp_path):
     ]
 
 
-HEAD = "import torch\n"
+HEAD = "import time, torch\n"
 LOOP = HEAD + "total = 0.0\nfor step in range(9):\n    {}\nprint(total)\n"
 CASES = {
     "workers": (
@@ -221,6 +221,10 @@ REFUSED = {
     "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
     "waits: a clock is read beside it": ("sync", "s.synchronize()  # here\nt = time.perf_counter() - t\n"),
     "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
+    "reads: the file does not import torch by that name": (
+        "sync",
+        "import torch as t\nfor i in r:\n    total += loss.item()  # here\n",
+    ),
     "no patch is written for gc": ("gc", "f()  # here\n"),
     "the file does not parse": ("sync", "if:  # here\n"),
     "the file is in iso-8859-1": ("sync", "# coding: latin-1\nf()  # here\n"),

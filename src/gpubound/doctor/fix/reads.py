@@ -21,8 +21,8 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     loop = source.loop(statement)
     if loop is None:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")
-    if "import torch" not in (source.text(node) for node in source.tree.body):
-        raise Refused("the file has no line `import torch`")
+    if not source.imports_torch:
+        raise Refused("the file does not import torch by that name")
     read, value = _read(source, statement)
     counts = any(isinstance(node, ast.Compare) for node in ast.walk(read))
     kept = Edit(source.end(value), source.end(read), COUNTED if counts else KEPT)

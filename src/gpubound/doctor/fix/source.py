@@ -84,6 +84,12 @@ class SourceText:
             raise Refused(f"line {statement.lineno} holds several statements")
         return before
 
+    @property
+    def imports_torch(self) -> bool:
+        """Whether the name torch is there for every line."""
+        names = (alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names)
+        return any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names)
+
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around this one, the nearest first."""
         while (found := self.parents.get(node)) is not None:
