@@ -1,0 +1,154 @@
+"""What the doctor says: findings, and the verdict of a whole run. `Verdict.as_dict()` is the schema of doctor.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..errors import DataError
+from ..watch.events import KINDS as EVENTS, Cause
+from ..watch.site import Place, Site
+from ..words import hint
+
+VERSION = 1
+CERTAINTIES = ("measured", "replayed", "estimate", "counted")  # the surest first; a counted finding has no price
+
+# The kinds of findings: those of the ledger's events, and these.
+KINDS: dict[str, Cause] = EVENTS | {
+    "pageable": Cause(
+        "copies pageable memory, so the host waits until the copy is done",
+        "pin the memory once (DataLoader(pin_memory=True), tensor.pin_memory()) and copy with non_blocking=True",
+    ),
+    "data": Cause(
+        "waits for the next batch",
+        "DataLoader(num_workers=4, pin_memory=True, persistent_workers=True), or do the work on the device",
+    ),
+    "launch_bound": Cause("launches work more slowly than the device does it", EVENTS["launch"].remedy),
+    "checkpoint": Cause("writes a checkpoint while the device waits", "copy to pinned memory, and write from another thread"),
+    "optimizer": Cause("updates parameters one after another", "build the optimizer with fused=True"),
+    "zero_grad": Cause("fills gradients with zeros that backward then adds to", "zero_grad(set_to_none=True), the default"),
+    "precision": Cause(
+        "multiplies in fp32 without tensor cores",
+        'torch.set_float32_matmul_precision("high"), or torch.autocast("cuda", torch.bfloat16)',
+    ),
+    "attention": Cause(
+        "writes all attention scores to memory",
+        "let scaled_dot_product_attention choose: 16 bits, no sdpa_kernel(MATH), is_causal=True instead of a dense mask",
+    ),
+    "comm": Cause(
+        "waits for other GPUs", "overlap communication with backward (DistributedDataParallel does), and give ranks equal work"
+    ),
+    "profiler": Cause("records a profile in every step", "leave the profiler out of runs that are not looked at"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that costs time at one place. All numbers are of one step."""
+
+    kind: str  # one of KINDS
+    site: Site | None  # the user's line; None: of the whole script, or not known
+    via: Site | None  # a library's line on the way
+    node: str  # the autograd node that ran
+    built: Site | None  # the forward line that built it
+    count: float
+    ms: float | None  # what a step would save; None: not priced
+    certainty: str  # one of CERTAINTIES
+    evidence: str
+    fix: str
+    patch: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"finding: kind: got {self.kind!r}; {hint(self.kind, KINDS, 'wanted one of')}")
+        if self.certainty not in CERTAINTIES:
+            raise ValueError(
+                f"finding: certainty: got {self.certainty!r}; {hint(self.certainty, CERTAINTIES, 'wanted one of')}"
+            )
+
+    @property
+    def line(self) -> Site | None:
+        """Where to look: the user's line, or the forward line that built the node."""
+        return self.site or self.built
+
+    @property
+    def place(self) -> Place:
+        """As the ledger has it."""
+        return Place(self.site, self.via, "", self.node, self.built)
+
+    def as_dict(self) -> dict[str, Any]:
+        line = self.line
+        return {
+            "kind": self.kind,
+            "file": portable(line).file if line else None,
+            "line": line.line if line else None,
+            "count": round(self.count, 3),
+            "ms": None if self.ms is None else round(self.ms, 4),
+            "certainty": self.certainty,
+            "evidence": self.evidence,
+            "fix": self.fix,
+            "patch": self.patch,
+            "node": self.node,
+            **{name: _site_dict(getattr(self, name)) for name in _SITES},
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Finding:
+        values: dict[str, Any] = {each.name: content[each.name] for each in fields(cls)}
+        return cls(**values | {name: values[name] and Site(**values[name]) for name in _SITES})
+
+
+_SITES = ("site", "via", "built")
+
+
+def portable(site: Site) -> Site:
+    """The same line without this machine's folders: from the package on, or from the working directory on."""
+    return replace(site, file=site.in_package.rpartition(":")[0])
+
+
+def _site_dict(site: Site | None) -> dict[str, Any] | None:
+    if site is None:
+        return None
+    short = portable(site)
+    return {each.name: getattr(short, each.name) for each in fields(short)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run's doctor found. What could not be measured is None, or missing, and `absent` says why."""
+
+    script: str
+    machine: dict[str, Any]
+    step_ms: float | None
+    bar: dict[str, dict[str, float]]  # "shares" and "late" of gaps.Bar, in percent; {} without a tape
+    ceiling_ms: float | None  # a step whose host never stalls
+    findings: Sequence[Finding]  # the dearest first
+    together_ms: float | None  # what a step would save without all of them
+    harmless: Sequence[Finding]
+    unlocated: Sequence[str]  # a sentence each
+    phases: dict[str, Any]
+    absent: dict[str, str]
+    distortion: float | None  # how much slower the recorded steps were than the timed ones
+    counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
+    version: int = VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"version": self.version} | content | {name: [f.as_dict() for f in content[name]] for name in _LISTS}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Verdict:
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise DataError(f"a verdict has version {VERSION}, got {version!r}; let this gpubound's doctor write it again.")
+        try:
+            lists = {name: [Finding.from_dict(each) for each in content[name]] for name in _LISTS}
+            return cls(**{each.name: content[each.name] for each in fields(cls)} | lists)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the verdict is damaged ({type(error).__name__}: {error}); write it again.") from error
+
+
+_LISTS = ("findings", "harmless")
+# What `Verdict.counts` may hold, each a total a step. A name that no sensor could count is missing.
+COUNTS = {"syncs": "waits for the device", "pageable_bytes": "bytes copied from or to pageable memory"}
