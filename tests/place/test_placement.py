@@ -9,7 +9,7 @@ from torch import nn
 
 from gpubound import device as facts
 from gpubound.place import Placement
-from gpubound.place.verify import Verdict
+from gpubound.place.verify import Agreement
 
 from .models import batch, place, tiny, tokens, training_run
 
@@ -106,7 +106,7 @@ def test_fuse_false_swaps_nothing():
 def test_gpu_ready_is_said_only_of_a_verified_gpu():
     def summary(device, verified, monkey):
         monkey.setattr(facts, "label", str)
-        verdict = Verdict("loss", 0.0, 1e-3) if verified else Verdict(why="loss missing")
+        verdict = Agreement("loss", 0.0, 1e-3) if verified else Agreement(why="loss missing")
         return Placement(nn.Linear(1, 1), torch.device(device), [], verdict, 1.0).summary
 
     with pytest.MonkeyPatch.context() as monkey:

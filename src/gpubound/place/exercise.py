@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from ..layers import LMLoss
 from ..models.placing import TOKENS, made_up, mode, noise, put_back, reads_tokens
 from .fused import Fused, adopt, release
-from .verify import GRADIENT, Named, Verdict, bare, coarsest, distances, judge, missing, said, worst
+from .verify import GRADIENT, Agreement, Named, bare, coarsest, distances, judge, missing, said, worst
 
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 LOOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # a single gradient's
@@ -50,7 +50,7 @@ class Exercise:
         except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
             self.trouble = f"its own forward and backward raised {said(error)}"
 
-    def again(self) -> Verdict:
+    def again(self) -> Agreement:
         """The model as it is now, against what it was."""
         dtype, after = coarsest(self.model), self.run()
         verdict = compare(after, self.before, dtype)
@@ -75,15 +75,15 @@ def run_of(model: Any, example: Any = None) -> Callable[[], Named] | None:
     return lambda: _sketched(model, lambda: _call(model, {"input_ids": made_up(model)[:1]}), training=True)
 
 
-def compare(after: Named, before: Named, dtype: torch.dtype) -> Verdict:
+def compare(after: Named, before: Named, dtype: torch.dtype) -> Agreement:
     """The worst of all outputs, all gradients, and all gradients taken as one."""
     if why := missing(after, before):
-        return Verdict(why=why)
+        return Agreement(why=why)
     limits = {name: (LOOSE if name.startswith(GRADIENT) else LIMIT)[dtype] for name in before}
     return worst(distances(after, before), limits)
 
 
-def judge_by_truth(model: nn.Module, run: Callable[[], Named], after: Named, before: Named, dtype: torch.dtype) -> Verdict:
+def judge_by_truth(model: nn.Module, run: Callable[[], Named], after: Named, before: Named, dtype: torch.dtype) -> Agreement:
     """After and before against the model as it came in fp32, on the same input."""
     with as_it_came(model), in_fp32(model):
         truth = run()
@@ -91,7 +91,7 @@ def judge_by_truth(model: nn.Module, run: Callable[[], Named], after: Named, bef
     return replace(verdict, where=f"{verdict.where}, from fp32,")
 
 
-def rounding_may_be_it(verdict: Verdict, dtype: torch.dtype) -> bool:
+def rounding_may_be_it(verdict: Agreement, dtype: torch.dtype) -> bool:
     """Whether rounding may be what is wrong: a difference of 16-bit numbers, not far beyond its limit."""
     return not verdict.why and dtype in (torch.float16, torch.bfloat16) and verdict.error <= 5 * LIMIT[dtype]
 

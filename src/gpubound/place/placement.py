@@ -12,7 +12,7 @@ from torch import nn
 from .. import device as facts
 from ..models.registry import fused_types
 from .fused import Fused, release
-from .verify import Verdict
+from .verify import Agreement
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Note:
     kernel: str
     why: str
     refused: bool = False
-    verdict: Verdict | None = None
+    verdict: Agreement | None = None
 
     def counters(self) -> list[Counter[str]]:
         """Where a module of ours counts its calls that took a slower path, by reason."""
@@ -66,7 +66,7 @@ class Placement:
     model: nn.Module
     device: torch.device
     _notes: list[Note]
-    _verdict: Verdict  # of the whole model
+    _verdict: Agreement  # of the whole model
     seconds: float
     unsupported: str | None = None  # the model_type of a transformers model whose attention and MLP have no parts here
 

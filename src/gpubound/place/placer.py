@@ -25,7 +25,7 @@ from .candidates import Candidate
 from .exercise import Exercise
 from .fused import Fused, release
 from .placement import Note, Placement
-from .verify import Verdict, coarsest, judged, verify
+from .verify import Agreement, coarsest, judged, verify
 
 
 def place(
@@ -49,7 +49,7 @@ def place(
     if fuse:
         hasten(candidates.calls_of(model), there, coarsest(model))
     whole, placer = Exercise(model, example), _Placer(model, strict)
-    verdict = Verdict(why=whole.trouble)
+    verdict = Agreement(why=whole.trouble)
     try:
         if fuse:
             placer.leaves()
@@ -70,7 +70,7 @@ def place(
 
 def _trials_refusal(c: Candidate) -> str:
     trial = c.swap.trial
-    return "" if trial is None else judged("its trial", lambda: Verdict(why=trial() or "")).why
+    return "" if trial is None else judged("its trial", lambda: Agreement(why=trial() or "")).why
 
 
 class _Placer:
@@ -97,21 +97,21 @@ class _Placer:
 
     def wholes(self) -> None:
         for found in candidates.wholes(self.model):
-            refusal = Verdict(why=found.swap.refusal or _trials_refusal(found))
+            refusal = Agreement(why=found.swap.refusal or _trials_refusal(found))
             self.settle(found, self._exercised(found) if refusal.ok else refusal)
 
-    def _verified(self, c: Candidate) -> Verdict:
+    def _verified(self, c: Candidate) -> Agreement:
         return judged("its verification", lambda: verify(c.module, c.swap.cases, c.adopt))
 
-    def _exercised(self, c: Candidate) -> Verdict:
+    def _exercised(self, c: Candidate) -> Agreement:
         """A decoder or language model, before and after. Its leaves are swapped already: this judges the loop or the loss."""
         inside = Exercise(c.module)
         if inside.trouble:
-            return Verdict(why=inside.trouble)
+            return Agreement(why=inside.trouble)
         c.adopt()
         return judged("", inside.again)
 
-    def settle(self, c: Candidate, verdict: Verdict) -> None:
+    def settle(self, c: Candidate, verdict: Agreement) -> None:
         if verdict.ok:
             stacked = getattr(c.module, "stacked", None)
             why = "; ".join([f"verified: {verdict}", *(stacked.fallbacks if stacked else ())])
@@ -126,7 +126,7 @@ class _Placer:
         self.decided[c.name] = Note(c.name, c.module, "torch", f"not swapped: {why}", refused=True)
         self.refusals[type(c.module).__name__, why] += 1
 
-    def last(self, whole: Exercise) -> Verdict:
+    def last(self, whole: Exercise) -> Agreement:
         """The whole model as it is now, against what it was. Taken back whole when it differs."""
         verdict = judged("", whole.again)
         if verdict.ok:
@@ -139,7 +139,7 @@ class _Placer:
             if not note.refused:
                 self.decided[name] = Note(name, note.module, "torch", f"taken back: {why}", refused=True)
         self.refusals["the model", why] += 1
-        return Verdict(why=why)
+        return Agreement(why=why)
 
     def release_all(self) -> None:
         for module in self.model.modules():

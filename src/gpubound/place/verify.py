@@ -32,7 +32,7 @@ Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Agreement:
     """The worst of all compared tensors, and what it may be."""
 
     where: str = ""
@@ -50,7 +50,7 @@ class Verdict:
         return f"{self.where} off by {self.error:.1e} ({'allowed' if self.ok else 'limit'} {self.limit:.1e})"
 
 
-def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Verdict:
+def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Agreement:
     """Run `module` on every case, call `swap`, run it again, and judge the second run by the first."""
     cases, dtype = list(cases), coarsest(module)
     config = getattr(module, "config", None)
@@ -86,13 +86,13 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
     return named
 
 
-def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype, loose: float = 0.0) -> Verdict:
+def judge(new: Named, own: Named, truth: Named, dtype: torch.dtype, loose: float = 0.0) -> Agreement:
     """`new` against `truth`, which `own` misses too. `loose`: a single gradient may always be off by so much."""
     if why := missing(new, own):
-        return Verdict(why=why)
+        return Agreement(why=why)
     for name, n in new.items():
         if n.dtype != (o := own[name]).dtype or n.shape != o.shape:
-            return Verdict(why=f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
+            return Agreement(why=f"{name} is {n.dtype} {tuple(n.shape)}, the original's {o.dtype} {tuple(o.shape)}")
     before = distances(own, truth)
     limits = {name: FACTOR * error + UNIT[dtype] for name, error in before.items()}
     limits |= {name: max(loose, limit) for name, limit in limits.items() if name.startswith(GRADIENT)}
@@ -123,20 +123,20 @@ def distances(run: Named, other: Named) -> dict[str, float]:
     return dict(zip(errors, torch.stack([*errors.values()]).tolist()))
 
 
-def worst(errors: dict[str, float], limits: dict[str, float]) -> Verdict:
+def worst(errors: dict[str, float], limits: dict[str, float]) -> Agreement:
     """The name whose error is largest for its limit; one that is no number is the largest of all."""
     where = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name] / limits[name])
-    return Verdict(where, errors[where], limits[where])
+    return Agreement(where, errors[where], limits[where])
 
 
-def judged(what: str, judge: Callable[[], Verdict]) -> Verdict:
+def judged(what: str, judge: Callable[[], Agreement]) -> Agreement:
     """The verdict, or what was raised on the way to it: a kernel's compiler can raise anything, and so can the user's model."""
     try:
         return judge()
     except FallbackError:
         raise
     except Exception as error:  # the reason is reported
-        return Verdict(why=f"{what} raised {said(error)}".lstrip())
+        return Agreement(why=f"{what} raised {said(error)}".lstrip())
 
 
 def said(error: BaseException) -> str:
