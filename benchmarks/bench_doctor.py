@@ -62,8 +62,8 @@ class Doctor:
     """launch-bound, gpu-bound or both, by comma."""
     sample: bool = False
     """Each kind once, in one host and one model in turn, instead of in all of them."""
-    prices: bool = True
-    """Time every script with its stall and without."""
+    untimed: bool = False
+    """Do not time the scripts with their stalls and without: no prices, and every plant counts as a stall."""
     seconds: float = 3600.0
     """Begin no script after this long, and say how many were left out."""
     results: Path = results.FOLDER
@@ -110,7 +110,7 @@ def planted(case: Case, eye: str, options: Doctor, folder: Path) -> Outcome:
     script, clean = write_planted(case, folder / "planted"), write_clean(case, folder / "clean")
     found = looked(str(case), eye, script.path, options)
     outcome = Outcome(str(case), script, found, expected=EXPECTED[case.model])
-    if options.prices and not options.dry:
+    if not options.untimed and not options.dry:
         slow, fast = (timed(str(case), path) for path in (script.path, clean.path))
         outcome.step_ms, outcome.true_ms = slow, slow - fast
     return outcome
