@@ -23,7 +23,8 @@ BUDGET = 200_000  # calls in a play, about 0.2 s: the steps of a large tape are 
 class Replay:
     """Prices in milliseconds a step: the steps of the tape are played again and again, with some of their stalls and without.
 
-    `error` is by how much a play of the whole tape misses a recorded time at most, as a share of its length.
+    `error` is by how much a play of the whole tape misses a recorded time at most, as a share of its length. `mechanism` is
+    played `times` times, which makes `steps` steps.
     """
 
     def __init__(self, tape: Tape, order: HostOrder | None = None):
@@ -42,12 +43,12 @@ class Replay:
                 "something that is not on the tape held up the host or the device, so no stall can be priced; record it again."
             )
         self.tape = tape
-        self._mechanism = mechanism.within(*tape.window) if tape.steps else mechanism
+        self.mechanism = mechanism.within(*tape.window) if tape.steps else mechanism
         steps = max(len(tape.steps), 1)
-        most = max(BUDGET // max(len(self._mechanism.calls), 1), 1)
-        self._times = min(max(STEPS // steps, 1), most) if tape.steps else 1
-        self._steps = self._times * steps
-        self._base = self._mechanism.play(self._times).length
+        most = max(BUDGET // max(len(self.mechanism.calls), 1), 1)
+        self.times = min(max(STEPS // steps, 1), most) if tape.steps else 1
+        self.steps = self.times * steps
+        self._base = self.mechanism.play(self.times).length
         self.waits = frozenset(place for place, call in enumerate(tape.calls) if call.waits)
         self.stalls = frozenset(place for place, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
 
@@ -75,14 +76,14 @@ class Replay:
 
     def launch_free(self) -> float:
         """A step whose host costs nothing, as a graph's: what the devices take alone."""
-        return self._ms(self._mechanism.hostless().play(self._times).length)
+        return self._ms(self.mechanism.hostless().play(self.times).length)
 
     def _without(self, calls: Iterable[int], spans: Iterable[int], work: bool = False) -> float:
         gone = chosen(calls, len(self.tape.calls), "calls")
         away = chosen(spans, len(self.tape.spans), "spans")
-        mechanism = self._mechanism.without(gone, work) if gone else self._mechanism
+        mechanism = self.mechanism.without(gone, work) if gone else self.mechanism
         mechanism = mechanism.awake(Stalls(self.tape, away)) if away else mechanism
-        return mechanism.play(self._times).length
+        return mechanism.play(self.times).length
 
     def _ms(self, us: float) -> float:
-        return us / self._steps / 1e3
+        return us / self.steps / 1e3

@@ -1,0 +1,1 @@
+"""What the doctor found, for a person and for programs: a screen, a page, SARIF, annotations, a trace."""

@@ -1,0 +1,186 @@
+"""The verdict as one HTML page without network: bar, findings with their lines, what-if, timeline.
+
+The page holds the tape and the replay's program, packed. Its script plays them again with the checked findings left out, in
+the same order as `doctor/mechanism.py`. A tape that is too long is cut to its first steps; a step that is too long has no
+timeline.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from jinja2 import Template
+
+from ...errors import MeasureError
+from ...pages import environment
+from ...trace import printable
+from ...watch.site import Place
+from ..finding import Finding, Verdict
+from ..gaps import Gap, analyse
+from ..order import HostOrder
+from ..prove import Proof
+from ..replay import Replay
+from ..tape import Call, Mark, Span, Tape, Work
+from .whatif import picks, program
+from .words import (
+    LEAVES,
+    SHARES,
+    code_of,
+    late,
+    machine,
+    milliseconds,
+    notes,
+    place_of,
+    price,
+    shares,
+    through,
+    times,
+    together,
+)  # fmt: skip
+
+MOST = 1_700_000  # bytes of packed tape; with styles and script a page stays below 2 MB
+AROUND = 2  # lines of source above and below
+ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
+
+
+def page(
+    verdict: Verdict,
+    tape: Tape | None = None,
+    located: Mapping[int, Place] | None = None,
+    proof: Proof | None = None,
+    patch: str = "",
+) -> str:
+    """The whole page. `located` says which line made a call of the tape. `proof`, of this `patch`, gets a tab of its own."""
+    packed = Payload() if tape is None else _packed(verdict, tape, located or {})
+    return _template().render(
+        verdict=verdict,
+        notes=notes(verdict),
+        tiles=_tiles(verdict),
+        shares=shares(verdict),
+        late=late(verdict),
+        share_names=SHARES,
+        leaf_names=LEAVES,
+        causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
+        said=together(verdict),
+        measured=_measured(verdict),
+        packed=packed,
+        proof=proof,
+        rounds=_rounds(proof) if proof else {},
+        patch_text=patch,
+    )
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What the page's script gets, as a text, and what the page says of it."""
+
+    text: str = ""
+    extent: str = ""  # how much of the tape it holds
+    missing: tuple[str, ...] = ()
+    pickable: frozenset[int] = frozenset()  # numbers of the findings that have a check box
+    zoom: tuple[int | str, ...] = ()  # for each finding its place in the script's places, or what its gaps are for
+
+
+@cache
+def _template() -> Template:
+    filters: dict[str, Callable[..., Any]] = {
+        "ms": milliseconds, "machine": machine, "price": price, "place": place_of, "times": times, "through": through,
+        "code": code_of, "snippet": snippet,
+    }  # fmt: skip
+    return environment("gpubound.doctor.report", **filters).get_template("doctor.html.j2")
+
+
+def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
+    """(number, text, whether it is the line) of the lines around; the line alone where the file cannot be read."""
+    site = finding.line
+    if site is None:
+        return []
+    lines = linecache.getlines(site.file)
+    if not (0 < site.line <= len(lines) and lines[site.line - 1].strip() == site.code):  # another file, or changed since
+        return [(site.line, site.code, True)] if site.code else []
+    around = range(max(site.line - AROUND, 1), min(site.end + AROUND, len(lines)) + 1)
+    return [(n, printable(lines[n - 1].rstrip()), site.line <= n <= site.end) for n in around]
+
+
+def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
+    found, parts = [], shares(verdict)
+    if verdict.step_ms is not None:
+        found.append(("a step", milliseconds(verdict.step_ms)))
+    found += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
+    if verdict.ceiling_ms is not None:
+        found.append(("a step if the host never stalled", milliseconds(verdict.ceiling_ms)))
+    if verdict.together_ms is not None:
+        found.append(("all findings together", milliseconds(verdict.together_ms)))
+    return found
+
+
+def _measured(verdict: Verdict) -> list[tuple[str, str]]:
+    rows = [(f"phase: {name}", str(what)) for name, what in verdict.phases.items()]
+    return rows + [(f"did not run: {sensor}", why) for sensor, why in verdict.absent.items()]
+
+
+def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
+    """(milliseconds, its place in percent) of each round, before and after, on one scale from zero."""
+    most = max(*proof.before_ms, *proof.after_ms) * 1.05
+    sides = {"before": proof.before_ms, "after": proof.after_ms}
+    return {name: [(ms, 100 * ms / most) for ms in side] for name, side in sides.items()}
+
+
+# What the page's script gets.
+
+
+def _packed(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> Payload:
+    steps = count = max(len(tape.steps), 1)
+    while True:
+        part, lines = _cut(tape, count, located)
+        content, found = _content(verdict, part, lines)
+        text = base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
+        if len(text) <= MOST:
+            return replace(found, text=text, extent=f"{count} of {steps} recorded steps")
+        if count == 1:
+            events = len(part.calls) + len(part.work) + len(part.spans)
+            return Payload(missing=(f"No timeline and no what-if: one step has {events:,} events, too many for a page.",))
+        count = max(min(count * MOST // len(text), count - 1), 1)
+
+
+def _cut(tape: Tape, count: int, located: Mapping[int, Place]) -> tuple[Tape, Mapping[int, Place]]:
+    """The first `count` steps, and `located` by the calls' places among those."""
+    if count >= len(tape.steps):
+        return tape, located
+    part = tape.cut(0, count)
+    places = {id(tape.calls[call]): place for call, place in located.items()}
+    return part, {n: places[id(call)] for n, call in enumerate(part.calls) if id(call) in places}
+
+
+def _content(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> tuple[dict[str, Any], Payload]:
+    order, sites = HostOrder(tape), {call: site for call, place in located.items() if (site := place.site or place.built)}
+    number = {site: n for n, site in enumerate(dict.fromkeys(sites.values()))}
+    content: dict[str, Any] = {
+        "tape": tape.as_dict(),
+        "fields": {name: [each.name for each in fields(kind)] for name, kind in ROWS.items()},
+        "places": [{"at": site.at, "code": site.code} for site in number],
+        "located": [number[sites[call]] if call in sites else None for call in range(len(tape.calls))],
+        "causes": SHARES | LEAVES,
+        "gaps": [],
+    }
+    lines = {(site.file, site.line): n for site, n in number.items()}
+    zoom = tuple(lines.get((s.file, s.line), f.kind) if (s := f.line) else f.kind for f in verdict.findings)
+    try:
+        content["gaps"] = [_gap(gap, content["located"]) for gap in analyse(tape, order).gaps]
+        chosen = picks(tape, verdict.findings, located)
+        content["program"] = program(Replay(tape, order), chosen)
+    except MeasureError as error:
+        return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom)
+    return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)
+
+
+def _gap(gap: Gap, located: list[int | None]) -> dict[str, Any]:
+    place = None if gap.call is None else located[gap.call]
+    return {"device": gap.device, "start": gap.start, "end": gap.end, "cause": gap.leaf or gap.cause, "place": place}

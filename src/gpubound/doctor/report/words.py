@@ -1,0 +1,111 @@
+"""What every report says of a verdict in the same words."""
+
+from __future__ import annotations
+
+from ...trace import printable
+from ..finding import Finding, Verdict
+
+SHARES = {
+    "busy": "GPU busy",
+    "host_late": "host late",
+    "device_side": "device-side",
+    "comm": "comm alone",
+    "unlocated": "unlocated",
+}
+LEAVES = {
+    "sync": "a sync",
+    "copy": "a blocking copy",
+    "data": "data",
+    "gc": "garbage collection",
+    "compile": "compilation",
+    "checkpoint": "a checkpoint",
+    "alloc": "the allocator",
+    "dispatch": "Python and dispatch",
+}
+NOWHERE = "line unknown"
+SLOWED = 1.05  # a recording that slows the host by less is not worth a line
+
+
+def milliseconds(ms: float) -> str:
+    """
+    >>> milliseconds(41.83), milliseconds(1.234), milliseconds(0)
+    ('41.8 ms', '1.23 ms', '0.0 ms')
+    """
+    return f"{ms:.1f} ms" if abs(ms) >= 9.95 or abs(ms) < 0.005 else f"{ms:.2f} ms"
+
+
+def place_of(finding: Finding) -> str:
+    site = finding.line
+    return site.at if site else NOWHERE
+
+
+def code_of(finding: Finding) -> str:
+    site = finding.line
+    return site.code if site else ""
+
+
+def through(finding: Finding) -> str:
+    """How it came about below that line: the library's line, the autograd node, and where that was built."""
+    parts = [f"via {finding.via.in_package}"] if finding.via else []
+    if finding.node:
+        built = f", built at {finding.built.at}" if finding.built and finding.site else ""
+        parts.append(f"in backward of {finding.node}{built}")
+    return "; ".join(parts)
+
+
+def times(finding: Finding) -> str:
+    return f"{finding.count:.3g} a step"
+
+
+def price(finding: Finding) -> str:
+    """What a step would gain. Counts without a GPU have none."""
+    return "not priced" if finding.ms is None else milliseconds(finding.ms)
+
+
+def shares(verdict: Verdict) -> dict[str, float]:
+    """What a step went into, in percent; empty when nothing was timed."""
+    return verdict.bar.get("shares", {})
+
+
+def late(verdict: Verdict) -> dict[str, float]:
+    """What the host did while it was late, in percent of a step."""
+    return {leaf: share for leaf, share in verdict.bar.get("late", {}).items() if share}
+
+
+def machine(verdict: Verdict) -> str:
+    """The device, the versions, and how much was recorded."""
+    return " · ".join(str(fact) for fact in verdict.machine.values() if fact)
+
+
+def notes(verdict: Verdict) -> list[str]:
+    """What a reader must know to read the numbers."""
+    found = []
+    if verdict.distortion is not None and verdict.distortion > SLOWED:
+        found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
+    if all(finding.ms is None for finding in verdict.findings) and verdict.findings:
+        found.append("Counts and lines only: prices need a GPU.")
+    return found + [f"{sensor} did not run: {why}" for sensor, why in verdict.absent.items()]
+
+
+def together(verdict: Verdict) -> list[str]:
+    """What mending everything that has a price would gain. Waits overlap: it is not the sum."""
+    numbers = [str(number) for number, finding in enumerate(verdict.findings, 1) if finding.ms]
+    if verdict.together_ms is None or len(numbers) < 2:
+        return []
+    alone = sum(finding.ms for finding in verdict.findings if finding.ms)
+    said = f"{'+'.join(numbers)} together: {milliseconds(verdict.together_ms)} a step"
+    return [f"{said} (alone they add up to {milliseconds(alone)})"]
+
+
+def summary(finding: Finding) -> str:
+    """A finding in one sentence or two, for a program that shows texts."""
+    said = f"{finding.kind}, {times(finding)}, {price(finding)} a step ({finding.certainty})" if finding.ms is not None else ""
+    said = said or f"{finding.kind}, {times(finding)}"
+    below = f", {through(finding)}" if through(finding) else ""
+    evidence = f": {finding.evidence}" if finding.evidence else ""
+    return f"{said}{below}{evidence}. Instead: {finding.fix}"
+
+
+def clean(text: str) -> str:
+    """A text that any reader of UTF-8 takes: a file's name may hold half a surrogate pair."""
+    return printable(text.encode("utf-8", "replace").decode())

@@ -1,0 +1,158 @@
+"""The page in a real browser: its prices are the replay's, it fits a desk and a phone, and nothing that a name says is run."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+
+from gpubound.doctor.replay import Replay
+from gpubound.doctor.report import page as page_module
+from gpubound.doctor.report.page import page, snippet
+from gpubound.doctor.report.whatif import Pick, program
+from gpubound.doctor.tape import Tape
+from gpubound.pages import data
+from gpubound.watch.site import Site
+
+from .tapes import AUTOGRAD, MAIN, Synthetic
+from .verdicts import ITEM, judged, looped
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+TEMPLATES = Path(page_module.__file__).parent / "templates"
+ATTACK = "</pre></script><script>attacked = 1</script><img src=x onerror='attacked = 1'>\ud800{{7*7}}"
+WIDTHS = (390, 1280)
+
+# Frames with the page at each width, and the replay alone: everything is measured in one visit.
+VISIT = """<!doctype html>{frames}<script>{replay}</script><script>
+const cases = {cases};
+addEventListener("load", async () => {{
+  const seen = [];
+  for (const frame of document.querySelectorAll("iframe")) {{
+    const inside = code => frame.contentWindow.eval(code), all = s => [...frame.contentDocument.querySelectorAll(s)];
+    await inside("ready");
+    const box = e => e.getBoundingClientRect(), said = () => all("#whatif b")[0].textContent;
+    const found = {{ width: frame.clientWidth, scroll: frame.contentDocument.documentElement.scrollWidth, before: said() }};
+    const free = all("svg, table, h1, p, .bar, .time").filter(e => !e.closest(".wide"));
+    found.wide = free.filter(e => box(e).right > frame.clientWidth + 0.5).length;
+    found.idle = all(".timeline rect.data, .timeline rect.sync").length;
+    found.lead = all("polyline.lead")[0].getTotalLength();
+    for (const tick of all("[data-pick]")) if (tick.dataset.pick === "1") tick.click();
+    found.after = said();
+    const rects = all(".timeline rect").length;
+    all("[data-zoom]").filter(b => !b.hidden)[0].click();
+    found.zoomed = all(".timeline rect").length < rects;
+    const gap = all(".timeline rect.sync")[0], at = box(gap);
+    gap.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: at.left + 1, clientY: at.top + 1 }}));
+    found.tip = all(".tip")[0].innerText;
+    found.attacked = all("img").length + (frame.contentWindow.attacked || 0);
+    found.text = frame.contentDocument.body.innerText;
+    seen.push(found);
+  }}
+  const prices = cases.map(c => c.subsets.map(picks => played(c.program, picks)).concat(played(c.program, [], false)));
+  document.body.textContent = JSON.stringify({{ seen, prices }});
+}});
+</script>"""
+
+
+def visited(folder: Path, frames: str, cases: list) -> dict:
+    script = (TEMPLATES / "replay.js").read_text()
+    (folder / "visit.html").write_text(VISIT.format(frames=frames, replay=script, cases=data(cases)), errors="replace")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=9000", f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'visit.html'}"],
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(html.unescape(re.search(r"<body>(\{.*\})\s*</body>", done.stdout, re.S)[1]))
+
+
+def backward(steps: int = 3) -> Tape:
+    """Autograd's thread, two streams that wait for each other, a collection inside a wait for data, and a full allocator."""
+    loop = Synthetic()
+    for _ in range(steps):
+        loop.doing("data", 200, "loader").copy("h2d", run=30, stream=9).record("uploaded", stream=9).wait_event(
+            "uploaded", stream=7
+        )
+        loop.launch(run=40, times=8).hand(AUTOGRAD).launch(run=25, times=9, thread=AUTOGRAD).item(thread=AUTOGRAD)
+        loop.hand(MAIN, AUTOGRAD).stop("alloc", 80).launch(run=12, times=5).item().step()
+    tape = loop.tape()
+    inner = [replace(span, kind="gc", start=span.start + 50, end=span.end + 20) for span in tape.spans if span.kind == "data"]
+    return replace(tape, spans=(*tape.spans, *inner))
+
+
+def priced(tape: Tape) -> tuple[dict, list[float]]:
+    """(what the browser gets, what `Replay` says) for every set of picks: two waits, the data, the collections."""
+    replay = Replay(tape)
+    waits = sorted(replay.waits)
+    by_kind = [frozenset(n for n, span in enumerate(tape.spans) if span.kind == kind) for kind in ("data", "gc")]
+    chosen = [Pick(frozenset(waits[::2])), Pick(frozenset(waits[1::2])), *(Pick(spans=spans) for spans in by_kind)]
+    subsets = list(chain.from_iterable(combinations(range(1, 5), size) for size in range(5)))
+    wanted = []
+    for subset in subsets:
+        calls = frozenset().union(*(chosen[n - 1].calls for n in subset))
+        spans = frozenset().union(*(chosen[n - 1].spans for n in subset))
+        wanted.append(replay.step_ms - replay.saved(calls, spans))
+    case = {"program": program(replay, chosen), "subsets": [*subsets, [0]]}
+    return case, [*wanted, replay.ceiling(), replay.launch_free()]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_the_page_in_a_browser(tmp_path):
+    tape, located = looped()
+    verdict = judged(tape, located)
+    nasty = replace(verdict.findings[1], evidence=ATTACK, fix=ATTACK, patch=f"+{ATTACK}\n-x")
+    verdict = replace(verdict, script=ATTACK, findings=[verdict.findings[0], nasty, *verdict.findings[2:]])
+    text = html.escape(page(verdict, tape, located).encode("utf-8", "replace").decode())
+    frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in WIDTHS)
+    cases, wanted = zip(*(priced(one) for one in (tape, backward())))
+    found = visited(tmp_path, frames, list(cases))
+    for prices, truth in zip(found["prices"], wanted):
+        assert prices == pytest.approx(truth, rel=1e-9) and len({round(price, 6) for price in truth}) > 6
+    replay = Replay(tape)
+    left = replay.step_ms - (verdict.findings[0].ms or 0)
+    for seen, width in zip(found["seen"], WIDTHS):
+        assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == 0
+        assert seen["before"] == f"{replay.step_ms:.2f} ms a step"
+        assert seen["after"].startswith(f"{replay.step_ms:.2f} ms → {left:.2f} ms a step")
+        assert seen["idle"] > 8 and seen["lead"] > 300 and seen["zoomed"]
+        assert "train.py:" in seen["tip"] and "idle: a sync" in seen["tip"]
+        assert seen["attacked"] == 0 and seen["text"].count("<script>attacked = 1</script>") >= 3 and "{{7*7}}" in seen["text"]
+
+
+def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch):
+    tape, located = looped(steps=12)
+    verdict = judged(tape, located)
+    assert "this page holds 12 of 12 recorded steps" in page(verdict, tape, located)
+    monkeypatch.setattr(page_module, "MOST", 9000)
+    cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, tape, located))
+    assert cut and 1 <= int(cut[1]) < 12
+    monkeypatch.setattr(page_module, "MOST", 1000)
+    none = page(verdict, tape, located)
+    assert "too many for a page" in none and 'id="doctor"' not in none and "train.py:88" in none
+
+
+def test_a_tape_without_prices_says_why_there_is_no_what_if():
+    tape, located = looped()
+    verdict = judged(tape, located)
+    lost = replace(tape, work=tuple(replace(work, correlation=0) for work in tape.work))
+    assert "No what-if: " in page(verdict, lost, located) and 'id="time"' in page(verdict, lost, located)
+    verdict = replace(verdict, bar=verdict.bar | {"late": {"sync": 24.0}})  # a leaf may be called as a method of dict is: copy
+    assert 'type="checkbox"' not in page(verdict) and "train.py:88" in page(verdict)
+
+
+def test_the_snippet_is_the_file_s_where_the_line_is_still_there(tmp_path):
+    tape, located = looped()
+    finding = judged(tape, located).findings[0]
+    file = tmp_path / "train.py"
+    file.write_text("a = 1\nb = 2\nx = loss.item()\nc = 3\n")
+    here = Site(str(file), 3, "step", "x = loss.item()", 3)
+    assert snippet(replace(finding, site=here)) == [
+        (1, "a = 1", False), (2, "b = 2", False), (3, "x = loss.item()", True), (4, "c = 3", False),
+    ]  # fmt: skip
+    assert snippet(replace(finding, site=replace(here, code="y = 1"))) == [(3, "y = 1", True)], "the file has changed"
+    assert snippet(replace(finding, site=ITEM)) == [(88, ITEM.code, True)] and snippet(replace(finding, site=None)) == []
