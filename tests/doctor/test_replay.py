@@ -135,6 +135,19 @@ def test_work_behind_another_stream_follows_it_without_an_event_on_the_tape():
     assert Replay(bare).saved(Replay(bare).waits) == pytest.approx(Replay(tape).saved(Replay(tape).waits), abs=0.01)
 
 
+def test_a_wait_for_an_event_that_the_tape_does_not_name_is_found_by_its_end():
+    """Profilers name the events only when asked to."""
+    made = Synthetic()
+    for _ in range(5):
+        made.launch(run=400).record("e").launch(run=300).sync(event="e").think(500).step()
+    tape = made.tape()
+    calls = [dataclasses.replace(call, record=0) if call.kind == "sync" else call for call in tape.calls]
+    bare = dataclasses.replace(tape, calls=[dataclasses.replace(c, stream=None) if c.kind == "event" else c for c in calls])
+    assert Replay(bare).error < 1e-9
+    price = Replay(tape).saved(Replay(tape).waits)
+    assert price > 0.1 and Replay(bare).saved(Replay(bare).waits) == pytest.approx(price, abs=0.005)
+
+
 def test_two_devices_wait_for_their_own():
     made = Synthetic()
     for _ in range(5):

@@ -17,6 +17,8 @@ LIMIT = 50.0  # µs; a launch takes 5 to reach an idle device, and 20 when the d
 NEAR = 20.0  # µs; a work that begins so shortly after another one ended may have waited for it
 LATELY = 64  # launches; further back none is looked for
 TAIL = 2.0  # µs from a work's end to the end of what waited for it, where it was not seen
+APART = 20.0  # µs; by so much a device's clock and the host's may differ, where it is known what a wait waited for
+FAR = 4096  # calls; a host is no further ahead of its device
 FULL = 256  # works in the queue from which on a slow launch is taken for one that waited for room; drivers take about 1024
 SLOW = 20.0  # µs; a launch takes 2 to 8
 
@@ -85,22 +87,25 @@ class _Fit:
         queues: dict[Queue, int] = {}  # the last call with work in each
         behind: dict[Queue, list[int]] = {}  # works that a queue waits for by an event
         records: dict[int, int] = {}  # a record's correlation -> the call whose work it follows
+        latest: dict[int, int] = {}  # the last call with work of each thread
         for at, (call, group) in enumerate(zip(self.calls, self.groups)):
-            if call.kind == "event" and call.stream is not None:
-                queue = (call.device or 0, call.stream)
-                if not call.record and queue in queues:
-                    records[call.correlation] = queues[queue]
-                elif call.record in records:
-                    behind.setdefault(queue, []).append(records[call.record])
+            if call.kind == "event" and "Record" in call.name:
+                follows = latest.get(call.thread) if call.stream is None else queues.get((call.device or 0, call.stream))
+                if follows is not None:
+                    records[call.correlation] = follows
+            elif call.kind == "event" and call.record in records and call.stream is not None:
+                behind.setdefault((call.device or 0, call.stream), []).append(records[call.record])
             if group:
+                latest[call.thread] = at
                 first = (group[0].device, group[0].stream)
                 self._delays(at, group[0], [queues.get(first, final[first]), *behind.pop(first, ())])
                 queues |= {(work.device, work.stream): at for work in group}
             if call.blocks and group:
                 if call.end > group[0].start:  # else the copy was staged, and the host went on
                     self._hold(at, (at,), self.launch_us)
-            elif call.record and call.waits:
-                self._wait(at, [records[call.record]] if call.record in records else [])
+            elif call.waits and call.kind == "sync" and "Event" in call.name:
+                known = records.get(call.record)
+                self._wait(at, [known] if known is not None else self._ended_with(at))
             elif call.waits:
                 self._wait(at, [queues.get(queue, last) for queue, last in final.items() if _meant(call, queue)])
 
@@ -125,7 +130,8 @@ class _Fit:
         """A call that waits for these works, as far as the tape agrees: what ended later was not waited for."""
         call = self.calls[at]
         past = [c for c in works if c < at]
-        seen = [c for c in past if self.done[c] <= call.end + 1.0]
+        clocks = APART if call.kind == "sync" and (call.record or call.stream is not None) else TAIL
+        seen = [c for c in past if self.done[c] <= call.end + clocks]
         waited = any(self.done[c] > call.start for c in seen)
         if call.kind == "sync" or call.kind == "free":
             works = seen + [c for c in works if c >= at]
@@ -137,6 +143,12 @@ class _Fit:
             self._hold(at, tuple(works), TAIL if call.kind == "sync" else 0.0)
         elif works:
             self.held[at], self.tail[at] = tuple(works), TAIL if call.kind == "sync" else self.cost[at]
+
+    def _ended_with(self, at: int) -> list[int]:
+        """What a wait for an unknown event waited for: the work that ended last before it did."""
+        call = self.calls[at]
+        past = [c for c in range(max(at - FAR, 0), at) if call.start < self.done[c] <= call.end + TAIL]
+        return [max(past, key=self.done.__getitem__)] if past else []
 
     def _hold(self, at: int, works: tuple[int, ...], least: float) -> None:
         """A wait that held its host. It took `tail` after the works were done, and costs as much where none is to wait for."""
