@@ -37,6 +37,7 @@ from .result import Generation
 from .speculate import Draft, stepper_of, tokens_a_step
 from .stages.body import staged_body
 from .stages.graphs import StageGraphs
+from .stages.spread import devices_of
 from .steps import Slots, StepGraphs, Stepper
 
 LADDER = (32, 8, 1)  # steps a launch
@@ -239,8 +240,10 @@ def decoder(
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-        body = _body(model, build, fused) if devices is None else staged_body(model, build, fused, devices)
+    over = None if devices is None else devices_of(devices)
+    where = first.device if over is None else over[0]
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(where.type, enabled=False):
+        body = _body(model, build, fused) if over is None else staged_body(model, build, fused, over)
         drafting = (
             _body(base_of(speculate.model), Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
         )

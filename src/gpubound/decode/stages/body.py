@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ...kernels.choose import hasten
 from ...models.decoding import Reader, weight_of
 from ...models.registry import reader_of
@@ -15,12 +17,11 @@ from ..contract import Body, Build
 from ..fused import NARROW, ON_ONE, FusedBody
 from ..span import META, bytes_of_tables
 from .plan import LayerStage, StageBytes, plan
-from .spread import devices_of, rooms_of, spread, tell
+from .spread import rooms_of, spread, tell
 
 
-def staged_body(model: Any, build: Build, fused: bool, given: Any) -> Body:
-    """`given`: devices. A ValueError where the model is not decoded over several, or does not fit."""
-    devices = devices_of(given)
+def staged_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> Body:
+    """A ValueError where the model is not decoded over several, or does not fit."""
     for name, asked in (("speculate", build.tokens > 1), ("weights", build.weights is not None), ("fused=False", not fused)):
         if asked:
             raise ValueError(f"decoder: devices: got {len(devices)} together with {name}, which takes a single device.")
