@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
-from gpubound.doctor.finding import Finding
+from gpubound.doctor.finding import Finding, Verdict
+from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.github import annotate
 from gpubound.doctor.report.perfetto import perfetto
 from gpubound.doctor.report.sarif import fingerprint, sarif
@@ -112,3 +113,16 @@ def test_a_trace_whose_idleness_cannot_be_told_says_so():
     tape = Synthetic().graph(hidden=True).launch().sync().step().tape()
     found = json.loads(perfetto(tape))
     assert "not told: " in found["otherData"]["idle"] and any(e["name"] == "cudaGraphLaunch" for e in found["traceEvents"])
+
+
+def test_the_files_of_a_run(tmp_path):
+    tape, located = looped()
+    home = replace(ITEM, file="/home/somebody/deep/project/train.py")
+    located = {call: replace(place, site=home) for call, place in located.items()}
+    verdict = verdict_of(replace(FINDING, site=home))
+    paths = write_reports(tmp_path / "new" / "out", verdict, tape, located)
+    assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif", "doctor.trace.json"]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    assert Verdict.from_dict(json.loads(texts[0])) == Verdict.from_dict(verdict.as_dict())
+    assert all("project/train.py" in text and "/home/" not in text and "somebody" not in text for text in texts)
+    assert [path.name for path in write_reports(tmp_path, verdict)][-1] == "doctor.sarif", "without a tape there is no trace"

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from gpubound.doctor.prove import Proof
 from gpubound.doctor.replay import Replay
 from gpubound.doctor.report import page as page_module
 from gpubound.doctor.report.page import page, snippet
 from gpubound.doctor.report.whatif import Pick, program
 from gpubound.doctor.tape import Tape
+from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
 from gpubound.watch.site import Site
 
@@ -50,7 +52,14 @@ addEventListener("load", async () => {{
     gap.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: at.left + 1, clientY: at.top + 1 }}));
     found.tip = all(".tip")[0].innerText;
     found.attacked = all("img").length + (frame.contentWindow.attacked || 0);
-    found.text = frame.contentDocument.body.innerText;
+    const shown = frame.contentDocument.body.innerText;
+    const panels = () => ["now", "proof"].map(name => frame.contentDocument.getElementById(name).hidden);
+    found.panels = panels();
+    all("[role=tab]")[1].click();
+    found.turned = panels();
+    found.rounds = all(".rounds i").map(e => box(e).left);
+    found.change = all("#proof pre")[0].textContent;
+    found.text = shown + frame.contentDocument.body.innerText;
     seen.push(found);
   }}
   const prices = cases.map(c => c.subsets.map(picks => played(c.program, picks)).concat(played(c.program, [], false)));
@@ -107,7 +116,8 @@ def test_the_page_in_a_browser(tmp_path):
     verdict = judged(tape, located)
     nasty = replace(verdict.findings[1], evidence=ATTACK, fix=ATTACK, patch=f"+{ATTACK}\n-x")
     verdict = replace(verdict, script=ATTACK, findings=[verdict.findings[0], nasty, *verdict.findings[2:]])
-    text = html.escape(page(verdict, tape, located).encode("utf-8", "replace").decode())
+    proof = Proof((4.0, 4.2, 4.1), (2.0, 2.1, 2.2), Ratio(2.0, 1.9, 2.1), 60, 0.0, 0.0, 0.0)
+    text = html.escape(page(verdict, tape, located, proof, "-old()\n+new()").encode("utf-8", "replace").decode())
     frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in WIDTHS)
     cases, wanted = zip(*(priced(one) for one in (tape, backward())))
     found = visited(tmp_path, frames, list(cases))
@@ -121,6 +131,8 @@ def test_the_page_in_a_browser(tmp_path):
         assert seen["after"].startswith(f"{replay.step_ms:.2f} ms → {left:.2f} ms a step")
         assert seen["idle"] > 8 and seen["lead"] > 300 and seen["zoomed"]
         assert "train.py:" in seen["tip"] and "idle: a sync" in seen["tip"]
+        assert (seen["panels"], seen["turned"]) == ([False, True], [True, False]) and seen["change"] == "-old()\n+new()"
+        assert min(seen["rounds"][:3]) > max(seen["rounds"][3:]) and "60 losses are equal bit for bit" in seen["text"]
         assert seen["attacked"] == 0 and seen["text"].count("<script>attacked = 1</script>") >= 3 and "{{7*7}}" in seen["text"]
 
 
