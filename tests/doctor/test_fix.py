@@ -90,6 +90,36 @@ def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys
     assert waits[0] == (2 + 8 * 5, 2 + 16, waits[1][2]) and waits[1][:2] == (2 + 2 + 8 + 1, 2)
 
 
+def test_a_fed_loop_computes_the_same_without_a_copy(tmp_path, sim, one_thread):
+    text = """\
+import torch
+device = torch.accelerator.current_accelerator()
+torch.manual_seed(0)
+weight = torch.rand(3).to(device).requires_grad_()
+optimizer = torch.optim.SGD([weight], lr=0.1)
+batches = [(torch.rand(4, 3), torch.rand(4)) for _ in range(3)]
+losses = []
+for epoch in range(2):
+    for step, (x, y) in enumerate(batches):
+        x, y = x.to(device), y.to(device)  # here
+        loss = (x @ weight - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+losses = torch.stack(losses)
+"""
+    after, made = mended(tmp_path, text, ("h2d", "# here"))
+    found = []
+    for script in (text, after):
+        (tmp_path / "train.py").write_text(script)
+        with watch() as ledger:
+            losses = runpy.run_path(str(tmp_path / "train.py"))["losses"]
+        found.append((losses.cpu().tolist(), ledger.totals["repeated_uploads"], ledger.totals["h2d_copies"]))
+    assert found[0] == (found[1][0], 6, 13) and found[1][1:] == (0, 7)  # then each tensor is uploaded once
+    assert made.equal
+
+
 def test_every_other_byte_stays(tmp_path):
     """The changed lines, one by one; comments, umlauts, double blanks and trailing commas are as before."""
     text, _ = mended(tmp_path, SCRIPT, *FOUND)
@@ -124,6 +154,11 @@ CASES = {
         HEAD + "loader = DataLoader(d, 8, shuffle=True)  # here\n",
         HEAD + "loader = DataLoader(d, 8, shuffle=True, num_workers=4, persistent_workers=True, pin_memory=True)  # here\n",
     ),
+    "workers, for a dataset that knows its epoch": (
+        "data",
+        "l = DataLoader(d)  # here\nfor e in r:\n    d.epoch = e\n",
+        "l = DataLoader(d, num_workers=4, pin_memory=True)  # here\nfor e in r:\n    d.epoch = e\n",
+    ),
     "workers, of the loop": (
         "data",
         "a = DataLoader(x)\nb = DataLoader((y), num_workers=0)\nfor batch in enumerate(b):  # here\n    pass\n",
@@ -148,7 +183,7 @@ CASES = {
         "o = SGD(ps)\no.zero_grad()  # here\n",
     ),
     "the only statement of a block": ("free", "if x:\n    torch.cuda.empty_cache()  # here\n", "if x:\n    pass  # here\n"),
-    "a wait": ("sync", "if x:\n    y()\n    event.synchronize()  # here\n", "if x:\n    y()\n"),
+    "a wait": ("sync", "if x:\n    y()\n    torch.cuda.synchronize()  # here\n", "if x:\n    y()\n"),
     "a sum": (
         "sync",
         LOOP.format("total += loss.item() / 8  # here"),
@@ -174,7 +209,7 @@ CASES = {
         "batches = gb.feed(batches, d)\nfor e in r:\n    for x in batches:\n        x = x.to(d)  # here\n",
     ),
     "without a last newline": ("zero_grad", "o.zero_grad(False) # here", "o.zero_grad() # here"),
-    "lines of Windows": ("sync", "if x:\r\n  y()\r\n  s.synchronize() # here\r\nz()\r\n", "if x:\r\n  y()\r\nz()\r\n"),
+    "lines of Windows": ("sync", "if x:\r\n  y()\r\n  cuda.synchronize() # here\r\nz()\r\n", "if x:\r\n  y()\r\nz()\r\n"),
 }
 
 
@@ -219,7 +254,12 @@ REFUSED = {
     ),
     "reads: the line does not add the value up": ("sync", LOOP.format("log(loss.item())  # here")),
     "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
-    "waits: a clock is read beside it": ("sync", "s.synchronize()  # here\nt = time.perf_counter() - t\n"),
+    "waits: the line waits for one stream or event": ("sync", "event.synchronize()  # here\n"),
+    "waits: line 1 works on a stream of its own or copies to the host": (
+        "sync",
+        "mirror.copy_(loss, non_blocking=True)\ntorch.cuda.synchronize()  # here\nprint(mirror)\n",
+    ),
+    "waits: a clock is read beside it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
     "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
     "reads: the file does not import torch by that name": (
         "sync",
@@ -249,8 +289,8 @@ def test_tf32_is_taken_when_it_is_asked_for(tmp_path):
 
 def test_findings_of_one_line_go_together(tmp_path):
     """A line that is taken out answers all that was found there, and lines below it are still the right ones."""
-    before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    s.synchronize()\n    o.zero_grad(False)\n"
-    found = [("free", "empty"), ("sync", "empty"), ("sync", "s.sync"), ("zero_grad", "zero")]
+    before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    torch.cuda.synchronize()\n    o.zero_grad(False)\n"
+    found = [("free", "empty"), ("sync", "empty"), ("sync", "cuda.sync"), ("zero_grad", "zero")]
     text, made = mended(tmp_path, before, *found)
     assert text == "if x:\n    y()\n    o.zero_grad()\n" and len(made.taken) == 4
     said = str(made).replace(f"{tmp_path}/", "").splitlines()

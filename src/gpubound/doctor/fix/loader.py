@@ -39,8 +39,20 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
     if len(loader.args) > 5:
         raise Refused(f"line {loader.lineno} passes num_workers by its position")
-    wanted = {"num_workers": str(WORKERS), "persistent_workers": "True"}
-    return with_keywords(source, loader, **wanted if "pin_memory" in have else wanted | {"pin_memory": "True"})
+    wanted = {"num_workers": str(WORKERS)}
+    if not _is_touched(source, loader):
+        wanted["persistent_workers"] = "True"
+    if "pin_memory" not in have:
+        wanted["pin_memory"] = "True"
+    return with_keywords(source, loader, **wanted)
+
+
+def _is_touched(source: SourceText, loader: ast.Call) -> bool:
+    """Whether the file does anything with the dataset by itself, such as setting its epoch: workers that stay do not see it."""
+    dataset = name_of(loader.args[0]) if loader.args else ""
+    return bool(dataset) and any(
+        isinstance(node, ast.Attribute) and name_of(node.value) == dataset for node in ast.walk(source.tree)
+    )
 
 
 PATCH = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead", propose)
