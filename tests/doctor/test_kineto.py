@@ -120,6 +120,18 @@ def test_a_drivers_call_inside_the_runtimes_is_one_call(tmp_path):
     assert analyse(tape).shares["unlocated"] == 0
 
 
+def test_an_older_trace_of_rocm(tmp_path):
+    """Whole microseconds, streams as addresses, and External id instead of a correlation."""
+    tid = {"tid": 9, "stream": "0x0"}
+    events = [{**x("cuda_runtime", "hipMemcpyWithStream", 2, 3), "args": {"External id": 3, **tid}}]
+    events += [{**x("cuda_runtime", "hipLaunchKernel", at, 1), "args": {"External id": at, **tid}} for at in (5, 6, 7)]
+    events += [{**x("kernel", "Cijk", 10 * at, 9, pid=2, tid=0), "args": {"External id": at}} for at in (5, 6, 7)]
+    events += [{**x("gpu_memcpy", "CopyDeviceToHost", 3, 1, pid=2, tid=0), "args": {"External id": 3}}]
+    tape = read_trace(written(tmp_path / "t.json", {"traceEvents": [{**each, "ts": int(each["ts"])} for each in events]}))
+    assert [(call.kind, call.blocks, call.device) for call in tape.calls] == [("copy", True, 2)] + [("launch", False, 2)] * 3
+    assert analyse(tape).shares["unlocated"] == 0 and [work.kind for work in tape.work] == ["d2h"] + ["kernel"] * 3
+
+
 def test_steps_and_spans_by_their_names(tmp_path):
     spans = {
         "Optimizer.step#AdamW.step": "optimizer", "_compile.compile_inner (dynamo_timed)": "compile", "Python GC": "gc",
@@ -127,9 +139,13 @@ def test_steps_and_spans_by_their_names(tmp_path):
         "mine": "annotation",
     }  # fmt: skip
     events = [x("user_annotation", name, 100 * n + k, 10) for n in range(3) for k, name in enumerate(spans)]
-    events += [x("cpu_op", "aten::mm", 5, 1), x("python_function", "short", 6, 20), x("python_function", "long", 7, 200)]
+    events += [
+        x("cpu_op", "aten::mm", 5, 1),
+        x("python_function", "short", 6, 20),
+        x("python_function", "/home/me/its/long", 7, 200),
+    ]
     tape = read_trace(written(tmp_path / "t.json", {"traceEvents": events}))
-    names = spans | {"aten::mm": "op", "long": "python", "save|a": "checkpoint"}
+    names = spans | {"aten::mm": "op", "its/long": "python", "save|a": "checkpoint"}
     assert {span.name: span.kind for span in tape.spans} == {k: v for k, v in names.items() if not k.startswith("span|")}
     assert tape.steps == ((10, 110), (110, 210))  # from one end of Optimizer.step to the next
     assert read_trace(tmp_path / "t.json", step="mine").steps == ((5, 15), (105, 115), (205, 215))

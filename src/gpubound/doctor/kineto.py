@@ -98,8 +98,7 @@ class _Reader:
         name = intern(str(event["name"]))
         if category in RUNTIME:
             kind = self.kinds.get(name) or self.kinds.setdefault(name, call_kind(name))
-            correlation = int(args.get("correlation") or 0)
-            self.calls.append(Call(name, kind, int(event["tid"]), start, end, correlation))
+            self.calls.append(Call(name, kind, int(event["tid"]), start, end, _correlation(args)))
         elif category in DEVICE:
             self._work(category, name, start, end, args, event)
         elif category == "cuda_sync":
@@ -114,8 +113,8 @@ class _Reader:
         elif category == "gpu_memcpy":
             kind = next((kind for word, kind in _COPIES.items() if word in name), "d2d")
         device, stream = int(args.get("device", event["pid"])), self._stream(args.get("stream", event["tid"]))
-        correlation, size = int(args.get("correlation") or 0), int(args.get("bytes") or 0)
-        self.work.append(Work(name, kind, device, stream, start, end, correlation, size, "Pageable" in name))
+        size = int(args.get("bytes") or 0)
+        self.work.append(Work(name, kind, device, stream, start, end, _correlation(args), size, "Pageable" in name))
 
     def _stream(self, value: Any) -> int:
         """A stream's number. ROCm may write an address."""
@@ -147,8 +146,10 @@ class _Reader:
             kind = "compile"
         elif name.startswith("autograd::engine::evaluate_function"):
             kind = "backward"
-        elif kind == "python" and end - start < PYTHON:
-            return
+        elif kind == "python":
+            if end - start < PYTHON:
+                return
+            name = "/".join(name.split("/")[-2:])  # not where somebody keeps his files
         self.spans.append(Span(name, kind, thread, start, end))
 
     def tape(self, head: dict[str, Any]) -> Tape:
@@ -167,11 +168,12 @@ class _Reader:
         last: dict[int, int] = {}  # the place of each thread's last call
         for call in sorted(self.calls, key=lambda call: (call.start, -call.end)):
             place = last.get(call.thread)
-            if place is not None and call.end <= found[place].end:  # the driver's call inside the runtime's
-                outer = found[place]
+            if place is not None and call.start < found[place].end and call.end <= found[place].end:
+                outer = found[place]  # the runtime's call, and inside it the driver's
                 if call.correlation in launched and outer.correlation not in launched:
                     found[place] = replace(outer, correlation=call.correlation, kind=call.kind)
-                continue
+                if found[place] is not outer or call.correlation not in launched:
+                    continue
             last[call.thread] = len(found)
             found.append(call)
         return [self._with_facts(call, launched.get(call.correlation), sources) for call in found]
@@ -188,6 +190,11 @@ class _Reader:
         if (stream := sources.get(call.correlation, -1)) >= 0:
             return replace(call, stream=stream)
         return call
+
+
+def _correlation(args: dict[str, Any]) -> int:
+    """What a work and its launch have in common. ROCm's older traces have External id alone, and there it is theirs."""
+    return int(args.get("correlation") or args.get("External id") or 0)
 
 
 def _about(head: dict[str, Any]) -> dict[str, Any]:
