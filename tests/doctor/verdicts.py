@@ -48,7 +48,7 @@ def judged(tape: Tape, located: dict[int, Place]) -> Verdict:
     read = Site("train.py", 102, "<module>", "print(loss.item())", 102)
     return Verdict(
         script="train.py --cfg small",
-        machine={"device": "NVIDIA H200", "torch": "torch 2.11"},
+        machine={"device": "NVIDIA H200", "torch": "2.11"},
         step_ms=replay.step_ms,
         bar={"shares": bar.shares, "late": bar.late},
         ceiling_ms=replay.ceiling(),

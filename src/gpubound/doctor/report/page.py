@@ -68,7 +68,7 @@ def page(
         share_names=SHARES,
         leaf_names=LEAVES,
         causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        said=together(verdict),
+        said=[*together(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         proof=proof,
@@ -123,7 +123,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _measured(verdict: Verdict) -> list[tuple[str, str]]:
     rows = [(f"phase: {name}", str(what)) for name, what in verdict.phases.items()]
-    return rows + [(f"did not run: {sensor}", why) for sensor, why in verdict.absent.items()]
+    return rows + [(f"without {what}", why) for what, why in verdict.absent.items()]
 
 
 def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
@@ -173,7 +173,9 @@ def _content(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> tupl
     lines = {(site.file, site.line): n for site, n in number.items()}
     zoom = tuple(lines.get((s.file, s.line), f.kind) if (s := f.line) else f.kind for f in verdict.findings)
     try:
-        content["gaps"] = [_gap(gap, content["located"]) for gap in analyse(tape, order).gaps]
+        bar = analyse(tape, order)
+        content["gaps"] = [_gap(gap, content["located"]) for gap in bar.gaps]
+        content["scale"] = (verdict.step_ms or bar.step_ms) / bar.step_ms  # a recorded step is slower than a timed one
         chosen = picks(tape, verdict.findings, located)
         content["program"] = program(Replay(tape, order), chosen)
     except MeasureError as error:

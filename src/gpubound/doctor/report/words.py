@@ -73,8 +73,9 @@ def late(verdict: Verdict) -> dict[str, float]:
 
 
 def machine(verdict: Verdict) -> str:
-    """The device, the versions, and how much was recorded."""
-    return " · ".join(str(fact) for fact in verdict.machine.values() if fact)
+    """The device, and what else is known of where it ran."""
+    facts = {name: value for name, value in verdict.machine.items() if value not in (None, "")}
+    return " · ".join(str(value) if name == "device" else f"{name} {value}" for name, value in facts.items())
 
 
 def notes(verdict: Verdict) -> list[str]:
@@ -84,7 +85,7 @@ def notes(verdict: Verdict) -> list[str]:
         found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
     if all(finding.ms is None for finding in verdict.findings) and verdict.findings:
         found.append("Counts and lines only: prices need a GPU.")
-    return found + [f"{sensor} did not run: {why}" for sensor, why in verdict.absent.items()]
+    return found + [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
 def together(verdict: Verdict) -> list[str]:

@@ -26,11 +26,12 @@ function tabs() {
   }
 }
 
-function whatIf(program) {
-  const said = find("#whatif"), base = played(program, []), boxes = all("input[data-pick]");
+function whatIf({ program, scale }) {
+  const step = picks => scale * played(program, picks);
+  const said = find("#whatif"), base = step([]), boxes = all("input[data-pick]");
   const tell = () => {
     const picks = boxes.filter(box => box.checked).map(box => Number(box.dataset.pick));
-    const left = played(program, picks), gain = left > 0 ? base / left : 1;
+    const left = step(picks), gain = left > 0 ? base / left : 1;
     find("b", said).textContent = picks.length ? `${ms(base)} → ${ms(left)} a step (${gain.toFixed(2)}x)` : `${ms(base)} a step`;
     find("span", said).textContent = picks.length ? "with the checked ones mended" : "check what you would mend";
   };
@@ -66,7 +67,7 @@ function watch(doctor) {
 tabs();
 const packed = find("#doctor");
 const ready = packed ? unpacked(packed.textContent).then(doctor => {
-  if (doctor.program) whatIf(doctor.program);
+  if (doctor.program) whatIf(doctor);
   watch(doctor);
   return doctor;
 }) : Promise.resolve(null);
