@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from gpubound.doctor.model import PINNED
 from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic
 
 times = st.integers(1, 60).map(float)
@@ -32,7 +33,7 @@ def program(moves: list[tuple], steps: int, stalls: bool = True, launches: int =
             if kind == "launch":
                 made.launch(run=us, stream=stream)
             elif kind == "copy":
-                made.copy(run=us, stream=stream)
+                made.copy(run=us, bytes=int(us * PINNED), stream=stream)
             elif kind == "think":
                 made.think(us)
             elif kind == "graph":
@@ -43,7 +44,7 @@ def program(moves: list[tuple], steps: int, stalls: bool = True, launches: int =
             elif kind == "backward":
                 made.hand(AUTOGRAD).launch(run=us, thread=AUTOGRAD, times=2).hand(MAIN, of=AUTOGRAD)
             elif kind == "pageable":
-                made.copy(run=us, stream=stream, pageable=stalls)
+                made.copy(run=us, bytes=int(us * PINNED), stream=stream, pageable=stalls)
             elif stalls and kind == "sync":
                 made.sync(stream)
             elif stalls and kind == "free":

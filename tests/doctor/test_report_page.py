@@ -89,7 +89,7 @@ def backward(steps: int = 3) -> Tape:
             "uploaded", stream=7
         )
         loop.launch(run=40, times=8).hand(AUTOGRAD).launch(run=25, times=9, thread=AUTOGRAD).item(thread=AUTOGRAD)
-        loop.hand(MAIN, AUTOGRAD).stop("alloc", 80).launch(run=12, times=5).item().step()
+        loop.hand(MAIN, AUTOGRAD).stop("alloc", 80).launch(run=12, times=5).copy(run=90, pageable=True).item().step()
     tape = loop.tape()
     inner = [replace(span, kind="gc", start=span.start + 50, end=span.end + 20) for span in tape.spans if span.kind == "data"]
     return replace(tape, spans=(*tape.spans, *inner))

@@ -54,6 +54,8 @@ class Mechanism:
     queue: list[tuple[int, int] | None]  # device and stream of the call's work
     began: list[float]  # when this work began on the tape
     launch: float  # what a launch costs the host
+    reach: float  # and how long it takes to an idle device
+    pinned: float  # bytes that a copy from pinned memory moves in a µs
 
     def play(self, times: int) -> Played:
         """Play the calls `times` times in a row. An entry holds the time of the play before until it is written again."""
@@ -71,6 +73,9 @@ class Mechanism:
         for at in self._with_partners(gone):
             cost[at] = min(cost[at], self.launch) if self.calls[at].kind == "copy" and not work else 0.0
             held[at], room[at] = (), -1
+            if self.calls[at].blocks and self.calls[at].bytes:  # from pinned memory nothing is staged
+                latency[at] = min(latency[at], self.reach)
+                run[at] = min(run[at], self.calls[at].bytes / self.pinned)
             if work:  # it begins and ends as what it comes after ends
                 latency[at], gap[at], run[at] = NEVER, 0.0, 0.0
         return replace(self, cost=cost, held=held, room=room, latency=latency, gap=gap, run=run)

@@ -57,10 +57,10 @@ def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
     }
 
 
-def _changed(played: Mechanism, left: Mechanism) -> list[tuple[int, float]]:
-    """(call, its cost) of the calls that wait no more."""
-    rows = zip(zip(played.cost, played.held, played.room), zip(left.cost, left.held, left.room))
-    return [(at, after[0]) for at, (before, after) in enumerate(rows) if before != after]
+def _changed(played: Mechanism, left: Mechanism) -> list[tuple[int, float, float, float]]:
+    """(call, its cost, its work's latency and length) of the calls that wait no more."""
+    was, now = (zip(each.cost, each.latency, each.run, each.held, each.room) for each in (played, left))
+    return [(at, *after[:3]) for at, (before, after) in enumerate(zip(was, now)) if before != after]
 
 
 def _stalls(replay: Replay, chosen: Sequence[Pick]) -> Iterator[tuple[int, float, list[int]]]:

@@ -3,13 +3,13 @@
 // name, with an entry a call. `picks` are the numbers of what is left out.
 
 function played(program, picks, host = true) {
-  const { before, previous, after, latency, gap, run, tail, times } = program, size = before.length;
-  let { pause, cost, held, room } = program;
+  const { before, previous, after, gap, tail, times } = program, size = before.length;
+  let { pause, cost, held, room, latency, run } = program;
   if (picks.length) {
-    [cost, held, room] = [[...cost], [...held], [...room]];
+    [cost, held, room, latency, run] = [[...cost], [...held], [...room], [...latency], [...run]];
     for (const pick of picks) {
-      for (const [position, left] of program.picks[pick]) {
-        cost[position] = left;
+      for (const [position, left, soon, short] of program.picks[pick]) {
+        [cost[position], latency[position], run[position]] = [left, soon, short];
         held[position] = [];
         room[position] = -1;
       }
