@@ -84,6 +84,28 @@ def test_a_patched_script_is_run_in_place_of_the_file(script, tmp_path):
     assert torch.stack(found.losses).tolist() == pytest.approx(expected(3.0, 4, 7), rel=1e-6)
 
 
+def test_a_module_of_a_package_is_run_with_its_relative_imports(tmp_path, monkeypatch):
+    """As `python -m trainer`: the package's __main__, its sibling patched."""
+    (tmp_path / "trainer").mkdir()
+    for name, text in {
+        "__init__": "",
+        "helper": HELPER,
+        "__main__": SCRIPT.replace("import helper", "from . import helper"),
+    }.items():
+        (tmp_path / "trainer" / f"{name}.py").write_text(text)
+    (tmp_path / "0.py").write_text("SCALE = 2.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    recorder = Recorder(0, enough=lambda: None)
+    patched = {str(tmp_path / "trainer" / "helper.py"): str(tmp_path / "0.py")}
+    run(SeededJob("trainer", ["4"], patched, "", seed=7, module=True), recorder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
+        del sys.modules[name]
+    assert torch.stack(recorder.losses).tolist() == pytest.approx(expected(2.0, 4, 7), rel=1e-6)
+    with pytest.raises(ModuleNotFoundError, match="there is no module 'trainr' that can be run"):
+        run(SeededJob("trainr", [], {}, "", module=True), recorder)
+
+
 def test_a_run_in_a_process_of_its_own_ends_after_its_steps(script, tmp_path):
     """The script would make a million steps."""
     done = run_once(SeededJob(str(script), ["1000000"], {}, str(tmp_path / "result.json"), 7, steps=13), "before", tmp_path)

@@ -96,10 +96,12 @@ def prove(
     rounds: int = ROUNDS,
     steps: int = STEPS,
     seed: int = 0,
+    module: bool = False,
 ) -> Proof:
     """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
 
     equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
+    module  `script` is a module's name, as after `python -m`.
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
@@ -119,7 +121,7 @@ def prove(
             shuffle(order)
             for side in order:
                 files = patched if side == "after" else {}
-                job = SeededJob(str(script), list(arguments), files, str(Path(folder) / "result.json"), seed, steps)
+                job = SeededJob(str(script), list(arguments), files, str(Path(folder) / "result.json"), seed, steps, module)
                 runs[side].append(run_once(job, side, Path(folder)))
     return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
@@ -31,7 +32,7 @@ LOSSES = 100_000  # of one run: more of them say no more
 
 @dataclass
 class SeededJob:
-    """What to run. `patched` maps files to the files that hold what they would be."""
+    """What to run. `patched` maps files to the files that hold what they would be. `module`: the script is a module's name."""
 
     script: str
     arguments: list[str]
@@ -40,6 +41,7 @@ class SeededJob:
     seed: int = 0
     steps: int = 0
     """End the run after this many optimizer steps; 0: let the script end by itself."""
+    module: bool = False
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -114,17 +116,29 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
 
 
 @contextmanager
-def as_main(script: str, arguments: list[str]) -> Iterator[ModuleType]:
-    """The process as `python script arguments` has it: argv, the first place of the path, and an empty `__main__`."""
+def as_main(file: str, folder: str, package: str | None, arguments: list[str]) -> Iterator[ModuleType]:
+    """The process as `python script` or `python -m module` has it: argv, the first place of the path, an empty `__main__`."""
     main, before = ModuleType("__main__"), (sys.argv, sys.path[:], sys.modules["__main__"])
-    main.__file__ = script
+    main.__file__, main.__package__ = file, package
     main.__dict__["__builtins__"] = __builtins__
-    sys.argv, sys.path[:] = [script, *arguments], [str(Path(script).resolve().parent), *sys.path[1:]]
+    sys.argv, sys.path[:] = [file, *arguments], [folder, *sys.path[1:]]
     sys.modules["__main__"] = main
     try:
         yield main
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def _found(job: SeededJob) -> tuple[str, str, str | None]:
+    """The file to run, the folder that its imports begin in, and its package."""
+    if not job.module:
+        return job.script, str(Path(job.script).resolve().parent), None
+    spec = find_spec(job.script)
+    if spec is not None and spec.submodule_search_locations is not None:  # a package: its __main__ is run
+        spec = find_spec(f"{job.script}.__main__")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"there is no module {job.script!r} that can be run")
+    return spec.origin, os.getcwd(), spec.parent
 
 
 def run(job: SeededJob, recorder: Recorder) -> None:
@@ -134,10 +148,11 @@ def run(job: SeededJob, recorder: Recorder) -> None:
     torch.manual_seed(job.seed)
     patched = {name: Path(copy).read_bytes() for name, copy in job.patched.items()}
     by_path = {os.path.realpath(name): data for name, data in patched.items()}
-    script = os.path.realpath(job.script)
-    source = by_path[script] if script in by_path else Path(script).read_bytes()
-    with reading_instead(patched), recorder.listening(), as_main(job.script, job.arguments) as main:
-        exec(compile(source, job.script, "exec"), main.__dict__)
+    file, folder, package = _found(job)
+    real = os.path.realpath(file)
+    source = by_path[real] if real in by_path else Path(file).read_bytes()
+    with reading_instead(patched), recorder.listening(), as_main(file, folder, package, job.arguments) as main:
+        exec(compile(source, file, "exec"), main.__dict__)
 
 
 def main(argv: list[str]) -> int:
