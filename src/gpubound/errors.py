@@ -27,6 +27,9 @@ class PlaceError(GpuboundError):
 class GraphError(GpuboundError):
     """A graph cannot be captured, or may no longer be replayed."""
 
+    hazards: tuple = ()
+    """The lines that no graph can hold, each with its cause, where such lines are the reason (graph/operations.py)."""
+
 
 class GenerateError(GpuboundError):
     """A decoder computes something else than its model, or the model's logits are not finite."""

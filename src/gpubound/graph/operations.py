@@ -128,9 +128,10 @@ def _quoted(site: Site) -> str:
 def refuse(name: str, hazards: list[Hazard]) -> GraphError:
     """The error that lists them, a line of code once."""
     first, *others = lines = list(dict.fromkeys(map(str, hazards)))
-    if not others:
-        return GraphError(f"cannot capture {name}: {first}.")
-    return GraphError(f"cannot capture {name}, {len(lines)} places stop it:\n" + "\n".join(f"  {line}." for line in lines))
+    said = f": {first}." if not others else f", {len(lines)} places stop it:\n" + "\n".join(f"  {line}." for line in lines)
+    error = GraphError(f"cannot capture {name}{said}")
+    error.hazards = tuple(hazards)
+    return error
 
 
 def wrong_with_call(function: Callable, args: tuple, device: torch.device) -> Cause | None:

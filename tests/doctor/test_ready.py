@@ -1,0 +1,174 @@
+"""The audit of readiness: planted hazards are told at their line and module, and clean ones pass."""
+
+import ctypes
+import inspect
+import json
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gpubound.doctor.ready import ready
+from gpubound.graph import prepare
+from tests.decode.compressed.cases import CSA, HCA, build
+from tests.graph.tape import TapeRunner
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.after = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x):
+        return self.after(self.inner(x))
+
+
+class ReadsAValue(Block):
+    def forward(self, x):
+        return self.inner(x) * x.abs().max().item()
+
+
+class Branches(Block):
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.inner(x)
+        return x
+
+
+class Masks(Block):
+    def forward(self, x):
+        return self.inner(x) + x[x[:, 0] > 0].sum()
+
+
+class MakesATensor(Block):
+    def forward(self, x):
+        return self.inner(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+class Grows(Block):
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(1, 4)
+
+    def forward(self, x):
+        self.kept = torch.cat([self.kept, self.inner(x)])
+        return self.kept.sum(0)
+
+
+HAZARDS = [
+    (ReadsAValue, "item()", "reads the device from the host; keep the value on the device"),
+    (Branches, "if x.sum()", "reads the device from the host; keep the value on the device"),
+    (Masks, "> 0]", "makes a shape that depends on the values; use torch.where"),
+    (MakesATensor, "torch.tensor(", "builds a tensor from host data; make it before the capture"),
+    (Grows, "torch.cat", "write into it with copy_()"),
+    (Counts, None, "keep it in a tensor"),
+]
+
+
+def stopped(found) -> dict[str, list]:
+    return {part.name: part.obstacles for part in found.parts if part.obstacles}
+
+
+@pytest.mark.parametrize("hazard, line, remedy", HAZARDS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_hazard_is_told_at_its_module_and_line_with_the_form_to_use(hazard, line, remedy):
+    model = nn.Sequential(Block(), hazard(), Block())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = ready(model, torch.randn(3, 4).abs())
+    ((name, (stop, *_)),) = stopped(found).items()
+    assert name == "1" and remedy in stop.says
+    if line is not None:
+        lines, first = inspect.getsourcelines(hazard)
+        at = first + next(number for number, text in enumerate(lines) if line in text)
+        assert f"test_ready.py:{at}" in stop.says
+    assert not found.ready and found.exit_code == 1
+    assert {part.name for part in found.parts if part.ready} >= {"0", "0.inner", "1.inner", "2"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_one_line_in_many_layers_is_told_once():
+    found = ready(nn.Sequential(*(ReadsAValue() for _ in range(4)), Block(), ReadsAValue()), torch.randn(3, 4))
+    assert [line for line in str(found).splitlines() if line.startswith("NOT READY  ")] == ["NOT READY  0-3,5"]
+    assert "NOT READY: 1 reason; 8 of 14 parts ready." in str(found)
+
+
+def test_a_replay_on_other_inputs_is_what_counts(monkeypatch):
+    """A tape replays what was recorded, as a graph does: what depends on the first input shows only there."""
+    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: TapeRunner())
+
+    class Peeks(Block):
+        def forward(self, x):
+            return self.inner(x) * ctypes.c_float.from_address(x.data_ptr()).value
+
+    found = ready(nn.Sequential(Block(), Peeks()), torch.randn(3, 4))
+    assert list(stopped(found)) == ["1"] and "output 0 of the replay is off by" in str(found)
+
+
+def test_without_a_gpu_nothing_found_is_no_proof():
+    found = ready(Block(), torch.randn(3, 4))
+    assert found.ready and not found.captured and found.exit_code == 3
+    assert "Nothing was captured: there is no GPU here" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["parts"][1] == {
+        "name": "inner", "ready": True, "obstacles": [], "stopped_inside": 0, "within": "Block", "certificate": "", "calls": 1,
+        "not_copied": [],
+    }  # fmt: skip
+
+
+def test_a_wait_that_only_a_gpu_has_is_named_though_the_call_fails():
+    def step(x):
+        torch.cuda.synchronize()
+        return x
+
+    if torch.cuda.is_available():
+        pytest.skip("the call does not fail there")
+    found = ready(step, torch.randn(3))
+    assert "`torch.cuda.synchronize()`" in str(found) and "waits for the device" in str(found) and found.exit_code == 1
+
+
+def test_what_gives_no_tensor_is_not_called_ready():
+    assert "nothing shows what a replay does" in str(ready(lambda x: None, torch.randn(3)))
+
+
+def test_a_function_names_the_modules_that_it_calls():
+    one, two = Block(), ReadsAValue()
+    found = ready(lambda x: two(one(x)), torch.randn(3, 4))
+    assert list(stopped(found)) == ["ReadsAValue"]
+    assert {part.name for part in found.parts} >= {"Block", "ReadsAValue.inner"}
+
+
+def test_something_that_cannot_be_called_is_refused():
+    with pytest.raises(ValueError) as error:
+        ready(torch.ones(1))
+    assert str(error.value) == "ready: fn: got Tensor, wanted a function or module; pass the callable itself."
+
+
+@torch.no_grad()
+def test_a_cache_that_grows_is_told_in_the_attention_and_left_as_it_was():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
+    found = ready(model, kwargs={"input_ids": torch.tensor([[7]]), "past_key_values": cache, "use_cache": True})
+    assert list(stopped(found)) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert "cache_utils.py" in str(found) and "write into it with copy_()" in str(found)
+    assert cache.get_seq_length() == 5
+    assert "model.layers.0-1.mlp  with 4 inside" in str(found)
+
+
+@torch.no_grad()
+def test_deepseek_of_transformers_breaks_in_its_compressors_and_windows():
+    model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["hash_moe", "moe"])
+    cache = model(torch.arange(7)[None], use_cache=True).past_key_values
+    found = stopped(ready(model, kwargs={"input_ids": torch.tensor([[7]]), "past_key_values": cache, "use_cache": True}))
+    said = "\n".join(stop.says for stops in found.values() for stop in stops)
+    assert "model.layers.0.self_attn.compressor" in found and "model.layers.1.self_attn.compressor.indexer" in found
+    assert "modeling_deepseek_v4.py" in said
+    assert all("self_attn" in name for name in found)
