@@ -158,6 +158,9 @@ def test_a_tape_without_prices_says_why_there_is_no_what_if():
     lost = replace(tape, work=tuple(replace(work, correlation=0) for work in tape.work))
     assert "No what-if: " in page(verdict, lost, located) and 'id="time"' in page(verdict, lost, located)
     verdict = replace(verdict, bar=verdict.bar | {"late": {"sync": 24.0}})  # a leaf may be called as a method of dict is: copy
+    guessed = replace(verdict, findings=[replace(f, certainty="estimate") for f in verdict.findings])
+    boxes = [page(each, tape, located).count("<input") for each in (verdict, guessed)]
+    assert boxes == [4, 0], "a box replays, so a price that is no replay's has none"
     assert 'type="checkbox"' not in page(verdict) and "train.py:88" in page(verdict)
 
 

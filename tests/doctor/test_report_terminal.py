@@ -26,7 +26,6 @@ def test_the_screen():
 doctor  train.py --cfg small
 NVIDIA H200 · torch 2.11
 The recording slowed the host 1.4x; prices are scaled back to the timed steps.
-without gputrace: not on this build
 STEP 41.8 ms   GPU busy 62%   host late 31%   device-side 4%   comm alone 0%   unlocated 3%
 CEILING 25.9 ms (1.61x) if the host never stalled
 
@@ -43,6 +42,7 @@ CEILING 25.9 ms (1.61x) if the host never stalled
 1+2+3 together: 15.9 ms a step (alone they add up to 12.7 ms)
 harmless: train.py:102  print(loss.item()), 0.25 a step, 0.0 ms
 2 of 61 calls: 0.2 ms.
+without gputrace: not on this build
 written: doctor.html, doctor.json
 """
     )
@@ -79,6 +79,14 @@ def test_harmless_ones_are_counted_or_listed():
     )
     assert "no finding" in screen(verdict) and "harmless: 6 more (--all lists them)" in screen(verdict)
     assert screen(verdict, everything=True).count("harmless:") == 9
+
+
+def test_many_findings_are_cut_to_a_screen():
+    many = [replace(VERDICT.findings[0], ms=20.0 - n, site=replace(ITEM, line=100 + n)) for n in range(11)]
+    text = screen(replace(VERDICT, findings=many), 110)
+    assert "train.py:107" in text and "train.py:108" not in text and len(text.splitlines()) < 45
+    assert "3 more, the dearest of them 12.0 ms (--all lists them)" in text and "11 priced ones together: 15.9 ms" in text
+    assert "train.py:110" in screen(replace(VERDICT, findings=many), 110, everything=True)
 
 
 def test_the_examples_of_the_words():

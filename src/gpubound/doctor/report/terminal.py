@@ -11,9 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from ..finding import Finding, Verdict
-from .words import SHARES, clean, code_of, machine, milliseconds, notes, place_of, price, shares, through, times, together
+from .words import (
+    SHARES,
+    clean,
+    code_of,
+    machine,
+    milliseconds,
+    notes,
+    place_of,
+    price,
+    shares,
+    through,
+    times,
+    together,
+    without,
+)
 
 NARROW = 100  # columns; below, a finding takes lines of its own, because a fix in 20 columns is a ladder
+FINDINGS = 8  # so many fit a screen; what is below the eighth costs little
 HARMLESS = 3  # so many are named; the rest are counted
 COLOURS = {"busy": "green", "host_late": "red", "unlocated": "yellow"}
 
@@ -41,13 +56,17 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     if verdict.step_ms and verdict.ceiling_ms:
         faster = verdict.step_ms / verdict.ceiling_ms
         yield _text(f"CEILING {milliseconds(verdict.ceiling_ms)} ({faster:.2f}x) if the host never stalled", "bold")
-    if verdict.findings:
+    shown = verdict.findings if everything else verdict.findings[:FINDINGS]
+    if shown:
         yield Text()
-        yield from [_table(verdict.findings)] if width >= NARROW else _list(verdict.findings)
+        yield from [_table(shown)] if width >= NARROW else _list(shown)
     else:
         yield _text("no finding", "green")
+    if rest := verdict.findings[len(shown) :]:
+        yield _text(f"{len(rest)} more, the dearest of them {price(rest[0])} (--all lists them)")
     for line in (*together(verdict), *_harmless(verdict, everything), *verdict.unlocated):
         yield _text(line)
+    yield from (_text(line, "dim") for line in without(verdict))
     if files:
         yield _text(f"written: {', '.join(files)}", "dim")
 

@@ -37,6 +37,9 @@ def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place])
             at.setdefault((site.file, site.line), set()).add(call)
     found = []
     for finding in findings:
+        if finding.certainty != "replayed":  # its price is no replay's, so its box would say another one
+            found.append(Pick())
+            continue
         site = finding.line
         calls = at.get((site.file, site.line), set()) if site else set()
         spans = {n for n, span in enumerate(tape.spans) if finding.kind in SPANS and span.kind == finding.kind}

@@ -23,6 +23,7 @@ LEAVES = {
     "dispatch": "Python and dispatch",
 }
 NOWHERE = "line unknown"
+NAMED = 6  # numbers in a row that a reader still adds up
 SLOWED = 1.05  # a recording that slows the host by less is not worth a line
 
 
@@ -85,16 +86,22 @@ def notes(verdict: Verdict) -> list[str]:
         found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
     if all(finding.ms is None for finding in verdict.findings) and verdict.findings:
         found.append("Counts and lines only: prices need a GPU.")
-    return found + [f"without {what}: {why}" for what, why in verdict.absent.items()]
+    return found
+
+
+def without(verdict: Verdict) -> list[str]:
+    """What could not be seen, and why."""
+    return [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
 def together(verdict: Verdict) -> list[str]:
     """What mending everything that has a price would gain. Waits overlap: it is not the sum."""
-    numbers = [str(number) for number, finding in enumerate(verdict.findings, 1) if finding.ms]
+    numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
     if verdict.together_ms is None or len(numbers) < 2:
         return []
     alone = sum(finding.ms for finding in verdict.findings if finding.ms)
-    said = f"{'+'.join(numbers)} together: {milliseconds(verdict.together_ms)} a step"
+    named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
+    said = f"{named} together: {milliseconds(verdict.together_ms)} a step"
     return [f"{said} (alone they add up to {milliseconds(alone)})"]
 
 
