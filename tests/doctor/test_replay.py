@@ -148,6 +148,16 @@ def test_a_wait_for_an_event_that_the_tape_does_not_name_is_found_by_its_end():
     assert price > 0.1 and Replay(bare).saved(Replay(bare).waits) == pytest.approx(price, abs=0.005)
 
 
+def test_a_slow_launch_reaches_its_device_late():
+    """Of 400 µs in the driver 395 go before the work is handed over: they are the host's, and nothing is unexplained."""
+    made = Synthetic()
+    for _ in range(4):
+        made.launch(run=20, times=3).think(395).launch(run=30, host=5).sync().step()
+    tape = made.tape()
+    slow = [dataclasses.replace(c, start=c.start - 395) if n % 5 == 3 else c for n, c in enumerate(tape.calls)]
+    assert Replay(dataclasses.replace(tape, calls=slow)).error < 1e-9
+
+
 def test_two_devices_wait_for_their_own():
     made = Synthetic()
     for _ in range(5):

@@ -14,6 +14,7 @@ from .order import HostOrder
 from .tape import Call, Tape, Work
 
 LIMIT = 50.0  # µs; a launch takes 5 to reach an idle device, and 20 when the driver is busy
+WAKE = 200.0  # µs; a host that sleeps in a wait takes up to so long to run again: longer, and it waited for something else
 NEAR = 20.0  # µs; a work that begins so shortly after another one ended may have waited for it
 LATELY = 64  # launches; further back none is looked for
 TAIL = 2.0  # µs from a work's end to the end of what waited for it, where it was not seen
@@ -120,16 +121,20 @@ class _Fit:
         """The latency after the launch and the gap after other works: one of the two made the work begin when it did."""
         call = self.calls[at]
         cap = float("inf") if call.blocks else LIMIT  # a pageable copy begins when its first part has been staged
+        soon = cap + call.end - call.start  # a slow launch may reach the device as late as it ends
         latency = work.start - call.start
         gap = work.start - max((self.done[c] for c in after if c < at), default=NEVER)
-        if min(latency, gap) > cap:
+        if latency > soon and gap > cap:
             near = [c for c in range(max(at - LATELY, 0), at) if work.start - NEAR <= self.done[c] <= work.start]
             if near:
                 after.append(max(near, key=self.done.__getitem__))
                 gap = work.start - self.done[after[-1]]
         self.after[at] = tuple(after)
-        if latency - self.latency_us <= gap - self.gap_us:
-            self.latency[at], self.gap[at] = min(max(latency, 0.0), cap), min(self.gap_us, max(gap, 0.0))
+        by_launch, by_queue = latency <= soon, gap <= cap
+        if by_launch == by_queue:
+            by_launch = latency - self.latency_us <= gap - self.gap_us
+        if by_launch:
+            self.latency[at], self.gap[at] = min(max(latency, 0.0), soon), min(self.gap_us, max(gap, 0.0))
         else:
             self.latency[at], self.gap[at] = min(self.latency_us, max(latency, 0.0)), min(max(gap, 0.0), cap)
 
@@ -162,7 +167,7 @@ class _Fit:
         call = self.calls[at]
         tail = call.end - max(self.done[c] for c in works if c <= at)
         if call.kind == "sync":
-            tail = min(tail, LIMIT)
+            tail = min(tail, WAKE)
         self.held[at], self.tail[at] = works, tail
         self.cost[at] = min(call.end - call.start, max(least, tail))
 
