@@ -287,6 +287,35 @@ def test_tf32_is_taken_when_it_is_asked_for(tmp_path):
     assert str(error.value) == "fix: 'tf23' is no patch; did you mean 'tf32'?"
 
 
+def test_bf16_is_taken_when_it_is_asked_for(tmp_path):
+    """A statement of several lines goes into the block as a whole, and still means the same."""
+    before = "import torch\ndef f(x):\n    y = (x  # here\n      @ x)  # product\n    return y\n"
+    text, made = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
+    assert text == (
+        'import torch\ndef f(x):\n    with torch.autocast("cuda", dtype=torch.bfloat16):\n'
+        "        y = (x  # here\n          @ x)  # product\n    return y\n"
+    )
+    assert not made.equal
+    on_cpu: dict = {}
+    exec(text.replace('"cuda"', '"cpu"'), on_cpu)
+    x = torch.rand(4, 4)
+    assert torch.equal(on_cpu["f"](x), x.bfloat16() @ x.bfloat16())
+
+
+BF16_REFUSED = {
+    "bf16: the line is no assignment": "import torch\nif x @ y:  # here\n    pass\n",
+    "bf16: the file uses autocast itself": "import torch\ny = x @ x  # here\nwith autocast(): pass\n",
+    "bf16: the statement holds a string of several": 'import torch\ny = f(x @ x, """  # here\nb""")\n',
+    "bf16: line 2 holds several": "import torch\ny = x @ x; z = y  # here\n",
+}
+
+
+@pytest.mark.parametrize("why", BF16_REFUSED)
+def test_bf16_is_refused(why, tmp_path):
+    text, made = mended(tmp_path, BF16_REFUSED[why], ("precision", "# here"), asked=["bf16"])
+    assert why in next(iter(made.refused.values())) and text == BF16_REFUSED[why]
+
+
 def test_findings_of_one_line_go_together(tmp_path):
     """A line that is taken out answers all that was found there, and lines below it are still the right ones."""
     before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    torch.cuda.synchronize()\n    o.zero_grad(False)\n"

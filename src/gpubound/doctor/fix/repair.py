@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...words import hint
-from . import copies, feed, loader, optimizer, precision, reads, waits, zero_grad
+from . import bf16, copies, feed, loader, optimizer, precision, reads, waits, zero_grad
 from .patch import Patch
 from .source import Edit, Refused, SourceText
 
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
-    module.PATCH.name: module.PATCH for module in (reads, waits, loader, copies, feed, zero_grad, optimizer, precision)
+    module.PATCH.name: module.PATCH for module in (reads, waits, loader, copies, feed, zero_grad, optimizer, precision, bf16)
 }
 
 
@@ -71,7 +71,7 @@ class Repair:
 
 
 def repair(targets: Iterable[Target], asked: Collection[str] = ()) -> Repair:
-    """Patches for these findings. `asked` names patches that change the numbers, and are left out otherwise: tf32."""
+    """Patches for these findings. `asked` names patches that change the numbers, and are left out otherwise: tf32, bf16."""
     for name in asked:
         if name not in PATCHES:
             raise ValueError(f"fix: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
