@@ -24,6 +24,7 @@ class Evidence:
     tape: Tape | None = None  # recorded without sensors
     step_ms: Sequence[float] = ()  # of each step timed without hooks
     located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase

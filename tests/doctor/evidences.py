@@ -1,0 +1,49 @@
+"""Evidence that no GPU is needed for: synthetic tapes, and rows of a ledger as the sensors write them."""
+
+from dataclasses import replace
+
+from gpubound.doctor.evidence import Evidence
+from gpubound.watch.rows import LedgerRow
+from gpubound.watch.site import Place, Site
+
+from .tapes import Synthetic
+
+STEPS = 4
+TORCH = "/somewhere/site-packages/torch/"
+
+
+def at(line: int, code: str = "x", via: str = "", function: str = "") -> Place:
+    """A line of train.py, and the line of torch that it went through."""
+    through = Site(TORCH + via, 1, function, "", 1) if via else None
+    return Place(Site("train.py", line, "step", code, line), through)
+
+
+def row(kind: str, what: str, place: Place, a_step: float = 1, detail: str = "", bytes: int = 0, ms: float = 0.0) -> LedgerRow:
+    return LedgerRow(kind, what, place, detail, int(a_step * STEPS), int(bytes * STEPS), ms * STEPS)
+
+
+def seen(loop: Synthetic | None, *rows: LedgerRow, line: Place | None = None, kinds: tuple = ("sync",), **more) -> Evidence:
+    """Evidence of a tape and rows. The tape's calls of `kinds` are located at `line`."""
+    tape = loop.tape() if loop else None
+    located = {n: line for n, call in enumerate(tape.calls if tape else ()) if line and call.kind in kinds}
+    counted = frozenset({"syncs", "pageable_copies"})
+    return Evidence("train.py", "a GPU", rows, STEPS, counted, tape, located=located, **more)
+
+
+def steps(body, ahead: int = 30, run: float = 60.0) -> Synthetic:
+    """STEPS steps of a host that is far ahead of its device, with `body(loop)` in the middle of each."""
+    loop = Synthetic()
+    for _ in range(STEPS):
+        loop.launch(run=run, times=ahead)
+        body(loop)
+        loop.launch(run=run, times=ahead)
+        loop.step()
+    loop.sync()
+    return loop
+
+
+def quiet(loop: Synthetic) -> Synthetic:
+    return loop
+
+
+__all__ = ["STEPS", "at", "quiet", "replace", "row", "seen", "steps"]

@@ -1,0 +1,206 @@
+"""Every rule fires where its stall is planted, on its line, and is silent on the other side of its threshold."""
+
+from pathlib import Path
+
+import pytest
+
+import gpubound
+from gpubound.doctor.finding import KINDS
+from gpubound.doctor.judge import judge
+from gpubound.doctor.rules import RULES
+from gpubound.doctor.tape import Span
+
+from .evidences import at, quiet, replace, row, seen, steps
+
+LINE = at(88, "loss.item()")
+ITEM = row("sync", "item", LINE)
+OP = "torch/optim/adam.py"
+
+
+def op(loop, name: str, us: float, kind: str = "op", **launch):
+    """An op that launches, or computes on the CPU for `us`."""
+    start = loop.clock[1]
+    if launch:
+        loop.launch(**launch)
+    loop.think(us)
+    loop.spans.append(Span(name, kind, 1, start, loop.clock[1]))
+    return loop
+
+
+def up(detail: str, place, kind: str = "h2d", **more):
+    return row(kind, "copy to device", place, detail=detail, bytes=1 << 20, **more)
+
+
+def copied(host: float, *rows):
+    return seen(steps(lambda l: l.copy("h2d", pageable=True).think(host)), *rows, line=rows[0].place, kinds=("copy",))
+
+
+MANY_ADDS = row("launch", "add_", at(30), 16)
+STEP = at(40, "optimizer.step()", OP, "_single_tensor_adamw")
+ZERO = at(41, "optimizer.zero_grad(set_to_none=False)", "torch/optim/optimizer.py", "zero_grad")
+SAVE = at(50, "torch.save(state, file)", "torch/serialization.py", "_save")
+PRODUCT = row("launch", "addmm", at(20))
+MATH = "aten::_scaled_dot_product_attention_math"
+ON_CPU = row("cpu_op", "mul", at(60), 1)
+LAUNCH = row("launch", "add", at(61))
+
+
+# kind: (evidence in which it is found on a line, evidence in which it is not a finding)
+CASES = {
+    "read": (
+        "sync",
+        88,
+        seen(steps(lambda l: l.item().think(300)), ITEM, line=LINE),
+        seen(steps(lambda l: l.item(), run=600), ITEM, line=LINE),
+    ),
+    "synchronize": (
+        "sync",
+        88,
+        seen(steps(lambda l: l.sync(None).think(99)), row("sync", "device synchronize", LINE), line=LINE),
+        seen(steps(quiet)),
+    ),
+    "pageable": ("pageable", 5, copied(200, up("pageable, non_blocking", at(5))), copied(0, up("pinned, non_blocking", at(5)))),
+    "blocking": ("h2d", 5, copied(200, up("pageable, blocking", at(5))), seen(None, up("pinned, non_blocking", at(5)))),
+    "round trip": ("d2h", 5, seen(None, up("pageable, blocking", at(5)), up("pageable, blocking", at(5), "d2h")), seen(None)),
+    "repeat": ("repeat", 5, copied(200, up("", at(5), "repeat")), seen(None, up("", at(5), "repeat", a_step=0.5))),
+    "clone": (
+        "clone",
+        6,
+        seen(None, row("clone", "clone", at(6), bytes=1 << 20)),
+        seen(None, row("clone", "clone", at(6), 0.5)),
+    ),
+    "data": (
+        "data",
+        61,
+        seen(steps(lambda l: l.sync().doing("data", 900, "loader")), places={"loader": at(61)}),
+        seen(steps(lambda l: l.doing("data", 900, "loader")), places={"loader": at(61)}),
+    ),
+    "gc": (
+        "gc",
+        7,
+        seen(steps(lambda l: l.sync().doing("gc", 900)), row("gc", "generation 2", at(7, "gc.collect()"))),
+        seen(None, row("gc", "generation 2", at(7))),
+    ),
+    "compile": (
+        "compile",
+        8,
+        seen(steps(lambda l: l.sync().doing("compile", 900)), row("compile", "recompile 0/1", at(8))),
+        seen(steps(quiet)),
+    ),
+    "checkpoint": (
+        "checkpoint",
+        50,
+        seen(steps(lambda l: l.sync().doing("checkpoint", 900)), row("d2h", "copy to host", SAVE)),
+        seen(steps(lambda l: l.doing("checkpoint", 10)), row("d2h", "copy to host", SAVE)),
+    ),
+    "malloc": (
+        "alloc",
+        9,
+        seen(steps(lambda l: l.stop("alloc", 500)), row("alloc", "cudaMalloc", at(9))),
+        seen(steps(lambda l: l.stop("alloc", 500)), row("alloc", "cudaMalloc", at(9)), memory={"alloc": 0.1}),
+    ),
+    "free": (
+        "free",
+        None,
+        seen(steps(lambda l: l.stop("free", 500))),
+        seen(steps(lambda l: l.stop("free", 500)), memory={"free": 0.0}),
+    ),
+    "retry": ("retry", 9, seen(None, row("retry", "retry", at(9))), seen(None)),
+    "on the CPU": ("cpu_op", 60, seen(None, ON_CPU), seen(None, row("cpu_op", "mul", at(60, via="torch/utils/data/x.py")))),
+    "a part on the CPU": (
+        "cpu_op",
+        60,
+        seen(steps(lambda l: op(l.sync(), "aten::mul", 900)), ON_CPU, LAUNCH),
+        seen(steps(lambda l: op(l, "aten::mul", 900)), ON_CPU, LAUNCH),
+    ),
+    "fallback": ("fallback", 3, seen(None, row("fallback", "rms_norm", at(3), detail="no Triton")), seen(None)),
+    "loop": ("launch", 30, seen(steps(quiet, run=1.0), MANY_ADDS), seen(steps(quiet, run=600.0), MANY_ADDS)),
+    "optimizer": (
+        "optimizer",
+        40,
+        seen(steps(lambda l: op(l, "Optimizer.step#AdamW.step", 0, "optimizer", run=900)), row("launch", "add_", STEP, 16)),
+        seen(None, row("launch", "add_", STEP, 15)),
+    ),
+    "zero_grad": (
+        "zero_grad",
+        41,
+        seen(steps(lambda l: op(l, "aten::_foreach_zero_", 0, run=300)), row("launch", "_foreach_zero_", ZERO)),
+        seen(None, row("launch", "_foreach_zero_", at(41))),
+    ),
+    "launch bound": ("launch_bound", None, seen(steps(quiet, run=2.0)), seen(steps(quiet, run=4.0))),
+    "fp32": (
+        "precision",
+        20,
+        seen(steps(lambda l: l.launch(run=900, name="ampere_sgemm_128x64_tn")), PRODUCT),
+        seen(steps(lambda l: l.launch(run=900, name="cutlass_80_tensorop_s1688gemm_128x64")), PRODUCT),
+    ),
+    "unaligned": (
+        "precision",
+        20,
+        seen(steps(lambda l: l.launch(run=900, name="cutlass_80_wmma_bf16_s161616gemm_tn_align2")), PRODUCT),
+        seen(steps(lambda l: l.launch(run=900, name="cutlass_80_wmma_bf16_s161616gemm_tn_align8")), PRODUCT),
+    ),
+    "attention": (
+        "attention",
+        21,
+        seen(steps(lambda l: op(l, MATH, 0, run=900)), row("launch", "_safe_softmax", at(21)), PRODUCT),
+        seen(steps(lambda l: op(l, "aten::_flash_attention_forward", 0, run=900)), PRODUCT),
+    ),
+    "comm": (
+        "comm",
+        None,
+        seen(steps(lambda l: l.launch(run=900, kind="comm").sync(), ahead=30)),
+        seen(steps(lambda l: l.launch(run=9, kind="comm").sync())),
+    ),
+    "profiler": ("profiler", None, seen(None, about={"profiler": True}), seen(None, about={"torch": "2.11"})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stall_is_found_on_its_line_and_what_costs_nothing_is_none(name):
+    kind, line, planted, calm = CASES[name]
+    found = {finding.kind: finding for finding in judge(planted).findings}
+    assert kind in found, found
+    at_line = found[kind].line
+    assert (at_line and at_line.line) == line
+    assert found[kind].fix and found[kind].evidence
+    assert kind not in [finding.kind for finding in judge(calm).findings]
+
+
+def test_every_kind_of_every_rule_is_planted_here():
+    assert {kind for rule in RULES for kind in rule.kinds} - {"pin"} == {kind for kind, *_ in CASES.values()}
+    assert {kind for rule in RULES for kind in rule.kinds} <= set(KINDS)
+
+
+@pytest.mark.parametrize("run", [30.0, 60.0, 600.0])
+def test_nothing_is_found_in_a_clean_loop(run):
+    forward = row("launch", "addmm", at(20, via="torch/nn/modules/linear.py"), 48)
+    adds = row("launch", "add", at(21), 48)
+    foreach = row("launch", "_foreach_add_", at(40, "optimizer.step()", OP, "_multi_tensor_adam"), 12)
+    clean = seen(steps(quiet, run=run), forward, adds, foreach, up("pinned, non_blocking", at(5)))
+    verdict = judge(clean)
+    assert not verdict.findings and not verdict.harmless
+
+
+def test_a_wait_of_a_copy_is_not_named_twice():
+    both = seen(None, up("pageable, blocking", at(5)), row("sync", "copy to device", at(5)), up("", at(5), "repeat"))
+    assert [finding.kind for finding in judge(both).findings] == ["repeat"]
+
+
+def test_the_remedy_is_that_of_what_was_called():
+    clip = replace(LINE, through="torch/nn/utils/clip_grad")
+    fixes = {
+        "error_if_nonfinite=False": row("sync", "item", clip),
+        "output_size=": row("sync", "repeat_interleave", at(89)),
+        "torch.where": row("sync", "boolean mask", at(90)),
+        "before the step": up("pageable, blocking", at(91, "torch.tensor([1.0], device=device)")),
+    }
+    for words, each in fixes.items():
+        assert words in judge(seen(None, each)).findings[0].fix
+
+
+def test_the_docs_have_every_rule_with_its_threshold():
+    page = (Path(gpubound.__file__).parents[2] / "docs/doctor-rules.md").read_text(encoding="utf-8")
+    rows = [f"| `{'`, `'.join(rule.kinds)}` | {rule.finds} | {rule.threshold} | {rule.why} |" for rule in RULES]
+    for each in rows:
+        assert each in page, f"docs/doctor-rules.md lacks the line {each}"
