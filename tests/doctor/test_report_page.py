@@ -20,7 +20,7 @@ from gpubound.doctor.report.whatif import Pick, program
 from gpubound.doctor.tape import Tape
 from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
-from gpubound.watch.site import Site
+from gpubound.watch.site import Place, Site
 
 from .tapes import AUTOGRAD, MAIN, Synthetic
 from .verdicts import ITEM, judged, looped
@@ -52,6 +52,9 @@ addEventListener("load", async () => {{
     const gap = all(".timeline rect.sync")[0], at = box(gap);
     gap.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: at.left + 1, clientY: at.top + 1 }}));
     found.tip = all(".tip")[0].innerText;
+    const late = all(".timeline rect.data")[0], there = box(late);
+    late.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: there.left + 1, clientY: there.top + 1 }}));
+    found.data = all(".tip")[0].innerText;
     found.attacked = all("img").length + (frame.contentWindow.attacked || 0);
     const shown = frame.contentDocument.body.innerText;
     const panels = () => ["now", "proof"].map(name => frame.contentDocument.getElementById(name).hidden);
@@ -120,7 +123,9 @@ def test_the_page_in_a_browser(tmp_path):
         verdict, script=ATTACK, step_ms=0.5 * verdict.step_ms, findings=[verdict.findings[0], nasty, *verdict.findings[2:]]
     )
     proof = Proof((4.0, 4.2, 4.1), (2.0, 2.1, 2.2), Ratio(2.0, 1.9, 2.1), 60, 0.0, 0.0, 0.0)
-    text = html.escape(page(verdict, tape, located, proof, "-old()\n+new()").encode("utf-8", "replace").decode())
+    places = {"loader": Place(verdict.findings[0].site)}
+    written = page(verdict, tape, located, proof, "-old()\n+new()", places)
+    text = html.escape(written.encode("utf-8", "replace").decode())
     frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in WIDTHS)
     cases, wanted = zip(*(priced(one) for one in (tape, backward())))
     found = visited(tmp_path, frames, list(cases))
@@ -134,6 +139,7 @@ def test_the_page_in_a_browser(tmp_path):
         assert seen["before"] == f"{timed * replay.step_ms:.2f} ms a step"
         assert seen["after"].startswith(f"{timed * replay.step_ms:.2f} ms → {timed * left:.2f} ms a step")
         assert seen["idle"] > 8 and seen["lead"] > 300 and seen["zoomed"]
+        assert "idle: data" in seen["data"] and "for batch in loader:" in seen["data"]
         assert "train.py:" in seen["tip"] and "idle: a sync" in seen["tip"]
         assert (seen["panels"], seen["turned"]) == ([False, True], [True, False]) and seen["change"] == "-old()\n+new()"
         assert min(seen["rounds"][:3]) > max(seen["rounds"][3:]) and "60 losses are equal bit for bit" in seen["text"]

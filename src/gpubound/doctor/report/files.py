@@ -26,11 +26,13 @@ def write_reports(
     located: Mapping[int, Place] | None = None,
     proof: Proof | None = None,
     patch: str = "",
+    places: Mapping[str, Place] | None = None,
 ) -> list[Path]:
-    """Write doctor.json, doctor.html and doctor.sarif, and with a tape doctor.trace.json for Perfetto; returns their paths."""
+    """Write doctor.json, doctor.html and doctor.sarif, and with a tape doctor.trace.json for Perfetto; returns their paths.
+    The arguments are those of `page`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
-    write_page(folder / PAGE, page(verdict, tape, located, proof, patch))
+    write_page(folder / PAGE, page(verdict, tape, located, proof, patch, places))
     write_whole(folder / SARIF, sarif(verdict) + "\n")
     if tape is not None:
         write_whole(folder / TRACE, perfetto(tape, located))

@@ -56,9 +56,11 @@ def page(
     located: Mapping[int, Place] | None = None,
     proof: Proof | None = None,
     patch: str = "",
+    places: Mapping[str, Place] | None = None,
 ) -> str:
-    """The whole page. `located` says which line made a call of the tape. `proof`, of this `patch`, gets a tab of its own."""
-    packed = Payload() if tape is None else _packed(verdict, tape, located or {})
+    """The whole page. `located` says which line made a call of the tape, `places` where a span of a name comes from. `proof`,
+    of this `patch`, gets a tab of its own."""
+    packed = Payload() if tape is None else _packed(verdict, tape, located or {}, places or {})
     return _template().render(
         verdict=verdict,
         notes=notes(verdict),
@@ -136,11 +138,11 @@ def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
 # What the page's script gets.
 
 
-def _packed(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> Payload:
+def _packed(verdict: Verdict, tape: Tape, located: Mapping[int, Place], places: Mapping[str, Place]) -> Payload:
     steps = count = max(len(tape.steps), 1)
     while True:
         part, lines = _cut(tape, count, located)
-        content, found = _content(verdict, part, lines)
+        content, found = _content(verdict, part, lines, places)
         text = base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
         if len(text) <= MOST:
             return replace(found, text=text, extent=f"{count} of {steps} recorded steps")
@@ -159,22 +161,27 @@ def _cut(tape: Tape, count: int, located: Mapping[int, Place]) -> tuple[Tape, Ma
     return part, {n: places[id(call)] for n, call in enumerate(part.calls) if id(call) in places}
 
 
-def _content(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> tuple[dict[str, Any], Payload]:
-    order, sites = HostOrder(tape), {call: site for call, place in located.items() if (site := place.site or place.built)}
-    number = {site: n for n, site in enumerate(dict.fromkeys(sites.values()))}
+def _content(
+    verdict: Verdict, tape: Tape, located: Mapping[int, Place], places: Mapping[str, Place]
+) -> tuple[dict[str, Any], Payload]:
+    order = HostOrder(tape)
+    sites = {call: site for call, place in located.items() if (site := place.site or place.built)}
+    named = {span.name: site for span in tape.spans if span.name in places and (site := places[span.name].site)}
+    number = {site: n for n, site in enumerate(dict.fromkeys([*sites.values(), *named.values()]))}
     content: dict[str, Any] = {
         "tape": tape.as_dict(),
         "fields": {name: [each.name for each in fields(kind)] for name, kind in ROWS.items()},
         "places": [{"at": site.at, "code": site.code} for site in number],
         "located": [number[sites[call]] if call in sites else None for call in range(len(tape.calls))],
         "causes": SHARES | LEAVES,
+        "named": {name: number[site] for name, site in named.items()},
         "gaps": [],
     }
     lines = {(site.file, site.line): n for site, n in number.items()}
     zoom = tuple(lines.get((s.file, s.line), f.kind) if (s := f.line) else f.kind for f in verdict.findings)
     try:
         bar = analyse(tape, order)
-        content["gaps"] = [_gap(gap, content["located"]) for gap in bar.gaps]
+        content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
         content["scale"] = (verdict.step_ms or bar.step_ms) / bar.step_ms  # a recorded step is slower than a timed one
         chosen = picks(tape, verdict.findings, located)
         content["program"] = program(Replay(tape, order), chosen)
@@ -183,6 +190,8 @@ def _content(verdict: Verdict, tape: Tape, located: Mapping[int, Place]) -> tupl
     return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)
 
 
-def _gap(gap: Gap, located: list[int | None]) -> dict[str, Any]:
-    place = None if gap.call is None else located[gap.call]
+def _gap(gap: Gap, tape: Tape, content: dict[str, Any]) -> dict[str, Any]:
+    place = None if gap.call is None else content["located"][gap.call]
+    if gap.span is not None:
+        place = content["named"].get(tape.spans[gap.span].name)
     return {"device": gap.device, "start": gap.start, "end": gap.end, "cause": gap.leaf or gap.cause, "place": place}

@@ -22,7 +22,7 @@ LEAVES = {
     "alloc": "the allocator",
     "dispatch": "Python and dispatch",
 }
-NOWHERE = "line unknown"
+NOWHERE = "no single line"
 NAMED = 6  # numbers in a row that a reader still adds up
 SLOWED = 1.05  # a recording that slows the host by less is not worth a line
 

@@ -31,7 +31,7 @@ function grouped(events, key, most) {
 
 // What is drawn, lane below lane: {label, items: [{start, end, style, title, place}]}, each sorted by its start.
 function lanesOf(doctor) {
-  const { tape, gaps, places, causes } = doctor, lanes = [];
+  const { tape, gaps, places, causes, named } = doctor, lanes = [];
   const at = event => ({ start: event.start, end: event.end });
   for (const [device, works] of grouped(tape.work, w => w.device, 8)) {
     const idle = gaps.filter(gap => gap.device === device).map(gap => ({
@@ -50,7 +50,7 @@ function lanesOf(doctor) {
     const name = `thread ${nth + 1}`;
     lanes.push({ label: `${name}: calls`, items: some.map(c => ({ ...at(c), style: style(c), title: c.name, place: c.place })) });
     const spans = tape.spans.filter(s => s.thread === thread);
-    const items = spans.map(s => ({ ...at(s), style: s.kind in causes ? s.kind : "", title: s.name === s.kind ? s.name : `${s.kind}: ${s.name}` }));
+    const items = spans.map(s => ({ ...at(s), style: s.kind in causes ? s.kind : "", title: s.name === s.kind ? s.name : `${s.kind}: ${s.name}`, place: places[named[s.name]] }));
     if (items.length) lanes.push({ label: `${name}: does`, items });
   });
   return lanes;
