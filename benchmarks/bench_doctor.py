@@ -6,7 +6,7 @@ Every script runs in a process of its own. Its stall's true price is what a step
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,25 +23,33 @@ from .doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, w
 from .doctor_corpus.child import call
 from .doctor_corpus.hosts import HOSTS, MODELS
 from .doctor_corpus.kinds import PLANTS
-from .doctor_corpus.plant import Case
+from .doctor_corpus.plant import Case, Script
 from .doctor_corpus.running import step_ms
-from .doctor_corpus.score import Found, Outcome, Score
+from .doctor_corpus.score import Found, Outcome, Score, Sight
 from .harness import Bench, chosen
 from .tables import BUDGET
 
 # True of the model as it is: its kernels are shorter than their launches.
 EXPECTED = {"launch-bound": frozenset({"launch_bound"}), "gpu-bound": frozenset[str]()}
-RECALL, PRECISION, PRICE_ERROR = 95.0, 98.0, 15.0  # the gates, in per cent
+RECALL, PRECISION, PRICE_ERROR, OVERHEAD = 95.0, 98.0, 15.0, 1.0  # the gates, in per cent
+LOOKING_S = 30.0  # the gate on one script, its own start included
 TIMED_STEPS, TIMED_WARMUP = 60, 20
 LOOKED_STEPS = {"doctor": 200}  # it stops by itself when it has seen enough
 
-Eye = Callable[[Path, Sequence[str]], list[Found]]
+Eye = Callable[[Path, Sequence[str]], Sight]
+
+
+def only_found(findings: Callable[[Path, Sequence[str]], list[Found]]) -> Eye:
+    """The eye of what says nothing but its findings."""
+    return lambda script, arguments: Sight(findings(script, arguments))
+
+
 EYES: dict[str, Eye] = {
-    "doctor": by_doctor.findings,
-    "ledger": by_ledger.findings,
-    "torch-preflight": by_others.torch_preflight,
-    "torchfix": by_others.torchfix,
-    "sync_debug_mode": by_others.sync_debug_mode,
+    "doctor": by_doctor.look,
+    "ledger": only_found(by_ledger.findings),
+    "torch-preflight": only_found(by_others.torch_preflight),
+    "torchfix": only_found(by_others.torchfix),
+    "sync_debug_mode": only_found(by_others.sync_debug_mode),
 }
 
 
@@ -108,8 +116,8 @@ def asked(options: Doctor) -> list[Case]:
 def planted(case: Case, eye: str, options: Doctor, folder: Path) -> Outcome:
     """Look at a script with a plant, and time it beside the same script without."""
     script, clean = write_planted(case, folder / "planted"), write_clean(case, folder / "clean")
-    found = looked(str(case), eye, script.path, options)
-    outcome = Outcome(str(case), script, found, expected=EXPECTED[case.model])
+    sight = looked(str(case), eye, script.path, options)
+    outcome = _outcome(str(case), script, sight, case.model)
     if not options.untimed and not options.dry:
         slow, fast = (timed(str(case), path) for path in (script.path, clean.path))
         outcome.step_ms, outcome.true_ms = slow, slow - fast
@@ -118,25 +126,31 @@ def planted(case: Case, eye: str, options: Doctor, folder: Path) -> Outcome:
 
 def calm(what: str, name: str, eye: str, options: Doctor, folder: Path) -> Outcome:
     script = write_calm(CALM[what][name], folder)
-    found = looked(name, eye, script.path, options)
-    return Outcome(f"{what} {name}", script, found, expected=EXPECTED[CALM[what][name].model])
+    sight = looked(name, eye, script.path, options)
+    return _outcome(f"{what} {name}", script, sight, CALM[what][name].model)
 
 
-def looked(name: str, eye: str, script: Path, options: Doctor) -> list[Found]:
+def _outcome(name: str, script: Script, sight: Sight, model: str) -> Outcome:
+    return Outcome(name, script, sight.found, expected=EXPECTED[model], said_step_ms=sight.step_ms, seconds=sight.seconds)
+
+
+def looked(name: str, eye: str, script: Path, options: Doctor) -> Sight:
     try:
         return call(look, eye, script, options.dry)
     except MeasureError as error:
         raise MeasureError(f"{name}: {eye}: {error}") from None
 
 
-def look(eye: str, script: Path, dry: bool) -> list[Found]:
+def look(eye: str, script: Path, dry: bool) -> Sight:
     """In a process of its own."""
     if dry:
         from gpubound.watch.pretend import simgpu
 
         torch.set_num_threads(1)
         simgpu()
-    return EYES[eye](script, ["--size", "tiny", "--steps", "6"] if dry else ["--steps", str(LOOKED_STEPS.get(eye, 12))])
+    began = perf_counter()
+    sight = EYES[eye](script, ["--size", "tiny", "--steps", "6"] if dry else ["--steps", str(LOOKED_STEPS.get(eye, 12))])
+    return replace(sight, seconds=perf_counter() - began)
 
 
 def timed(name: str, script: Path) -> float:
@@ -163,6 +177,8 @@ def report(bench: Bench, score: Score, eye: str, seconds: float) -> None:
         "stalls found by kind and line": ("%", score.recall, RECALL),
         "calm scripts left alone": ("%", score.precision, PRECISION),
         "price, median error": ("% off", score.price_error, PRICE_ERROR),
+        "step time, median overhead": ("% off", score.overhead, OVERHEAD),
+        "looking at a script, median": ("s", score.seconds, LOOKING_S),
     }
     for case, (unit, value, wanted) in figures.items():
         if value is not None:

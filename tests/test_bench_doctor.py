@@ -18,7 +18,7 @@ from benchmarks.doctor_corpus.hosts import write
 from benchmarks.doctor_corpus.kinds import PLANTS
 from benchmarks.doctor_corpus.plant import HERE, Case, Script
 from benchmarks.doctor_corpus.running import run, step_ms
-from benchmarks.doctor_corpus.score import Found, Outcome, Score
+from benchmarks.doctor_corpus.score import Found, Outcome, Score, Sight
 from gpubound.errors import MeasureError
 from gpubound.watch.pretend import simgpu
 
@@ -109,18 +109,21 @@ def test_the_doctor_s_json_is_read(tmp_path, monkeypatch):
 
     def doctor(argv: list[str]) -> int:
         asked.append(argv)
-        os.write(1, ("the script's own line\n" + json.dumps({"findings": [whole], "harmless": [entry]})).encode())
+        os.write(
+            1, ("the script's own line\n" + json.dumps({"step_ms": 4.5, "findings": [whole], "harmless": [entry]})).encode()
+        )
         os.write(2, b"gpubound doctor: no step was seen\n")
         return 3 if "--steps" in argv else 0
 
     monkeypatch.setattr(by_doctor.cli, "main", doctor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     script = tmp_path / "train.py"
-    found = by_doctor.findings(script, ["--size", "tiny"])
-    assert found == [Found("launch_bound", "", 0), Found("sync", "train.py", 7, 0.5, harmless=True)]
+    sight = by_doctor.look(script, ["--size", "tiny"])
+    assert sight.step_ms == 4.5
+    assert sight.found == [Found("launch_bound", "", 0), Found("sync", "train.py", 7, 0.5, harmless=True)]
     assert asked == [["doctor", "--json", str(script), "--size", "tiny"]]
     with pytest.raises(MeasureError, match="gpubound doctor ended with code 3: gpubound doctor: no step was seen"):
-        by_doctor.findings(script, ["--steps", "9"])
+        by_doctor.look(script, ["--steps", "9"])
 
 
 def test_what_linters_say_is_read(tmp_path, monkeypatch):
@@ -174,7 +177,15 @@ def test_the_score_adds_up(tmp_path):
         "MISSED  another kind: wanted sync at train.py:7, found gc at train.py:7",
         "WRONG   costs nothing here: sync at train.py:7",
     ]
-    assert Score().recall is None and Score().price_error is None
+    assert Score().recall is None and Score().price_error is None and Score().overhead is None and Score().seconds is None
+
+
+def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path):
+    script = script_of(tmp_path)
+    told = [(10.1, 10.0, 4.0), (10.3, 10.0, 5.0), (22.0, 20.0, 9.0), (None, 10.0, None)]
+    score = Score([Outcome("", script, [], alone, said_step_ms=said, seconds=seconds) for said, alone, seconds in told])
+    assert score.overhead == pytest.approx(3.0) and score.seconds == 5.0
+    assert Score([Outcome("faster", script, [], 10.0, said_step_ms=9.0)]).overhead == 0.0
 
 
 def test_a_call_in_a_process_of_its_own(monkeypatch):
@@ -192,8 +203,8 @@ def test_the_bench_reports_what_was_missed(sim, monkeypatch, capsys):
     """With eyes that see only `.item()`: one of two plants, and no false alarm."""
     monkeypatch.setattr(bench_doctor, "call", lambda function, *arguments: function(*arguments))
 
-    def half_blind(script: Path, arguments: list[str]) -> list[Found]:
-        return [found for found in findings(script, arguments) if ".item()" in script.read_text()]
+    def half_blind(script: Path, arguments: list[str]) -> Sight:
+        return Sight([found for found in findings(script, arguments) if ".item()" in script.read_text()])
 
     monkeypatch.setitem(bench_doctor.EYES, "ledger", half_blind)
     monkeypatch.setattr(bench_doctor, "CALM", {"decoy": {"item_of_a_cpu_tensor": CALM["decoy"]["item_of_a_cpu_tensor"]}})

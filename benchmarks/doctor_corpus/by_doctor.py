@@ -14,10 +14,10 @@ import torch
 from gpubound import cli
 from gpubound.errors import MeasureError
 
-from .score import Found
+from .score import Found, Sight
 
 
-def findings(script: Path, arguments: Sequence[str]) -> list[Found]:
+def look(script: Path, arguments: Sequence[str]) -> Sight:
     """With a price on a GPU. Without one its dry run: counts and lines."""
     dry = [] if torch.cuda.is_available() else ["--dry-run"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
@@ -31,13 +31,14 @@ def findings(script: Path, arguments: Sequence[str]) -> list[Found]:
     return read(json.loads(printed[printed.index("{") :]))
 
 
-def read(verdict: dict[str, Any]) -> list[Found]:
+def read(verdict: dict[str, Any]) -> Sight:
     """The findings of a verdict, the harmless ones marked. One without a line has none here either."""
-    return [
+    found = [
         Found(entry["kind"], entry["file"] or "", entry["line"] or 0, entry["ms"], harmless)
         for name, harmless in (("findings", False), ("harmless", True))
         for entry in verdict[name]
     ]
+    return Sight(found, verdict["step_ms"])
 
 
 @contextmanager

@@ -22,6 +22,15 @@ class Found:
     harmless: bool = False
 
 
+@dataclass(frozen=True)
+class Sight:
+    """All that something says of a script. `step_ms` is how long it says a step takes, where it says so."""
+
+    found: list[Found]
+    step_ms: float | None = None
+    seconds: float = 0.0
+
+
 @dataclass
 class Outcome:
     """One script, what was planted (kinds and lines, none in a control or a decoy), what was found, what it truly costs."""
@@ -33,6 +42,9 @@ class Outcome:
     true_ms: float | None = None
     expected: frozenset[str] = frozenset()
     """Kinds without a line that are true of the script as it is, such as a launch-bound model's launches."""
+    said_step_ms: float | None = None
+    seconds: float | None = None
+    """How long it was looked at, from the start of the script."""
 
     @property
     def planted(self) -> bool:
@@ -101,6 +113,19 @@ class Score:
         """The median, in per cent of the truth."""
         errors = [outcome.price_error for outcome in self.outcomes if outcome.price_error is not None]
         return 100 * statistics.median(errors) if errors else None
+
+    @property
+    def overhead(self) -> float | None:
+        """How much longer a step is said to be than it was timed alone, the median in per cent; never below 0."""
+        pairs = ((outcome.said_step_ms, outcome.step_ms) for outcome in self.outcomes)
+        more = [100 * (said / alone - 1) for said, alone in pairs if said is not None and alone is not None]
+        return max(statistics.median(more), 0.0) if more else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The median time that a script was looked at."""
+        seconds = [outcome.seconds for outcome in self.outcomes if outcome.seconds is not None]
+        return statistics.median(seconds) if seconds else None
 
     def table(self) -> list[str]:
         """A line for each script that was not judged rightly."""
