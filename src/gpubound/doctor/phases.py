@@ -1,0 +1,250 @@
+"""The phases that a run goes through, so that what locates never prices.
+
+warm-up, then steps timed without hooks, then steps on a tape without sensors, then steps under the sensors of watch with a mark
+on the tape for each stall. What a phase could not do goes into `absent`, with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from ..watch.events import KINDS
+from ..watch.ledger import Ledger
+from ..watch.sensors import statistics
+from ..watch.site import Place, here
+from ..watch.unseen import replaced
+from .kineto import read_trace
+from .script import Enough
+from .tape import MARK, SPAN, Tape
+
+MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
+_Annotation: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # goes past dispatch modes; private
+
+
+class Phase:
+    """A number of steps, and what happens at their edges."""
+
+    name = "warm-up"
+
+    def __init__(self, steps: int):
+        self.steps, self.done, self.seconds = steps, 0, 0.0
+        self.absent: dict[str, str] = {}
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def step(self) -> None:
+        self.done += 1
+
+    def end(self) -> None:
+        """Also called where the script ended first."""
+        self.seconds = time.perf_counter() - self._began
+
+
+class Timed(Phase):
+    """Steps that nothing disturbs: an event of the device after each, read when all are done."""
+
+    name = "timed"
+    step_ms: Sequence[float] = ()
+
+    def begin(self) -> None:
+        super().begin()
+        torch.cuda.synchronize()
+        self._before = statistics()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
+        self._events[0].record()
+
+    def step(self) -> None:
+        super().step()
+        self._events[self.done].record()
+
+    def end(self) -> None:
+        torch.cuda.synchronize()
+        ran = self._events[: self.done + 1]
+        self.step_ms = [before.elapsed_time(after) for before, after in pairwise(ran)]
+        after, steps = statistics(), max(self.done, 1)
+        self.memory = {kind: (after[kind] - self._before[kind]) / steps for kind in after}
+        super().end()
+
+
+class Taped(Phase):
+    """Steps under the profiler, without stacks. Its first step is not on the tape: a profiler is slow to start."""
+
+    name = "taped"
+    tape: Tape | None = None
+    foreign = False  # whether the script runs a profiler
+
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self.places: dict[str, Place] = {}  # a span's name -> its line
+
+    def begin(self) -> None:
+        super().begin()
+        self._ending = ExitStack()
+        self._profile: profile | None = None
+        if torch.autograd._profiler_enabled():
+            self.foreign = True
+            self.absent["tape"] = "the script runs a profiler of its own; leave it out while the doctor looks"
+            return
+        torch.cuda.synchronize()
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            schedule=self._action,
+            experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
+            on_trace_ready=self._read,
+        )
+        self._profile.start()
+        if _Annotation is None:
+            self.absent["marks"] = f"torch {torch.__version__} has no _RecordFunctionFast"
+            return
+        gc.callbacks.append(self._collecting)
+        self._ending.callback(gc.callbacks.remove, self._collecting)
+        self._ending.enter_context(replaced(torch, "save", self._saving))
+
+    def step(self) -> None:
+        super().step()
+        if self._profile is not None:
+            self._profile.step()
+
+    def end(self) -> None:
+        self._ending.close()
+        if self._profile is not None:
+            self._profile.stop()
+        super().end()
+
+    def _action(self, step: int) -> ProfilerAction:
+        if step == self.steps - 1:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if 0 < step < self.steps else ProfilerAction.WARMUP if step == 0 else ProfilerAction.NONE
+
+    def _read(self, done: profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            done.export_chrome_trace(str(path))
+            self.tape = read_trace(path)
+
+    def _saving(self, save: Callable) -> Callable:
+        def saved(*args: Any, **kwargs: Any) -> Any:
+            place = here()
+            name = next((name for name, known in self.places.items() if known == place), f"save {len(self.places)}")
+            self.places[name] = place
+            with _Annotation(f"{SPAN}checkpoint|{name}"):
+                return save(*args, **kwargs)
+
+        return saved
+
+    def _collecting(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._collection = _Annotation(f"{SPAN}gc|generation {info['generation']}")
+            self._collection.__enter__()
+        elif (begun := self.__dict__.pop("_collection", None)) is not None:
+            begun.__exit__(None, None, None)
+
+
+class Located(Phase):
+    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark."""
+
+    name = "located"
+
+    def __init__(self, steps: int, taped: bool):
+        super().__init__(steps)
+        self._taped = Taped(steps) if taped else None
+
+    def begin(self) -> None:
+        super().begin()
+        if self._taped is not None:
+            self._taped.begin()
+        self.ledger = MarkingLedger(gputrace=self._taped is not None)
+        self.ledger.__enter__()
+
+    def step(self) -> None:
+        super().step()
+        self.ledger.step()
+        if self._taped is not None:
+            self._taped.step()
+
+    def end(self) -> None:
+        self.ledger.__exit__(None, None, None)
+        if self._taped is not None:
+            self._taped.end()
+        super().end()
+
+    @property
+    def tape(self) -> Tape | None:
+        return self._taped.tape if self._taped is not None else None
+
+
+class MarkingLedger(Ledger):
+    """A ledger that writes a mark for each stall into the profile that runs: the id of its place in `places`."""
+
+    def __init__(self, gputrace: bool):
+        super().__init__(None, gputrace, "ops", frozenset())
+        self.places: dict[str, Place] = {}
+        self._ids: dict[Place, str] = {}
+
+    def record(
+        self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
+    ) -> None:
+        assert kind in KINDS, kind
+        if kind in MARKED and place is None:
+            place = here(self.origins)
+            number = self._ids.setdefault(place, str(len(self._ids)))
+            self.places[number] = place
+            if _Annotation is not None:
+                with _Annotation(MARK + number):
+                    pass
+        super().record(kind, what, count, bytes, ms, detail, place)
+
+
+class Phases:
+    """Takes a script from phase to phase, step by step, and stops it after the last one unless it is to go on."""
+
+    def __init__(self, phases: Sequence[Phase], keep_going: bool = False):
+        self.phases, self.keep_going = phases, keep_going
+        self.total = 0
+        self._now = 0
+        self._open = False
+
+    def __enter__(self) -> Phases:
+        self._begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    @property
+    def finished(self) -> bool:
+        return self._now >= len(self.phases)
+
+    def ended(self) -> None:
+        """A step has ended."""
+        self.total += 1
+        if not self.finished:
+            phase = self.phases[self._now]
+            phase.step()
+            if phase.done >= phase.steps:
+                self._end()
+                self._now += 1
+                self._begin()
+        if self.finished and not self.keep_going:
+            raise Enough
+
+    def _begin(self) -> None:
+        if not self.finished:
+            self._open = True  # what begins is ended, also when it fails half-way
+            self.phases[self._now].begin()
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self.phases[self._now].end()

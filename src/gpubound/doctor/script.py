@@ -1,0 +1,89 @@
+"""Runs a user's script in this process, as `python script.py args` or `python -m module args` would, unmodified.
+
+It is `__main__`, has its own sys.argv and sys.path[0], and its children started by spawn import it as they always do: none of
+them meets a doctor. It is stopped by an exception that no `except Exception` catches, so that its `finally` blocks run.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_LIBRARY = str(Path(__file__).parents[1]) + os.sep
+
+
+class Enough(BaseException):
+    """Raised in the script when the doctor has seen enough of it."""
+
+
+@dataclass(frozen=True)
+class Script:
+    target: str  # a file, or a module's name
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.module and not Path(self.target).exists():
+            raise ValueError(
+                f"script: there is no file {self.target}; give a script, -m and a module, or a trace (.json, .json.gz)."
+            )
+
+    @property
+    def name(self) -> str:
+        """As it is called in reports: no folders of this machine."""
+        return f"-m {self.target}" if self.module else os.path.basename(os.path.abspath(self.target))
+
+    def run(self) -> bool:
+        """Whether it ended by itself. A script that fails is one sentence, after its own traceback."""
+        try:
+            with self._stage():
+                if self.module:
+                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(self.target, run_name="__main__")
+        except Enough:
+            return False
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                return True
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            raise self._failed(stop.code if isinstance(stop.code, int) else 1) from stop
+        except Exception as error:
+            if self.module and isinstance(error, ImportError) and _its_own(error.__traceback__) is None:
+                raise ValueError(f"script: there is no module {self.target} that can be run: {error}.") from error
+            traceback.print_exception(type(error), error, _its_own(error.__traceback__) or error.__traceback__)
+            raise self._failed(1) from error
+        return True
+
+    def _failed(self, code: int) -> ValueError:
+        return ValueError(f"{self.name} failed with code {code}; mend it, and see that it runs without the doctor.")
+
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """What Python sets before it runs a script, and as it was before afterwards."""
+        argv, path = sys.argv, sys.path[:]
+        folder = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.target))
+        sys.argv = [self.target, *self.arguments]
+        sys.path[:] = [folder, *path[1:]]
+        try:
+            yield
+        finally:
+            sys.argv, sys.path[:] = argv, path
+
+
+def _its_own(step: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on; None when there is none."""
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if not file.startswith((_LIBRARY, "<frozen")) and os.path.basename(file) not in ("runpy.py", "contextlib.py"):
+            return step
+        step = step.tb_next
+    return None

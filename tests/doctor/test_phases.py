@@ -1,0 +1,79 @@
+"""A script goes through the phases step by step."""
+
+import pytest
+import torch
+
+from gpubound.doctor.phases import Located, MarkingLedger, Phase, Phases, Taped
+from gpubound.doctor.script import Enough
+from gpubound.doctor.tape import MARK
+from gpubound.watch.pretend import simgpu
+
+
+class Noted(Phase):
+    def __init__(self, name, steps, notes):
+        super().__init__(steps)
+        self.name, self.notes = name, notes
+
+    def begin(self):
+        super().begin()
+        self.notes.append(f"begin {self.name}")
+
+    def step(self):
+        super().step()
+        self.notes.append(f"{self.name} {self.done}")
+
+    def end(self):
+        super().end()
+        self.notes.append(f"end {self.name}")
+
+
+def test_phases_follow_each_other_and_then_the_script_is_stopped():
+    notes = []
+    with pytest.raises(Enough), Phases([Noted("a", 1, notes), Noted("b", 2, notes)]) as phases:
+        for _ in range(10):
+            phases.ended()
+    assert notes == ["begin a", "a 1", "end a", "begin b", "b 1", "b 2", "end b"]
+    with pytest.raises(Enough):  # a script that swallowed it meets it at its next step
+        phases.ended()
+
+
+def test_a_script_may_end_early_or_go_on():
+    notes = []
+    with Phases([Noted("a", 5, notes)]) as phases:
+        phases.ended()
+    assert notes == ["begin a", "a 1", "end a"]
+    with Phases([Noted("a", 1, [])], keep_going=True) as phases:
+        for _ in range(4):
+            phases.ended()
+    assert phases.total == 4 and phases.finished
+
+
+def test_the_located_phase_counts_its_own_steps_alone():
+    x = torch.ones(4, device=simgpu())
+    located = Located(2, taped=False)
+    with Phases([Phase(1), located], keep_going=True) as phases:
+        for _ in range(6):
+            x.sum().item()
+            phases.ended()
+    (row,) = [row for row in located.ledger.rows if row.kind == "sync"]
+    assert row.count == located.ledger.steps == 2
+    assert row.place.site.code == "x.sum().item()"
+
+
+def test_each_stall_leaves_a_mark_on_the_profile_with_the_id_of_its_place():
+    x = torch.ones(4, device=simgpu())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, MarkingLedger(False) as ledger:
+        for _ in range(2):
+            x.sum().item()
+        x.max().item()
+    marks = [event.name.removeprefix(MARK) for event in profile.events() if event.name.startswith(MARK)]
+    assert [ledger.places[mark].site.code for mark in marks] == ["x.sum().item()"] * 2 + ["x.max().item()"]
+
+
+def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
+    taped = Taped(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), Phases([taped], keep_going=True) as phases:
+        phases.ended()
+        phases.ended()
+    assert taped.tape is None and taped.foreign
+    assert taped.absent == {"tape": "the script runs a profiler of its own; leave it out while the doctor looks"}

@@ -1,0 +1,123 @@
+"""A script run by the doctor sees what Python itself would give it."""
+
+import json
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from gpubound.doctor.script import Enough, Script
+
+TELLS = """
+    import json, os, sys
+    import neighbour
+    facts = {
+        "argv": sys.argv, "name": __name__, "path": sys.path[0], "main": sys.modules["__main__"].TAG, "package": __package__,
+        "neighbour": neighbour.HERE, "file": os.path.basename(__file__),
+    }
+    print(json.dumps(facts))
+"""
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dedent(text))
+    return path
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_finds_the_same_world(tmp_path, monkeypatch, capsys, module):
+    monkeypatch.chdir(tmp_path)
+    inside = "from .sibling import NAME\n" if module else ""
+    write(tmp_path / "pkg/__init__.py", "")
+    write(tmp_path / "pkg/sibling.py", "NAME = 1")
+    write(tmp_path / "neighbour.py", "HERE = 1")
+    write(tmp_path / "pkg/neighbour.py", "HERE = 1")
+    write(tmp_path / "pkg/tells.py", inside + "TAG = 7\n" + dedent(TELLS))
+    target = ["-m", "pkg.tells"] if module else ["pkg/tells.py"]
+    python = subprocess.run([sys.executable, *target, "--a", "b c"], capture_output=True, text=True, check=True)
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+
+    assert Script(target[-1], ("--a", "b c"), module).run()
+
+    want, got = json.loads(python.stdout), json.loads(capsys.readouterr().out)
+    if module:  # Python puts the file there; runpy does so, too
+        assert got["argv"][0] == want["argv"][0]
+    assert {k: v for k, v in got.items() if k != "package"} == {k: v for k, v in want.items() if k != "package"}
+    assert (got["package"] or None) == (want["package"] or None)
+    assert before == (sys.argv, sys.path, sys.modules["__main__"])
+    for name in ("neighbour", "pkg", "pkg.sibling", "pkg.tells"):
+        sys.modules.pop(name, None)
+
+
+def test_children_by_spawn_import_the_script_and_meet_no_doctor(tmp_path, capfd):
+    script = write(
+        tmp_path / "parent.py",
+        """
+        import multiprocessing, sys
+
+        def child(queue):
+            queue.put([__name__, "gpubound" in sys.modules])
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            print(queue.get(timeout=60))
+            process.join()
+        """,
+    )
+    assert Script(str(script)).run()
+    assert capfd.readouterr().out.strip() == "['__mp_main__', False]"
+
+
+def test_it_stops_through_finally_but_not_through_except(tmp_path, capsys):
+    script = write(
+        tmp_path / "loop.py",
+        """
+        from gpubound.doctor.script import Enough
+        try:
+            try:
+                raise Enough
+            except Exception:
+                print("caught")
+        finally:
+            print("closed")
+        """,
+    )
+    assert not issubclass(Enough, Exception)
+    assert not Script(str(script)).run()
+    assert capsys.readouterr().out == "closed\n"
+
+
+@pytest.mark.parametrize(
+    "text, code", [("raise SystemExit(7)", 7), ("import sys; sys.exit('no data')", 1), ("def f():\n    1 / 0\nf()", 1)]
+)
+def test_a_failing_script_is_a_sentence_with_its_code(tmp_path, capsys, text, code):
+    script = write(tmp_path / "fails.py", text)
+    sentence = f"fails.py failed with code {code}; mend it, and see that it runs without the doctor."
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        Script(str(script)).run()
+    said = capsys.readouterr().err
+    if "1 / 0" in text:
+        assert "ZeroDivisionError" in said and "fails.py" in said
+        assert "runpy" not in said and "doctor/script.py" not in said
+    if "no data" in text:
+        assert said == "no data\n"
+
+
+def test_what_ends_well_and_what_the_user_interrupts(tmp_path):
+    assert Script(str(write(tmp_path / "ends.py", "raise SystemExit(0)"))).run()
+    with pytest.raises(KeyboardInterrupt):
+        Script(str(write(tmp_path / "interrupted.py", "raise KeyboardInterrupt"))).run()
+
+
+def test_what_is_not_there_is_a_sentence(tmp_path):
+    path = str(tmp_path / "none.py")
+    with pytest.raises(ValueError) as error:
+        Script(path)
+    assert str(error.value) == f"script: there is no file {path}; give a script, -m and a module, or a trace (.json, .json.gz)."
+    with pytest.raises(ValueError, match=r"^script: there is no module no_such_module_xyz that can be run: "):
+        Script("no_such_module_xyz", module=True).run()
