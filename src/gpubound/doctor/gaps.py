@@ -72,11 +72,14 @@ def analyse(tape: Tape, order: HostOrder | None = None) -> Bar:
         busy, comm, idle = _cover(tape, mine, start, end)
         found = blame.pieces(device, mine, idle)
         gaps += found
-        parts = {"busy": busy, "comm": comm}
-        parts |= {cause: fsum(gap.us for gap in found if gap.cause == cause) for cause in SHARES if cause not in parts}
-        whole = fsum(parts.values())
-        devices[device] = {share: 100 * parts[share] / whole for share in SHARES}
-        leaves.append({leaf: 100 * fsum(gap.us for gap in found if gap.leaf == leaf) / whole for leaf in LEAVES})
+        parts: dict[str, list[float]] = {"busy": [busy], "comm": [comm]}
+        for gap in found:
+            parts.setdefault(gap.leaf or gap.cause, []).append(gap.us)
+        times = {name: fsum(each) for name, each in parts.items()}
+        times["host_late"] = fsum(times.get(leaf, 0.0) for leaf in LEAVES)
+        whole = fsum(times.get(share, 0.0) for share in SHARES)
+        devices[device] = {share: 100 * times.get(share, 0.0) / whole for share in SHARES}
+        leaves.append({leaf: 100 * times.get(leaf, 0.0) / whole for leaf in LEAVES})
     shares = {share: fsum(each[share] for each in devices.values()) / len(devices) for share in SHARES}
     late = {leaf: fsum(each[leaf] for each in leaves) / len(leaves) for leaf in LEAVES}
     steps = max(len(tape.steps), 1)
@@ -107,7 +110,9 @@ class _Blame:
     def __init__(self, tape: Tape, order: HostOrder):
         self.tape, self.order, self.stalls = tape, order, Stalls(tape)
         self._starts = [call.start for call in tape.calls]
-        self._waits = [place for place, call in enumerate(tape.calls) if call.waits]
+        self._ends = [call.end for call in tape.calls]
+        self._may_wait = [call.waits for call in tape.calls]
+        self._waits = [place for place, waits in enumerate(self._may_wait) if waits]
 
     def pieces(self, device: int, mine: list[int], idle: list[tuple[float, float, int | None]]) -> list[Gap]:
         """Each idle time of one device, cut by cause."""
@@ -118,7 +123,7 @@ class _Blame:
             late = self._late_call(work, end)
             if late is None:
                 found.append(Gap(device, start, end, "unlocated"))
-            elif work is not None and self.tape.calls[late].end <= start:
+            elif work is not None and self._ends[late] <= start:
                 found.append(Gap(device, start, end, "device_side", call=late))
             else:
                 drain = self._drain(late, start)
@@ -148,10 +153,10 @@ class _Blame:
 
     def _drain(self, late: int, start: float) -> int | None:
         """The wait in which the host was when the device ran dry, or that had just ended."""
-        calls, before = self.tape.calls, self.order.before
+        ends, waits, before = self._ends, self._may_wait, self.order.before
         place = late
-        while place >= 0 and calls[place].end > start - DRAINED:
-            if calls[place].waits and calls[place].start < start:
+        while place >= 0 and ends[place] > start - DRAINED:
+            if waits[place] and self._starts[place] < start:
                 return place
             place = before[place]
         return None
@@ -169,10 +174,10 @@ class _Blame:
         taken: list[tuple[float, float, str, int | None, int | None]] = []
         threads = {calls[late].thread}
         place = late
-        while place >= 0 and calls[place].end > start:
+        while place >= 0 and self._ends[place] > start:
             call = calls[place]
             threads.add(call.thread)
-            if call.waits and call.start < end:
+            if self._may_wait[place] and call.start < end:
                 taken.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], place, None))
             place = before[place]
         for a, b, span in self.stalls.within(start, end, threads):
