@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpubound import kernels, measure
+from gpubound import capture, kernels, measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, label, resolve
 from gpubound.models.richards.parts import MIXERS, MLPS
@@ -112,11 +112,12 @@ def seed_shapes(kind: str) -> dict[str, BlockShape]:
 
 
 def beside_cpu(bench: Bench, name: str, layer: Layer, place: str) -> None:
-    """The same layer in fp32 on the GPU, and on the CPU as plain torch, all cores; each waited for."""
+    """The same layer in fp32 on the GPU, in a CUDA graph as in a training step, and on the CPU as plain torch, all cores; each
+    waited for."""
     there = copy.copy(layer)
     there.module = copy.deepcopy(layer.module).to(bench.device)
     there.parameters = list(there.module.parameters())
-    works = {"ours": there.work(there.ours), "cpu": layer.work(layer.plain)}
+    works = {"ours": capture(there.work(there.ours)), "cpu": layer.work(layer.plain)}
     case = f"{name}, {layer.shape}, fp32"
     worst = max(apart(a, b) for a, b in zip(works["ours"](), works["cpu"]()))
     if worst > SEED_TOLERANCE:

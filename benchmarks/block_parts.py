@@ -123,7 +123,7 @@ class Layer:
     """One layer of ours with drawn weights, and its plain form: `ours(x)`, `plain(x)`, over `parameters`."""
 
     def __init__(self, kind: str, names: tuple[str, ...], shape: BlockShape, device: Any, dtype: torch.dtype):
-        self.kind, self.names, self.shape = kind, names, shape
+        self.kind, self.names, self.shape, self.dtype = kind, names, shape, dtype
         torch.manual_seed(0)
         self.module = self._made(shape.config, {"device": device, "dtype": dtype})
         self.parameters = list(self.module.parameters())
@@ -152,15 +152,15 @@ class Layer:
         In 16 bits not those of a handful of numbers that all of the layer depends on: sums of millions of terms that cancel
         have no digit left to compare there. They are computed all the same.
         """
-        like, size = self.parameters[0], (self.shape.batch, self.shape.seq, self.shape.config.hidden)
+        where, size = self.parameters[0].device, (self.shape.batch, self.shape.seq, self.shape.config.hidden)
         generator = torch.Generator().manual_seed(1)
-        x, upstream = (torch.randn(*size, generator=generator).to(like.device, like.dtype) for _ in range(2))
+        x, upstream = (torch.randn(*size, generator=generator).to(where, self.dtype) for _ in range(2))
         leaves = [x.requires_grad_(), *self.parameters]
 
         def run() -> tuple[Tensor, ...]:
             y = call(x)
             gradients = torch.autograd.grad(y, leaves, upstream)
-            return y, *(g for g in gradients if g.numel() > HANDFUL or like.dtype.itemsize > 2)
+            return y, *(g for g in gradients if g.numel() > HANDFUL or self.dtype.itemsize > 2)
 
         return run
 

@@ -133,7 +133,8 @@ def test_kernels_match_at_full_size(form, width, dtype, device):
     k, v = (draw(device, dtype, 2, 700, 2, width, seed=i) for i in (1, 2))
     table = None if rows is None else draw(device, dtype, rows, width, seed=4) * 0.1
     gates = draw(device, dtype, 2, 700, 8, seed=5) if gated else None
-    arguments = q, k, v, draw(device, FP32, 3, seed=3), table, gates, degree, clip, 20 * window, causal
+    # A hundredth of the result, so that gradients lie within fp16 where a seventh power of a score does not.
+    arguments = q, k, v, draw(device, FP32, 3, seed=3) * 0.01, table, gates, degree, clip, 20 * window, causal
     parity(fast.poly_attention, reference.poly_attention, arguments, 3 * CLOSE[dtype] if degree == 7 else CLOSE[dtype])
 
 
