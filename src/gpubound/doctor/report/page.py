@@ -24,6 +24,7 @@ from ...trace import printable
 from ...watch.site import Place
 from ..finding import Finding, Verdict
 from ..gaps import Gap, analyse
+from ..judge import HARMLESS
 from ..order import HostOrder
 from ..prove import Proof
 from ..replay import Replay
@@ -73,6 +74,7 @@ def page(
         said=[*together(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
+        harmless=f"{HARMLESS:.1%}",
         proof=proof,
         rounds=_rounds(proof) if proof else {},
         patch_text=patch,
