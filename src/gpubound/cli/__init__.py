@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": "gpubound bench kernels",
     "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
+    "doctor": "gpubound doctor --graph-ready train.py:build",
 }
 
 # An option's type -> what stands for its value in the help, and in the sentence about a value that is none.

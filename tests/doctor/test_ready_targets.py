@@ -1,0 +1,114 @@
+"""What a command line names for the audit of readiness, and the step of a decoder."""
+
+import json
+
+import pytest
+import torch
+
+from gpubound import cli
+from gpubound.decode import decoder
+from gpubound.doctor.ready.targets import decoding_step, named
+from tests.decode.compressed.cases import CSA, HCA, build
+
+PROGRAM = """\
+import torch
+
+kept = torch.zeros(3)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * x.max().item()
+
+    def example_inputs(self):
+        return (torch.randn(3, 4),)
+
+
+def build():
+    return torch.nn.Linear(4, 4), torch.randn(3, 4)
+
+
+def step():
+    kept.add_(1)
+
+
+def broken():
+    raise KeyError("weights")
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return str(file)
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["doctor", "--device", "cpu", "--graph-ready", *argv])
+    return code, *capsys.readouterr()
+
+
+def test_a_class_is_audited_with_its_own_inputs(program, capsys):
+    code, said, _ = run(capsys, f"{program}:Net")
+    assert code == 1 and "program.py:12 reads the device from the host" in said
+
+
+def test_nothing_found_without_a_gpu_exits_3_and_says_less(program, capsys):
+    code, said, _ = run(capsys, f"{program}:build", "--json")
+    (audit,) = json.loads(said)["audits"]
+    assert (code, audit["ready"], audit["captured"], audit["name"]) == (3, True, False, "Linear")
+
+
+def test_a_function_that_gives_no_callable_is_the_step_itself(program):
+    step = named(f"{program}:step")
+    assert step.__name__ == "step" and step() is None
+
+
+def test_a_bad_name_is_told(program, capsys):
+    said = (
+        "gpubound doctor: graph-ready: got 'nothing', wanted a folder with a config.json, a preset's name, MODULE:NAME or "
+        "FILE.py:NAME.\n"
+    )
+    assert run(capsys, "nothing") == (2, "", said)
+    code, _, said = run(capsys, f"{program}:broken")
+    assert (code, said) == (2, f"gpubound doctor: {program}:broken raised KeyError: 'weights'\n")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A decoder of a small DeepSeek-V4, computed by the references: the interpreter would take a minute for its kernels."""
+    monkeypatch.setattr("gpubound.kernels.choose.can_launch", lambda device: False)
+    model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["hash_moe", "moe"])
+    return decoder(model, max_length=48, verify=False)
+
+
+def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made, monkeypatch):
+    """Its replays pass the ends of a window of 12 and of stretches of 4 and 8."""
+    found = decoding_step(made, prompt=7, steps=6).audit()
+    assert found.ready, str(found)
+    (part,) = found.parts
+    assert "6 rounds of replay against eager agree bit for bit" in part.certificate
+    assert "1 output and" in part.certificate and "mutated tensors compared" in part.certificate
+
+    step = made.body.step
+
+    def reading(token, position):
+        return step(token, position) * float(position.max().item() >= 0)
+
+    monkeypatch.setattr(made.body, "step", reading)
+    found = decoding_step(made, prompt=7, steps=2).audit()
+    assert not found.ready and "`return step(token, position) * float(position.max().item() >= 0)`" in str(found)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_is_captured(program, capsys):
+    assert cli.main(["doctor", "--graph-ready", f"{program}:build"]) == 0
+    assert "READY: one graph holds all of it" in capsys.readouterr().out
+    assert cli.main(["doctor", "--graph-ready", f"{program}:Net"]) == 1
+    found = decoding_step(decoder(build(dtype=torch.bfloat16, device="cuda"), max_length=48, verify=False), prompt=7).audit()
+    assert found.captured and found.ready, str(found)
