@@ -1,0 +1,190 @@
+"""A gate for CI: budgets for a verdict, a baseline that it may not fall behind, and what is allowed nevertheless.
+
+It is never green because something is missing: a budget for what was not measured is a failure of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from ..errors import DataError
+from ..words import hint
+from .finding import COUNTS, KINDS, Finding, Verdict, portable
+
+OK, FAILED, SCRIPT_FAILED, NOT_MEASURED = 0, 1, 2, 3  # exit codes
+REGRESS = 3.0  # per cent of a step, where a baseline is given alone: timings on another day differ by 1 or 2
+COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
+_STALLS = ("sync", "h2d", "d2h")  # findings of these kinds are made of the waits that syncs counts
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The most that a step may have. None: no budget. The names are those of the command's options."""
+
+    max_syncs_per_step: float | None = None
+    max_idle_pct: float | None = None
+    max_host_late_ms: float | None = None
+    max_pageable_mb: float | None = None
+    max_regress_pct: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0
+            if value is not None and wrong:
+                raise ValueError(f"{_option(each.name)}: got {value!r}, wanted a number from 0 up: the most that is allowed.")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What may stay, and why. It goes with the code of a line rather than with its number, so that moved code stays allowed."""
+
+    kind: str
+    file: str
+    code: str
+    why: str
+
+    def covers(self, finding: Finding) -> bool:
+        line = finding.line
+        if line is None or finding.kind != self.kind:
+            return False
+        return portable(line).file == self.file and line.code.split() == self.code.split()
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.file}: {self.code}"
+
+
+@dataclass
+class Passage:
+    """What the gate says: its exit code, and a line for each thing that was held against something."""
+
+    failed: list[str] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    allowed: list[Finding] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        return FAILED if self.failed else NOT_MEASURED if self.not_measured else OK
+
+    def lines(self) -> list[str]:
+        sorts = (("FAILED", self.failed), ("NOT MEASURED", self.not_measured), ("ok", self.passed))
+        return [f"{word}: {line}" for word, lines in sorts for line in lines]
+
+    def hold(self, what: str, value: float | None, limit: float, why: str) -> None:
+        """Compare one figure with its limit."""
+        if value is None:
+            self.not_measured.append(f"{what}: {why}")
+        else:
+            (self.passed if value <= limit else self.failed).append(f"{what}: {value:.3g}, allowed {limit:.3g}")
+
+
+def gate(verdict: Verdict, budgets: Budgets, baseline: Verdict | None = None, allowances: Sequence[Allowance] = ()) -> Passage:
+    """Hold a verdict against budgets and a baseline."""
+    if budgets.max_regress_pct is not None and baseline is None:
+        raise ValueError("--max-regress-pct: got no --baseline to compare with; give the doctor.json of a good run.")
+    passage = Passage()
+    _allow(verdict, allowances, passage)
+    why = "; ".join(f"{name}: {reason}" for name, reason in verdict.absent.items()) or "the run did not say why"
+    for option, value in _figures(verdict, passage.allowed).items():
+        if (limit := getattr(budgets, option)) is not None:
+            passage.hold(_option(option), value, limit, f"was not measured ({why})")
+    if baseline is not None:
+        _compare(verdict, baseline, REGRESS if budgets.max_regress_pct is None else budgets.max_regress_pct, passage, why)
+    return passage
+
+
+def _figures(verdict: Verdict, allowed: list[Finding]) -> dict[str, float | None]:
+    """By the budgets' names, what a step has beside what is allowed. Pageable bytes are of all copies."""
+    free = sum(finding.ms or 0.0 for finding in allowed)
+    waits = sum(finding.count for finding in allowed if finding.kind in _STALLS)
+    syncs, pageable = (verdict.counts.get(name) for name in ("syncs", "pageable_bytes"))
+    shares, step = verdict.bar.get("shares"), verdict.step_ms
+    late = idle = None
+    if shares and step:
+        late = max(shares["host_late"] * step / 100 - free, 0.0)
+        idle = max(sum(shares[name] for name in ("host_late", "device_side", "unlocated")) - 100 * free / step, 0.0)
+    return {
+        "max_syncs_per_step": None if syncs is None else max(syncs - waits, 0.0),
+        "max_idle_pct": idle,
+        "max_host_late_ms": late,
+        "max_pageable_mb": None if pageable is None else pageable / 1e6,
+    }
+
+
+def _compare(now: Verdict, before: Verdict, most: float, passage: Passage, why: str) -> None:
+    here, there = (str(verdict.machine.get("device") or "no GPU") for verdict in (now, before))
+    if here != there:
+        passage.not_measured.append(f"--baseline: it was measured on {there}, this run on {here}; make one here")
+        return
+    if before.step_ms is None and not before.counts:
+        passage.not_measured.append("--baseline: it has neither a timed step nor counts; make a new one")
+    if before.step_ms is not None:
+        slower = None if now.step_ms is None else 100 * (now.step_ms / before.step_ms - 1)
+        passage.hold("--max-regress-pct", slower, most, f"no step was timed ({why})")
+    for name, count in before.counts.items():
+        what = f"--baseline: {COUNTS.get(name, name)} a step"
+        passage.hold(what, now.counts.get(name), count, f"was not counted ({why})")
+
+
+def _allow(verdict: Verdict, allowances: Sequence[Allowance], passage: Passage) -> None:
+    """Find what is allowed, by the list or by a comment on its line; what the list allows in vain is a failure."""
+    every = [*verdict.findings, *verdict.harmless]
+    for entry in allowances:
+        if not any(entry.covers(finding) for finding in every):
+            passage.failed.append(f"allow-list: {entry}: was not seen any more; take the entry out")
+    for finding in every:
+        comments = list(_comments(finding))
+        passage.failed += [problem for _, problem in comments if problem and problem not in passage.failed]
+        by_comment = any(kind == finding.kind and not problem for kind, problem in comments)
+        if by_comment or any(entry.covers(finding) for entry in allowances):
+            passage.allowed.append(finding)
+
+
+def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
+    """(kind, what is wrong with it) of each `# gpubound: allow(kind) why` on the statement's lines."""
+    site = finding.line
+    for number in range(site.line, site.end + 1) if site else ():
+        if found := COMMENT.search(linecache.getline(site.file, number)):  # type: ignore[union-attr]
+            kind, why = found[1].strip(), found[2].strip()
+            where = f"{portable(site).file}:{number}"  # type: ignore[arg-type]
+            if kind not in KINDS:
+                yield kind, f"{where}: allow({kind}): {hint(kind, KINDS, 'the kinds are')}"
+            else:
+                yield kind, "" if why else f"{where}: allow({kind}) has no reason; write behind it why this may stay"
+
+
+def read_allowances(path: Path) -> list[Allowance]:
+    """A committed allow-list: TOML, with kind, file, code and why in each [[allow]]."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no TOML ({error}); wanted [[allow]] entries with kind, file, code and why.") from error
+    entries, wanted = content.get("allow", []), [each.name for each in fields(Allowance)]
+    if set(content) - {"allow"} or not isinstance(entries, list):
+        raise DataError(f"{path}: got {', '.join(content)}, wanted [[allow]] entries with kind, file, code and why.")
+    for number, entry in enumerate(entries, 1):
+        texts = isinstance(entry, dict) and all(isinstance(text, str) and text.strip() for text in entry.values())
+        if not texts or sorted(entry) != sorted(wanted):
+            raise DataError(f"{path}: entry {number}: wanted texts for kind, file, code and why, got {entry!r}.")
+        if entry["kind"] not in KINDS:
+            raise DataError(f"{path}: entry {number}: kind: {hint(entry['kind'], KINDS, 'the kinds are')}")
+    return [Allowance(**entry) for entry in entries]
+
+
+def read_baseline(path: Path) -> Verdict:
+    """A doctor.json of an earlier run."""
+    try:
+        return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no JSON ({error}); wanted the doctor.json of an earlier run.") from error
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
