@@ -150,6 +150,7 @@ def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch
     tape, located = looped(steps=12)
     verdict = judged(tape, located)
     assert "this page holds 12 of 12 recorded steps" in page(verdict, tape, located)
+    assert "<td>phase: timing</td><td>steps 20, seconds 1.5</td>" in page(verdict)
     monkeypatch.setattr(page_module, "MOST", 9000)
     cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, tape, located))
     assert cut and 1 <= int(cut[1]) < 12

@@ -56,7 +56,7 @@ def judged(tape: Tape, located: dict[int, Place]) -> Verdict:
         together_ms=replay.together([list(located)], spans),
         harmless=[Finding("sync", read, None, "", None, 0.25, 0.0, "replayed", "", "leave it")],
         unlocated=[],
-        phases={"timing": "20 steps"},
+        phases={"timing": {"steps": 20, "seconds": 1.5}},
         absent={"gputrace": "not on this build"},
         distortion=1.4,
     )
