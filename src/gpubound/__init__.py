@@ -1,6 +1,7 @@
 """gpubound: makes PyTorch transformers GPU-bound, and proves it.
 
 place(model)                   a model on its device, through verified fused parts; the table says what and why
+doctor(step)                   what makes the GPU wait in a step: each line, its price, what to write instead
 capture(fn, *inputs)           a CUDA graph with a certificate
 watch(), no_stall()            count, or forbid, what makes the GPU wait for the host
 decoder(model)                 generation from the live weights, k tokens a launch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from . import kernels as kernels, lora as lora
     from .corpus import Corpus as Corpus
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
+    from .doctor import doctor as doctor
     from .feed import Feed as Feed, feed as feed
     from .graph import Captured as Captured, Certificate as Certificate, capture as capture
     from .models import (
@@ -41,6 +43,7 @@ _HOMES = {
     "Corpus": "corpus",
     **dict.fromkeys(("Feed", "feed"), "feed"),
     **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
+    "doctor": "doctor",
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
     **dict.fromkeys(("Decoder", "DecoderConfig", "RichardsConfig", "RichardsDecoder"), "models"),
     **dict.fromkeys(("Placement", "place"), "place"),
@@ -52,8 +55,8 @@ __all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), 
 
 
 class _Front(ModuleType):
-    """This package as users see it. place, feed and watch are functions here, although packages of these names hold them:
-    importing a package binds it to its name in its parent, and that alone is left undone."""
+    """This package as users see it. place, feed, watch and doctor are functions here, although packages of these names hold
+    them: importing a package binds it to its name in its parent, and that alone is left undone."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -33,10 +33,10 @@ COMMANDS = {
     "place": "gpubound place path/to/checkpoint",
     "train": "gpubound train config.yaml",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
+    "doctor": "gpubound doctor train.py --epochs 3",
     "bench": "gpubound bench kernels",
     "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
-    "doctor": "gpubound doctor --graph-ready train.py:build",
 }
 
 # An option's type -> what stands for its value in the help, and in the sentence about a value that is none.

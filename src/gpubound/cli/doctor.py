@@ -1,35 +1,134 @@
-"""Say whether a CUDA graph can hold a model or a function, and which lines stop it."""
+"""Find what makes a script's GPU wait for its host: each line, its price, and what to write instead.
 
+gpubound doctor train.py --epochs 3            runs the script unmodified until enough of its steps have been seen
+gpubound doctor -m package.train               the same, of a module
+gpubound doctor trace.json.gz                  judges a trace of torch.profiler
+gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hold a model or a function
+"""
+
+import json
+import shutil
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from ..doctor.evidence import Evidence
+from ..doctor.judge import judge
+from ..doctor.report import annotate, screen, write_reports
+from ..doctor.run import Itinerary, examine, examine_trace, rank
+from ..doctor.script import Script
+from ..trace import printable
 from . import arguments
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say whether a CUDA graph can hold a model or a function, and which lines stop it.
+    """Find what makes a script's GPU wait for its host: each line, its price, and what to write instead.
 
-    TARGET is a folder with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME. NAME is a function or class that is
-    called without arguments and returns a model, a function, or either with its inputs: (step, x, y). Exit code 0: a graph
-    holds all of it. 1: something stops it. 3: nothing was found, but there is no GPU to capture on.
+    The script runs unmodified, with what follows its name as its own arguments. A step ends with Optimizer.step. When enough
+    steps have been seen, the script is stopped. Options of the doctor stand before the script. A trace of torch.profiler
+    (.json, .json.gz) can stand in a script's place.
 
-    Example: gpubound doctor --graph-ready train.py:build
+    --graph-ready says instead whether a CUDA graph can hold a model or a function, and which lines stop it. TARGET is a folder
+    with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME. NAME is a function or class that is called without
+    arguments and returns a model, a function, or either with its inputs: (step, x, y). Exit code 0: a graph holds all of it.
+    1: something stops it. 3: nothing was found, but there is no GPU to capture on.
+
+    Example: gpubound doctor train.py --epochs 3
+
+    Example: gpubound doctor --dry-run -m package.train
     """
 
-    graph_ready: Annotated[str, tyro.conf.arg(metavar="TARGET")]
+    dry_run: bool = False
+    """Without a GPU, on a pretend device: counts and lines, but no prices, which need a GPU."""
+    warmup: int = 10
+    """Steps before anything is measured."""
+    timed: int = 20
+    """Steps that are timed, with nothing else attached."""
+    taped: int = 8
+    """Steps that are recorded by the profiler, without stacks."""
+    step_marker: str = ""
+    """What ends a step: MODULE:FUNCTION, or the name of an annotation (torch.profiler.record_function)."""
+    keep_going: bool = False
+    """Let the script run to its end."""
+    out: Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")] = None
+    """Where to write the page, doctor.json, SARIF and a trace for Perfetto. By default .doctor; with --json nowhere."""
+    json: bool = False
+    """Print the verdict as JSON. What the script prints then goes to stderr."""
+    github: bool = False
+    """Print annotations of GitHub's actions as well."""
+    all: bool = False
+    """List all that is harmless."""
+    graph_ready: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
     """What to audit: a folder, a preset, MODULE:NAME or FILE.py:NAME."""
     device: str = "auto"
-    """Where: auto, require, cpu, cuda or cuda:<index>."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
+    """Where to audit: auto, require, cpu, cuda or cuda:<index>."""
 
 
 def main(argv: Sequence[str]) -> int:
-    options = arguments(Doctor, argv, "doctor")
-    from .graph_ready import graph_ready
+    own, target, rest, module = split(argv)
+    options = arguments(Doctor, own, "doctor")
+    if options.graph_ready is not None:
+        if target:
+            raise ValueError(f"graph-ready: got the script {target}, too; run one without the other.")
+        from .graph_ready import graph_ready
 
-    return graph_ready(options.graph_ready, options.device, options.json)
+        return graph_ready(options.graph_ready, options.device, options.json)
+    if options.device != "auto":
+        raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
+    if not target:
+        raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        evidence = look(options, target, rest, module)
+    if rank() != 0:
+        return 0
+    verdict = judge(evidence)
+    files = []
+    if options.out is not None or not options.json:
+        folder = Path(options.out or ".doctor")
+        files = [str(path) for path in write_reports(folder, verdict, evidence.tape, evidence.located)]
+    if options.json:
+        print(json.dumps(verdict.as_dict(), indent=1))
+    else:
+        width, tty = shutil.get_terminal_size().columns, sys.stdout.isatty()
+        print(printable_screen(screen(verdict, width, tty, options.all, files), tty), end="")
+    if options.github:
+        print(annotate(verdict), file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evidence:
+    if not module and target.endswith((".json", ".json.gz")):
+        if rest:
+            raise ValueError(f"trace: got {rest[0]!r} after {target}; a trace takes no arguments.")
+        return examine_trace(Path(target), options.step_marker)
+    plan = Itinerary(
+        warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,
+        keep_going=options.keep_going, dry=options.dry_run,
+    )  # fmt: skip
+    return examine(Script(target, tuple(rest), module), plan)
+
+
+def printable_screen(text: str, tty: bool) -> str:
+    """A screen in colours has escapes of its own; the report has cleaned what it quotes."""
+    return text if tty else printable(text)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
+    """(the doctor's own arguments, the script or module, its arguments, whether it is a module)."""
+    flags = {f"--{field.name.replace('_', '-')}" for field in fields(Doctor) if field.type is bool} | {"-h", "--help"}
+    at = 0
+    while at < len(argv):
+        word = argv[at]
+        if word in ("-m", "--"):
+            after = argv[at + 1 : at + 2]
+            return list(argv[:at]), "".join(after), list(argv[at + 2 :]), word == "-m"
+        if not word.startswith("-"):
+            return list(argv[:at]), word, list(argv[at + 1 :]), False
+        at += 1 if word in flags or word.replace("_", "-") in flags or "=" in word else 2
+    return list(argv), "", [], False

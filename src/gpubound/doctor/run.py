@@ -1,0 +1,175 @@
+"""From a script to its verdict: run it through the phases, and put together what they saw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device import label
+from ..errors import MeasureError
+from ..version import __version__
+from ..watch import pretend
+from .evidence import Evidence
+from .finding import Verdict
+from .join import joined, marked
+from .judge import judge
+from .kineto import read_trace
+from .phases import Located, Phase, Phases, Taped, Timed
+from .script import Enough, Script
+from .steps import Steps
+
+DRY = "a dry run has no GPU: it counts, and prices nothing"
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """How many steps each phase has, and how they are found."""
+
+    warmup: int = 10
+    timed: int = 20
+    taped: int = 8
+    located: int = 2
+    marker: str = ""
+    keep_going: bool = False
+    dry: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "timed", "taped", "located"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1 step.")
+
+    def phases(self) -> list[Phase]:
+        """A profiler's first step is not on its tape, so that a taped phase has one more."""
+        if self.dry:
+            return [Phase(1), Located(self.located, taped=False)]
+        return [Phase(self.warmup), Timed(self.timed), Taped(self.taped + 1), Located(self.located + 1, taped=True)]
+
+
+def examine(script: Script, plan: Itinerary) -> Evidence:
+    """Run a script until its phases are over, or it ends."""
+    return _seen(script.name, script.run, plan)
+
+
+def examine_trace(path: Path, marker: str = "") -> Evidence:
+    """What a trace alone tells: where its time went, but no lines."""
+    tape = read_trace(path, marker)
+    device = ", ".join(dict.fromkeys(tape.about.get("devices", ()))) or "device not named"
+    absent = {"lines": "a trace has none", "timed": "a trace has recorded steps alone"}
+    return Evidence(path.name, device, tape=tape, about={"source": "a trace of torch.profiler"}, absent=absent)
+
+
+def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry_run: bool = False) -> Verdict:
+    """Call `step` again and again, and say what made the GPU wait for the host.
+
+    steps    steps that are timed; as many as the phases need are run besides
+    warmup   steps before
+    dry_run  count on the pretend device (gpubound.watch.pretend.simgpu), without prices
+
+    >>> print(gb.doctor(train_step).findings)  # doctest: +SKIP
+    """
+    if not callable(step):
+        raise ValueError(f"doctor: step: got {type(step).__name__}, wanted a function of no arguments that makes one step.")
+    plan = Itinerary(warmup=warmup, timed=steps, dry=dry_run)
+
+    def program(phases: Phases) -> bool:
+        while True:
+            step()
+            try:
+                phases.ended()
+            except Enough:
+                return False
+
+    return judge(_examined(getattr(step, "__name__", "step"), program, plan))
+
+
+def _seen(name: str, program: Callable[[], bool], plan: Itinerary) -> Evidence:
+    def stepped(phases: Phases) -> bool:
+        with Steps(phases.ended, plan.marker):
+            return program()
+
+    return _examined(name, stepped, plan)
+
+
+def _examined(name: str, program: Callable[[Phases], bool], plan: Itinerary) -> Evidence:
+    _ready(plan.dry)
+    steps = plan.phases()
+    with Phases(steps, plan.keep_going) as phases:
+        program(phases)
+    return _gathered(name, steps, phases, plan)
+
+
+def _ready(dry: bool) -> None:
+    if dry:
+        pretend.simgpu()
+    elif not torch.cuda.is_available():
+        raise MeasureError(
+            "no CUDA GPU works here, and prices need one; --dry-run counts stalls and names their lines without a GPU."
+        )
+
+
+def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary) -> Evidence:
+    located = steps[-1]
+    assert isinstance(located, Located)
+    wanted = sum(phase.steps for phase in steps)
+    if phases.total == 0:
+        raise MeasureError(
+            f"{name} ended without a step: no Optimizer.step was called; name what ends a step with --step-marker."
+            if not plan.marker
+            else f"{name} ended without a step: {plan.marker!r} was never reached; give another --step-marker."
+        )
+    if located.done == 0:
+        raise MeasureError(
+            f"{name} ended after {phases.total} steps, wanted {wanted}; let it run longer, "
+            f"or ask for fewer (--warmup, --timed, --taped)."
+        )
+    sensors = {
+        name: why for name, why in located.ledger.absent.items() if not (plan.dry or name == "kernels")
+    }  # never asked for
+    absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
+    if located.done < located.steps:
+        absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
+    return Evidence(
+        script=name,
+        device=_device(plan.dry),
+        rows=located.ledger.rows,
+        steps=located.ledger.steps,
+        counted=located.ledger.counted,
+        about=_about(steps),
+        phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
+        **_measured(steps, located),
+        absent=absent | ({"prices": DRY} if plan.dry else {}),
+    )
+
+
+def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
+    """What the timed and the taped phase brought."""
+    found: dict[str, Any] = {}
+    for phase in steps:
+        if isinstance(phase, Timed) and phase.done:
+            found |= {"step_ms": phase.step_ms, "memory": phase.memory}
+        if isinstance(phase, Taped) and phase.tape is not None:
+            found |= {"tape": phase.tape, "places": phase.places}
+            if located.tape is not None:
+                lines = marked(located.tape, located.ledger.places)
+                found["located"] = joined(phase.tape, located.tape, lines)
+    return found
+
+
+def _device(dry: bool) -> str:
+    return f"{pretend.NAME}, the pretend device" if dry else label(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _about(steps: Sequence[Phase]) -> dict[str, Any]:
+    versions: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
+    return versions | ({"profiler": True} if any(isinstance(phase, Taped) and phase.foreign for phase in steps) else {})
+
+
+def rank() -> int:
+    """Of this process among those that torchrun started; 0 reports."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,143 @@
+"""`gpubound doctor`: a script on the pretend device, a trace, and what cannot be looked at."""
+
+import json
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.cli import main
+from gpubound.cli.doctor import split
+from gpubound.doctor.report.files import JSON
+from gpubound.watch.pretend import simgpu
+
+LOOP = """
+    import sys
+    import torch
+    from torch import nn
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = nn.Linear(8, 8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    count = int(sys.argv[1])
+    try:
+        for step in range(count):
+            loss = model(torch.ones(4, 8, device=device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            print("private", loss.item())
+    finally:
+        print("closed after", step + 1)
+"""
+
+FEWER = "let it run longer, or ask for fewer (--warmup, --timed, --taped)."
+NAME = "name what ends a step with --step-marker."
+ANOTHER = "give another --step-marker."
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    simgpu()
+    path = tmp_path / "train.py"
+    path.write_text(dedent(LOOP))
+    return path
+
+
+def test_a_dry_run_names_the_line_and_stops_the_script(script, capsys):
+    assert main(["doctor", "--dry-run", "train.py", "100"]) == 0
+    screen = capsys.readouterr().out
+    assert "closed after 3\n" in screen
+    assert "sync, 1 a step, counted\n   train.py:15\n" in screen and "written: .doctor/doctor.json" in screen
+    assert "Counts and lines only: prices need a GPU." in screen
+    written = (script.parent / ".doctor" / JSON).read_text()
+    (finding,) = json.loads(written)["findings"]
+    assert (finding["kind"], finding["file"], finding["line"], finding["count"], finding["ms"]) == (
+        "sync",
+        "train.py",
+        15,
+        1,
+        None,
+    )
+    for path in (script.parent / ".doctor").iterdir():
+        assert str(script.parent) not in path.read_text() and str(Path.home()) + "/" not in path.read_text()
+
+
+def test_json_stands_alone_on_stdout_and_writes_nothing(script, capsys):
+    assert main(["doctor", "--json", "--dry-run", "--keep-going", "train.py", "5"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["findings"][0]["line"] == 15 and "closed after 5" in err
+    assert not (script.parent / ".doctor").exists()
+
+
+def test_a_trace_is_judged(tmp_path, capsys):
+    events = []
+
+    def event(category, name, start, took, thread, **args):
+        known = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": thread, "ts": start, "dur": took}
+        events.append(known | {"args": args})
+
+    for step in range(4):
+        at = 550.0 * step
+        for start, took in ((at, 400.0), (at + 440, 100.0)):
+            number = len(events) + 1
+            event("cuda_runtime", "cudaLaunchKernel", start, 5.0, 1, correlation=number)
+            event("kernel", "gemm", start + 6, took, 7, correlation=number, device=0, stream=7)
+        event("cuda_runtime", "cudaStreamSynchronize", at + 10, 400.0, 1, correlation=0)
+        event("user_annotation", f"ProfilerStep#{step}", at, 550.0, 1)
+    path = tmp_path / "mailed.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert main(["doctor", "--json", str(path)]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["script"] == "mailed.json" and verdict["absent"]["lines"] == "a trace has none"
+    assert verdict["step_ms"] == pytest.approx(0.55, rel=1e-3) and verdict["bar"]["shares"]["busy"] == pytest.approx(
+        100 * 500 / 550, abs=0.1
+    )
+
+
+def test_a_function_is_called_until_enough_was_seen():
+    x = torch.ones(4, device=simgpu())
+    verdict = gb.doctor(lambda: x.sum().item(), dry_run=True)
+    (finding,) = verdict.findings
+    assert (finding.kind, finding.count, finding.site.file) == ("sync", 1, __file__)
+    with pytest.raises(ValueError, match=r"^doctor: step: got int, wanted a function of no arguments that makes one step\.$"):
+        gb.doctor(3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_without_a_gpu_it_could_not_measure(script, capsys):
+    assert main(["doctor", "train.py", "5"]) == 3
+    want = "no CUDA GPU works here, and prices need one; --dry-run counts stalls and names their lines without a GPU."
+    assert capsys.readouterr().err == f"gpubound doctor: {want}\n"
+
+
+@pytest.mark.parametrize(
+    "argv, code, want",
+    [
+        (["train.py", "0"], 2, "train.py failed with code 1; mend it, and see that it runs without the doctor."),
+        (["train.py", "1"], 3, f"train.py ended after 1 steps, wanted 3; {FEWER}"),
+        (["idle.py"], 3, f"idle.py ended without a step: no Optimizer.step was called; {NAME}"),
+        (["--step-marker", "batch", "idle.py"], 3, f"idle.py ended without a step: 'batch' was never reached; {ANOTHER}"),
+        (["--timed", "0", "train.py"], 2, "timed: got 0, wanted at least 1 step."),
+        ([], 2, "script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py."),
+        (["none.json", "x"], 2, "trace: got 'x' after none.json; a trace takes no arguments."),
+        (["none.py"], 2, "script: there is no file none.py; give a script, -m and a module, or a trace (.json, .json.gz)."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, want):
+    (script.parent / "idle.py").write_text("pass")
+    assert main(["doctor", "--dry-run", *argv]) == code
+    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound doctor: {want}"
+
+
+def test_what_follows_the_script_is_its_own():
+    assert split(["--dry-run", "--timed", "5", "train.py", "--timed", "7"]) == (
+        ["--dry-run", "--timed", "5"],
+        "train.py",
+        ["--timed", "7"],
+        False,
+    )
+    assert split(["-o", "x", "--json", "-m", "a.b", "-m"]) == (["-o", "x", "--json"], "a.b", ["-m"], True)
+    assert split(["--timed=5", "--", "-odd.py"]) == (["--timed=5"], "-odd.py", [], False)
