@@ -77,3 +77,13 @@ def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
         phases.ended()
     assert taped.tape is None and taped.foreign
     assert taped.absent == {"tape": "the script runs a profiler of its own; leave it out while the doctor looks"}
+
+
+def test_what_the_doctor_waits_for_is_not_the_scripts():
+    x = torch.ones(4, device=simgpu())
+    with MarkingLedger(gputrace=False) as ledger:
+        with ledger.paused():
+            x.sum().item()
+        assert not ledger.rows
+        x.sum().item()
+    assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]

@@ -92,3 +92,8 @@ def test_many_findings_are_cut_to_a_screen():
 def test_the_examples_of_the_words():
     found = doctest.testmod(words)
     assert found.attempted and not found.failed
+
+
+def test_a_refused_replay_is_no_missing_gpu():
+    bare = [replace(f, ms=None, certainty="counted") for f in VERDICT.findings]
+    assert "prices need a GPU" not in screen(replace(VERDICT, findings=bare), 110)

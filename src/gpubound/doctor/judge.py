@@ -92,10 +92,14 @@ def _together(pairs: list[tuple[Claim, Finding]], prices: Prices) -> float | Non
 
 
 def _without_line(evidence: Evidence) -> frozenset[int]:
-    """Waits whose line is not known; calls for memory are told by what they are."""
-    calls = evidence.tape.calls if evidence.tape else ()
+    """Waits inside steps whose line is not known; calls for memory are told by what they are. Behind the last step the recorder
+    itself waits."""
+    if evidence.tape is None or not evidence.tape.steps:
+        return frozenset()
+    (begin, _), (_, end) = evidence.tape.steps[0], evidence.tape.steps[-1]
     known = {n for n, place in evidence.located.items() if line_of(place)}
-    return frozenset(n for n, call in enumerate(calls) if call.waits and call.kind not in MEMORY and n not in known)
+    waits = [n for n, call in enumerate(evidence.tape.calls) if call.waits and call.kind not in MEMORY]
+    return frozenset(n for n in waits if n not in known and begin <= evidence.tape.calls[n].start < end)
 
 
 def _unlocated(evidence: Evidence, prices: Prices) -> list[str]:

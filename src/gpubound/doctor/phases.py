@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Taped(Phase):
             schedule=self._action,
             experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
             on_trace_ready=self._read,
+            acc_events=True,  # or torch warns that a cycle's events go when it ends
         )
         self._profile.start()
         if _Annotation is None:
@@ -171,7 +172,8 @@ class Located(Phase):
         super().step()
         self.ledger.step()
         if self._taped is not None:
-            self._taped.step()
+            with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step that are not the script's
+                self._taped.step()
 
     def end(self) -> None:
         self.ledger.__exit__(None, None, None)
@@ -191,11 +193,23 @@ class MarkingLedger(Ledger):
         super().__init__(None, gputrace, "ops", frozenset())
         self.places: dict[str, Place] = {}
         self._ids: dict[Place, str] = {}
+        self._pause = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is the doctor's own."""
+        self._pause = True
+        try:
+            yield
+        finally:
+            self._pause = False
 
     def record(
         self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
     ) -> None:
         assert kind in KINDS, kind
+        if self._pause:
+            return
         if kind in MARKED and place is None:
             place = here(self.origins)
             number = self._ids.setdefault(place, str(len(self._ids)))

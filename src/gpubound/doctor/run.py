@@ -127,9 +127,8 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
             f"{name} ended after {phases.total} steps, wanted {wanted}; let it run longer, "
             f"or ask for fewer (--warmup, --timed, --taped)."
         )
-    sensors = {
-        name: why for name, why in located.ledger.absent.items() if not (plan.dry or name == "kernels")
-    }  # never asked for
+    never_asked = ("kernels", "simgpu")
+    sensors = {name: why for name, why in located.ledger.absent.items() if not plan.dry and name not in never_asked}
     absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
     if located.done < located.steps:
         absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"

@@ -84,7 +84,7 @@ def notes(verdict: Verdict) -> list[str]:
     found = []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
-    if all(finding.ms is None for finding in verdict.findings) and verdict.findings:
+    if verdict.step_ms is None and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         found.append("Counts and lines only: prices need a GPU.")
     return found
 
