@@ -34,10 +34,3 @@ class Evidence:
     def ms(self) -> float | None:
         """A timed step's median."""
         return median(self.step_ms) if self.step_ms else None
-
-    @property
-    def distortion(self) -> float | None:
-        """How many times slower the recorded steps were than the timed ones."""
-        if self.tape is None or not self.tape.steps or not self.step_ms:
-            return None
-        return median(end - start for start, end in self.tape.steps) / 1e3 / median(self.step_ms)

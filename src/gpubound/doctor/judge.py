@@ -38,7 +38,7 @@ def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
         unlocated=_unlocated(evidence, prices),
         phases=dict(evidence.phases),
         absent=absent,
-        distortion=evidence.distortion,
+        distortion=prices.distortion,
         counts=_counts(evidence),
     )
 

@@ -114,8 +114,13 @@ class Taped(Phase):
 
     def step(self) -> None:
         super().step()
-        if self._profile is not None:
-            self._profile.step()
+        if self._profile is None:
+            return
+        if (
+            self.done == 1
+        ):  # what the first step left in the queues would hold up the works of the next without being on the tape
+            torch.cuda.synchronize()
+        self._profile.step()
 
     def end(self) -> None:
         self._ending.close()

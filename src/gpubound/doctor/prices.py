@@ -40,6 +40,9 @@ class Prices:
         recorded = self.replay.step_ms if self.replay else self.bar.step_ms if self.bar else None
         self.step_ms = recorded if evidence.ms is None else evidence.ms
         self.scale = self.step_ms / recorded if self.step_ms and recorded else 1.0
+        self.distortion = (
+            1 / self.scale if self.replay and evidence.ms else None
+        )  # how much slower a recorded step is than a timed one
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> tuple[float | None, str]:
         """(what a step would save without these, how sure that is). `work`: what the calls launched is gone, too."""
