@@ -60,7 +60,7 @@ class Doctor:
     Example: gpubound bench doctor --sample --seconds 240
     """
 
-    eye: str = "ledger"
+    eye: str = "doctor"
     """What looks for stalls: doctor, ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
     kinds: str = ""
     """Kinds of stall, by comma; all when empty."""

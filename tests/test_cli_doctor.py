@@ -72,6 +72,41 @@ def test_json_stands_alone_on_stdout_and_writes_nothing(script, capsys):
     assert not (script.parent / ".doctor").exists()
 
 
+def test_a_module_is_run_with_annotations(script, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(script.parent))
+    script.rename(script.parent / "looped_module.py")
+    assert main(["doctor", "--dry-run", "--github", "-m", "looped_module", "100"]) == 0
+    screen = capsys.readouterr().out
+    assert "closed after 3" in screen and "file=looped_module.py,line=15" in screen
+
+
+@pytest.mark.parametrize(
+    "options, code, said",
+    [
+        (["--max-syncs-per-step", "1"], 0, "ok: --max-syncs-per-step: 1, allowed 1"),
+        (["--max-syncs-per-step", "0"], 1, "FAILED: --max-syncs-per-step: 1, allowed 0"),
+        (["--max-idle-pct", "50"], 3, "NOT MEASURED: --max-idle-pct"),
+        (["--max-syncs-per-step", "0", "--allow", "allow.toml"], 0, "ok: --max-syncs-per-step: 0, allowed 0"),
+    ],
+)
+def test_the_gate_is_never_green_by_absence(script, capsys, options, code, said):
+    code_of_line = 'print("private", loss.item())'
+    entry = f"""[[allow]]\nkind = "sync"\nfile = "train.py"\ncode = '{code_of_line}'\nwhy = "a test"\n"""
+    (script.parent / "allow.toml").write_text(entry)
+    assert main(["doctor", "--dry-run", *options, "train.py", "9"]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):
+    text = script.read_text().replace('print("private", loss.item())', "total += loss.item()")
+    text = text.replace("try:", "total = 0.0\ntry:")
+    script.write_text(text)
+    assert main(["doctor", "--dry-run", "--fix", "train.py", "9"]) == 0
+    assert "-        total += loss.item()" in capsys.readouterr().out and script.read_text() == text
+    assert main(["doctor", "--dry-run", "--fix", "--apply", "train.py", "9"]) == 0
+    assert "patched: train.py" in capsys.readouterr().out and "loss.item()" not in script.read_text()
+
+
 def test_a_trace_is_judged(tmp_path, capsys):
     events = []
 
@@ -122,6 +157,8 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
         (["--step-marker", "batch", "idle.py"], 3, f"idle.py ended without a step: 'batch' was never reached; {ANOTHER}"),
         (["--timed", "0", "train.py"], 2, "timed: got 0, wanted at least 1 step."),
         ([], 2, "script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py."),
+        (["--apply", "train.py"], 2, "--apply: got no --fix beside it; there is no patch without that."),
+        (["--fix", "--prove", "2", "train.py"], 2, "--prove: got 2, wanted at least 3 rounds: an interval needs them."),
         (["none.json", "x"], 2, "trace: got 'x' after none.json; a trace takes no arguments."),
         (["none.py"], 2, "script: there is no file none.py; give a script, -m and a module, or a trace (.json, .json.gz)."),
     ],

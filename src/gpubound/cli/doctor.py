@@ -24,6 +24,7 @@ from ..doctor.run import Itinerary, examine, examine_trace, rank
 from ..doctor.script import Script
 from ..trace import printable
 from . import arguments
+from .doctor_after import Gate, Mending
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Doctor:
     Example: gpubound doctor train.py --epochs 3
 
     Example: gpubound doctor --dry-run -m package.train
+
+    Example: gpubound doctor --dry-run --fix --max-syncs-per-step 0 train.py
     """
 
     dry_run: bool = False
@@ -64,6 +67,28 @@ class Doctor:
     """Print annotations of GitHub's actions as well."""
     all: bool = False
     """List all that is harmless."""
+    fix: bool = False
+    """Show patches for the findings as one diff."""
+    fix_also: str = ""
+    """With --fix: patches that change the numbers, too: tf32, bf16, or both with a comma."""
+    apply: bool = False
+    """With --fix: write the patches into the files."""
+    prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None
+    """With --fix: run the script as it is and patched, this often each. Exit code 1 if the losses are not the same."""
+    max_syncs_per_step: float | None = None
+    """Most waits for the device in a step. Exit code 1 above it, 3 if it was not measured; so for all that follow."""
+    max_idle_pct: float | None = None
+    """Most per cent of a step in which the device does nothing."""
+    max_host_late_ms: float | None = None
+    """Most milliseconds of a step in which the device waits for its host."""
+    max_pageable_mb: float | None = None
+    """Most megabytes a step copies from or to pageable memory."""
+    baseline: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """The doctor.json of a good run: a step may not be slower, nor have more of what is counted."""
+    max_regress_pct: float | None = None
+    """With --baseline: how much slower a step may be. By default 3 per cent."""
+    allow: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """A list (TOML) of what may stay."""
     graph_ready: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
     """What to audit: a folder, a preset, MODULE:NAME or FILE.py:NAME."""
     device: str = "auto"
@@ -83,23 +108,34 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
+    mending = Mending(options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove)
+    held = Gate.of(options, options.baseline, options.allow)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         evidence = look(options, target, rest, module)
     if rank() != 0:
         return 0
-    verdict = judge(evidence)
+    mended = mending.of(judge(evidence), target, rest, module)
+    verdict = mended.verdict
     files = []
     if options.out is not None or not options.json:
         folder = Path(options.out or ".doctor")
-        files = [str(path) for path in write_reports(folder, verdict, evidence.tape, evidence.located)]
+        written = write_reports(
+            folder, verdict, evidence.tape, evidence.located, mended.proof, mended.diff, places=evidence.places
+        )
+        files = [str(path) for path in written]
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
     else:
         width, tty = shutil.get_terminal_size().columns, sys.stdout.isatty()
         print(printable_screen(screen(verdict, width, tty, options.all, files), tty), end="")
+    beside = sys.stderr if options.json else sys.stdout
     if options.github:
-        print(annotate(verdict), file=sys.stderr if options.json else sys.stdout)
-    return 0
+        print(annotate(verdict), file=beside)
+    lines, passed = held.hold(verdict)  # before a patch is written: what is allowed is read from the files
+    said, proved = mending.finish(mended)
+    for text in [*said, *lines]:
+        print(text, file=beside)
+    return 1 if 1 in (passed, proved) else max(passed, proved)
 
 
 def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evidence:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 
-from ..files import write_whole
+from ..files import write_whole as write_whole
 
 DOCTYPE = "<!doctype html>"
 

@@ -1,0 +1,97 @@
+"""What `gpubound doctor` does with a verdict: patches and their proof, and the gate for CI."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..doctor.finding import Verdict
+from ..doctor.fix.repair import PATCHES, Repair
+from ..doctor.fix.verdict import patched
+from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
+from ..doctor.prove import Proof, prove
+from ..words import hint
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a verdict is held against. It is read before the script runs, so that a wrong file costs no run."""
+
+    budgets: Budgets
+    baseline: Verdict | None
+    allowances: Sequence[Allowance]
+    asked: bool
+
+    @classmethod
+    def of(cls, options: object, baseline: str | None, allow: str | None) -> "Gate":
+        budgets = Budgets(**{each.name: getattr(options, each.name) for each in fields(Budgets)})
+        if budgets.max_regress_pct is not None and baseline is None:
+            raise ValueError("--max-regress-pct: got no --baseline to compare with; give the doctor.json of a good run.")
+        before = None if baseline is None else read_baseline(Path(baseline))
+        allowances = [] if allow is None else read_allowances(Path(allow))
+        return cls(budgets, before, allowances, budgets != Budgets() or baseline is not None or allow is not None)
+
+    def hold(self, verdict: Verdict) -> tuple[list[str], int]:
+        """(what it says, its exit code); nothing and 0 where no budget was given."""
+        if not self.asked:
+            return [], OK
+        passage = gate(verdict, self.budgets, self.baseline, self.allowances)
+        return passage.lines(), passage.code
+
+
+@dataclass(frozen=True)
+class Mending:
+    """Whether patches are shown, which of those that change the numbers are among them, and what is done with them."""
+
+    fix: bool = False
+    also: tuple[str, ...] = ()
+    apply: bool = False
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, given in (("--fix-also", self.also), ("--apply", self.apply), ("--prove", self.rounds is not None)):
+            if given and not self.fix:
+                raise ValueError(f"{option}: got no --fix beside it; there is no patch without that.")
+        for name in self.also:
+            if name not in PATCHES:
+                raise ValueError(f"--fix-also: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
+        if self.rounds is not None and self.rounds < 3:
+            raise ValueError(f"--prove: got {self.rounds}, wanted at least 3 rounds: an interval needs them.")
+
+    def of(self, verdict: Verdict, script: str, arguments: Sequence[str], module: bool) -> "Mended":
+        if not self.fix:
+            return Mended(verdict)
+        verdict, repair = patched(verdict, self.also)
+        if not repair.changes or self.rounds is None:
+            return Mended(verdict, repair)
+        changes = {path: after for path, (_, after) in repair.changes.items()}
+        return Mended(
+            verdict, repair, prove(script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module)
+        )
+
+    def finish(self, mended: "Mended") -> tuple[list[str], int]:
+        """Write the files if that was asked and nothing speaks against it: (what is said, the exit code)."""
+        if mended.repair is None:
+            return [], OK
+        said = [str(mended.repair) or "--fix: no finding has a line that could be patched.", mended.diff]
+        code = OK
+        if self.rounds is not None:
+            code = NOT_MEASURED if mended.proof is None else OK if mended.proof.holds else FAILED
+            said.append("--prove: there is no patch to prove." if mended.proof is None else str(mended.proof))
+        if self.apply and code == FAILED:
+            said.append("--apply: nothing was written: the losses are not the same.")
+        elif self.apply:
+            said += [f"patched: {path.name}" for path in mended.repair.apply()]
+        return [text for text in said if text], code
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A verdict with its patches, all of them in one repair, and their proof."""
+
+    verdict: Verdict
+    repair: Repair | None = None
+    proof: Proof | None = None
+
+    @property
+    def diff(self) -> str:
+        return "" if self.repair is None else self.repair.diff()
