@@ -206,7 +206,7 @@ def test_the_bench_reports_what_was_missed(sim, monkeypatch, capsys):
     def half_blind(script: Path, arguments: list[str]) -> Sight:
         return Sight([found for found in findings(script, arguments) if ".item()" in script.read_text()])
 
-    monkeypatch.setitem(bench_doctor.EYES, "ledger", half_blind)
+    monkeypatch.setitem(bench_doctor.EYES, "doctor", half_blind)
     monkeypatch.setattr(bench_doctor, "CALM", {"decoy": {"item_of_a_cpu_tensor": CALM["decoy"]["item_of_a_cpu_tensor"]}})
     code = bench_doctor.main(["--dry", "--kinds", "item,printed", "--hosts", "plain", "--models", "gpu-bound"])
     said = capsys.readouterr()
