@@ -24,7 +24,7 @@ def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
     harmless = [(claim, finding) for claim, finding in found if _costs_nothing(finding, prices)]
     dear = [pair for pair in found if pair not in harmless]
     dear.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
-    absent = dict(evidence.absent) | ({"prices": prices.refused} if prices.refused else {})
+    absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
     bar = prices.bar
     return Verdict(
         script=evidence.script,
