@@ -24,7 +24,7 @@ def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             continue
         kind, fix = judged(rows)
         count = times(evidence, rows)
-        said = f"{count:.3g} copies, {readable(size(evidence, rows))} a step ({rows[0].detail})"
+        said = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
         yield Claim(kind, rows[0].place, count, said, calls_at(evidence, rows[0].place), fix=fix, waits=True)
 
 

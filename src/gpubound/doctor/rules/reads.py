@@ -21,7 +21,7 @@ def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         what = ", ".join(dict.fromkeys(row.what for row in rows))
         calls = calls_at(evidence, first.place)
         remedy = cause_of("sync", first.what, first.place.through).remedy
-        yield Claim("sync", first.place, count, f"{what}: {count:.3g} waits a step", calls, fix=remedy, waits=True)
+        yield Claim("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
 
 
 RULE = StallRule(

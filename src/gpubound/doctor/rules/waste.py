@@ -23,7 +23,7 @@ def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         if (count := times(evidence, rows)) >= EVERY:
             amount = size(evidence, rows)
             ms = copying(evidence, prices, count, amount)
-            yield estimate("clone", rows[0].place, count, f"{count:.3g} copies, {readable(amount)} a step", ms)
+            yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
 
 
 def copying(evidence: Evidence, prices: Prices, count: float, amount: float) -> float | None:
