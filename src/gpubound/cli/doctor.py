@@ -109,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
     mending = Mending(options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove)
+    if options.dry_run and options.prove is not None:
+        raise ValueError("--prove: a dry run has no times to compare; leave one of the two out.")
     held = Gate.of(options, options.baseline, options.allow)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         evidence = look(options, target, rest, module)
