@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..watch.unseen import replaced
+
 LOSSES = 100_000  # of one run: more of them say no more
 
 
@@ -76,13 +78,12 @@ class Recorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        hook, original = register_optimizer_step_post_hook(self.stepped), torch.autograd.backward
-        torch.autograd.backward = self.backward(original)
+        hook = register_optimizer_step_post_hook(self.stepped)
         try:
-            yield
+            with replaced(torch.autograd, "backward", self.backward):
+                yield
         finally:
             hook.remove()
-            torch.autograd.backward = original
 
     def as_dict(self) -> dict[str, Any]:
         """Milliseconds between the ends of steps, and the losses as exact numbers (`float.fromhex` reads them)."""

@@ -5,6 +5,7 @@ Where it is not, its parts are, and a line that stops several is told at the inn
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -62,20 +63,18 @@ def ready(
     return Readiness(root.name, device, list(_audit(root, other_inputs, tolerance)), ledger.as_dict())
 
 
-class _listening:
+@contextmanager
+def _listening(heard: list[Hazard]) -> Iterator[None]:
     """Waits that no operation shows. Only a capture on a GPU would find them, and a CPU has none."""
 
-    def __init__(self, heard: list[Hazard]) -> None:
-        self._heard = heard
+    def note(what: str, device_type: str) -> None:
+        heard.append(Hazard(here(), cause_of("sync", what)))
 
-    def __enter__(self) -> None:
-        listen(self._note)
-
-    def __exit__(self, *error: object) -> None:
-        leave(self._note)
-
-    def _note(self, what: str, device_type: str) -> None:
-        self._heard.append(Hazard(here(), cause_of("sync", what)))
+    listen(note)
+    try:
+        yield
+    finally:
+        leave(note)
 
 
 def _audit(part: AuditedPart, others: Sequence[tuple] | None, tolerance: float, within: str = "") -> Iterator[PartReadiness]:
