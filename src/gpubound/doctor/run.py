@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,12 @@ class Itinerary:
 
 def examine(script: Script, plan: Itinerary) -> Evidence:
     """Run a script until its phases are over, or it ends."""
-    return _seen(script.name, script.run, plan)
+
+    def stepped(phases: Phases) -> None:
+        with Steps(phases.ended, plan.marker):
+            script.run()
+
+    return _examined(script.name, stepped, plan)
 
 
 def examine_trace(path: Path, marker: str = "") -> Evidence:
@@ -76,26 +82,16 @@ def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry
         raise ValueError(f"doctor: step: got {type(step).__name__}, wanted a function of no arguments that makes one step.")
     plan = Itinerary(warmup=warmup, timed=steps, dry=dry_run)
 
-    def program(phases: Phases) -> bool:
-        while True:
-            step()
-            try:
+    def program(phases: Phases) -> None:
+        with suppress(Enough):
+            while True:
+                step()
                 phases.ended()
-            except Enough:
-                return False
 
     return judge(_examined(getattr(step, "__name__", "step"), program, plan))
 
 
-def _seen(name: str, program: Callable[[], bool], plan: Itinerary) -> Evidence:
-    def stepped(phases: Phases) -> bool:
-        with Steps(phases.ended, plan.marker):
-            return program()
-
-    return _examined(name, stepped, plan)
-
-
-def _examined(name: str, program: Callable[[Phases], bool], plan: Itinerary) -> Evidence:
+def _examined(name: str, program: Callable[[Phases], object], plan: Itinerary) -> Evidence:
     _ready(plan.dry)
     steps = plan.phases()
     with Phases(steps, plan.keep_going) as phases:
