@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from sys import intern
 from typing import Any
 
 from ..errors import DataError
@@ -83,6 +82,7 @@ class _Reader:
         self.profiled: list[tuple[float, float]] = []
         self.updates: list[float] = []
         self.waits: dict[int, dict[str, Any]] = {}  # what each wait waited for, by its call's correlation
+        self.names: dict[str, str] = {}  # one text for all events of a name; sys.intern would grow the whole process's table
         self.kinds: dict[str, str] = {}
         self.streams: dict[str, int] = {}
 
@@ -95,7 +95,8 @@ class _Reader:
             self.origin = ts
         start = ts - self.origin
         end = start + max(float(event.get("dur") or 0.0), 0.0)
-        name = intern(str(event["name"]))
+        name = str(event["name"])
+        name = self.names.setdefault(name, name)
         if category in RUNTIME:
             kind = self.kinds.get(name) or self.kinds.setdefault(name, call_kind(name))
             self.calls.append(Call(name, kind, int(event["tid"]), start, end, _correlation(args)))
