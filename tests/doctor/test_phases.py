@@ -84,6 +84,5 @@ def test_what_the_doctor_waits_for_is_not_the_scripts():
     with MarkingLedger(gputrace=False) as ledger:
         with ledger.paused():
             x.sum().item()
-        assert not ledger.rows
         x.sum().item()
     assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]
