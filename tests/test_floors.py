@@ -20,6 +20,7 @@ FLOORS = [
     ["lora"],
     ["models"],  # a family knows nothing of how it is placed, decoded or trained
     ["place"],
+    ["parallel"],
     ["train", "decode"],
     ["doctor", "monitor"],
     ["cli"],

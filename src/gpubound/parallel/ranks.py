@@ -1,0 +1,120 @@
+"""Which process of a run this is, of how many, and how they speak to each other.
+
+torchrun makes the processes, one for each GPU, and numbers them: these numbers are ranks. What the host must know of other
+ranks goes over gloo and never touches a GPU; gradients go over the device's own engine, NCCL on a GPU. A process that nobody
+launched is alone: it asks nobody, so that code above has one form.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import DeviceError
+
+TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of this run, seen from one of them."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    """Which of its machine's processes."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Any = None
+    """What the devices speak over; None where this process is alone."""
+    host: Any = None
+    """What the hosts speak over."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up over all ranks, in place, on the device. No host waits."""
+        if not self.alone:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all(self, value: bool) -> bool:
+        """Whether it holds on every rank. Waits for all of them."""
+        return all(self.gather(value))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Waits for all of them."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's value, on every rank. Waits for it."""
+        if self.alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host)
+        return values[0]
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if not self.alone:
+            dist.barrier(group=self.host)
+
+    def share(self, accumulate: int) -> int:
+        """How many of a step's micro-batches are this rank's; ValueError where they cannot be shared out evenly."""
+        if accumulate % self.world:
+            raise ValueError(
+                f"accumulate: got {accumulate} micro-batches in a step, wanted a multiple of the {self.world} ranks that share "
+                f"them; give accumulate {-(-accumulate // self.world) * self.world}, or another number of ranks."
+            )
+        return accumulate // self.world
+
+
+ALONE = Ranks()
+
+
+def launched() -> bool:
+    """Whether torchrun, or something that sets the same variables, made this process one of several."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+@contextmanager
+def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
+    """Inside, this process is one of the run's ranks, as torchrun's variables say; alone without them.
+
+    kind  "cuda" or "cpu": what the ranks compute on. On GPUs the rank's own one is made the current one.
+    """
+    if not launched():
+        yield Ranks(device=torch.device(kind))
+        return
+    rank, world, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = torch.device(kind)
+    if kind == "cuda":
+        if local >= torch.cuda.device_count():
+            raise DeviceError(
+                f"rank {rank}: wanted GPU {local} of this machine, got {torch.cuda.device_count()} GPUs; "
+                f"start as many processes a machine as it has GPUs."
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    try:
+        host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        yield Ranks(rank, world, local, device, dist.group.WORLD, host)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""Ranks find each other, and say the same to each other; a process that nobody launched is alone."""
+
+import pytest
+import torch
+
+from gpubound.parallel import ALONE, join, launched
+from tests.parallel.processes import RankFailed, on_ranks
+
+
+def told():
+    with join("cpu") as ranks:
+        flat = torch.full((3,), float(ranks.rank + 1))
+        ranks.sum(flat)
+        ranks.wait()
+        agreed = ranks.all(True), ranks.all(ranks.rank == 0)
+        return (
+            ranks.rank,
+            ranks.world,
+            ranks.first,
+            flat.tolist(),
+            ranks.gather(ranks.rank * 10),
+            ranks.of_first(ranks.rank),
+            agreed,
+        )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_speak_to_each_other(world):
+    total = world * (world + 1) / 2
+    assert on_ranks(world, told) == [
+        (rank, world, rank == 0, [total] * 3, [10 * other for other in range(world)], 0, (True, False)) for rank in range(world)
+    ]
+
+
+def test_a_process_that_nobody_launched_is_alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not launched() and ALONE.alone and ALONE.first
+    with join("cpu") as ranks:
+        x = torch.ones(2)
+        ranks.sum(x)
+        ranks.wait()
+        assert (
+            ranks.alone and x.tolist() == [1, 1] and ranks.gather(7) == [7] and ranks.of_first(7) == 7 and not ranks.all(False)
+        )
+
+
+def shares(accumulate):
+    with join("cpu") as ranks:
+        return ranks.share(accumulate)
+
+
+def test_the_micro_batches_of_a_step_are_shared_out_evenly_or_refused():
+    assert on_ranks(2, shares, 4) == [2, 2]
+    with pytest.raises(RankFailed, match="got 3 micro-batches in a step, wanted a multiple of the 2 ranks"):
+        on_ranks(2, shares, 3)
