@@ -1,7 +1,6 @@
-"""Adapters on whole models: the same numbers placed or not, added before or after placing; what is refused, word for word."""
+"""Adapters on whole models: the same numbers placed or not, added before or after placing."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,19 +9,12 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.decode import bind
-from gpubound.kernels.record import record_of
 from gpubound.models import Decoder, DecoderConfig
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
+from .cases import adapted, assert_a_step_trains_them_alone, assert_copies_keep_them, assert_it_adds_what_it_says, records
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def adapted(model, seed=3, **options):
-    """With b at random too, so that the adapters say something and all of their gradients are there."""
-    torch.manual_seed(seed)
-    gb.lora.add(model, **{"rank": 4, "alpha": 8, "init": False} | options)
-    return model
 
 
 def folded(model):
@@ -41,19 +33,6 @@ def folded(model):
 @pytest.mark.parametrize("order", ["plain", "added first", "placed first"])
 def test_it_adds_what_it_says(order):
     assert_it_adds_what_it_says(tiny(), order, adapted, folded)
-
-
-def assert_it_adds_what_it_says(model, order, add, folded):
-    """Placed before or after, or not at all, beside a plain model into whose weights the adapters are folded."""
-    if order == "placed first":
-        place(model, strict=True)
-    add(model)
-    if order == "added first":
-        place(model, strict=True)
-    want = folded(model)
-    assert_near(model(tokens()).logits, want(tokens()).logits)
-    with torch.no_grad():
-        assert_near(model(tokens()).logits, want(tokens()).logits)
 
 
 def test_gradients_are_the_same_placed_or_not():
@@ -155,10 +134,6 @@ def test_parameters_are_what_trains():
     assert [p.shape[0] for p in gb.lora.parameters(model, "second")[::2]] == [2, 2, 2][: len(model.model.layers)]
 
 
-def records(model):
-    return [record_of(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]
-
-
 def test_switched_off_it_costs_nothing():
     model = tiny()
     before = model(tokens()).logits
@@ -208,20 +183,6 @@ def test_copies_and_pickles_keep_them(placed):
     assert_copies_keep_them(model)
 
 
-def assert_copies_keep_them(model):
-    want = model(tokens()).logits
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert_near(other(tokens()).logits, want)
-        with torch.no_grad():
-            for p in gb.lora.parameters(other):
-                p.zero_()
-        assert not torch.allclose(other(tokens()).logits, want)
-        torch.testing.assert_close(model(tokens()).logits, want, msg="the copy's adapters are its own")
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_loaded_state_is_what_is_added(assign):
     model, other = adapted(tiny()), adapted(tiny(), seed=8)
@@ -229,23 +190,6 @@ def test_a_loaded_state_is_what_is_added(assign):
     model.load_state_dict(other.state_dict(), assign=assign)
     torch.testing.assert_close(model(tokens()).logits, want)
     assert len(model.model.layers[0].self_attn.q_proj.weight.gpubound.adapters) == 1
-
-
-def assert_a_step_trains_them_alone(ours):
-    """Three steps of it have the losses that autograd and torch's AdamW have, and write nothing but adapters."""
-    before, theirs = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours)
-    optimizer = torch.optim.AdamW(gb.lora.parameters(theirs), lr=1e-2, weight_decay=0.0)
-    config = gb.AdamW(lr=1e-2, weight_decay=0.0)
-    step = gb.TrainStep(ours, "causal_lm", config, clip=None, precision="fp32", graph="off")
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = theirs(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        assert step(batch()).read().loss == pytest.approx(loss.item(), rel=1e-5)
-    step.close()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, before[name]) != ("lora." in name), name
 
 
 def test_a_step_trains_them_alone():
@@ -277,111 +221,6 @@ def test_captured_and_recomputed_bit_for_bit(accumulate):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_sixteen_bits(precision):
     assert losses(precision=precision) == pytest.approx(losses(), rel=2e-2)
-
-
-# --- what is refused ---
-
-REFUSED = {
-    "an unknown target": (
-        {"targets": ["q_prj"]},
-        "lora.add: no layer of LlamaForCausalLM is named 'q_prj'; those that can be adapted end in down_proj, "
-        "embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj.",
-    ),
-    "no layer of a known kind": (
-        {"targets": ["model.norm"]},
-        "lora.add: model.norm is a transformers.LlamaRMSNorm, not an nn.Linear, nn.Conv2d or nn.Embedding; name other layers.",
-    ),
-    "a rank above the matrix": (
-        {"rank": 21, "targets": ["k_proj"]},
-        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 21.",
-    ),
-    "a rank of nothing": (
-        {"rank": 0, "targets": ["k_proj"]},
-        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 0.",
-    ),
-    "too much dropout": ({"dropout": 1.0}, "lora.add: dropout must be from 0 up to, not including, 1, got 1.0."),
-    "an unknown beginning": (
-        {"init": "pissa"},
-        "lora.add: init must be True, False, 'gaussian' or 'orthogonal', got 'pissa'.",
-    ),
-    "an odd rank of what is orthogonal": (
-        {"init": "orthogonal", "rank": 3, "targets": r".*layers\.0.*k_proj"},
-        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 3 of model.layers.0.self_attn.k_proj.",
-    ),
-    "an orthogonal table": (
-        {"init": "orthogonal", "targets": ["embed_tokens"]},
-        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 4 of model.embed_tokens.",
-    ),
-    "a name with a dot": ({"name": "a.b"}, "lora.add: name must be a word without dots, got 'a.b'."),
-}
-
-
-def refusal(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("options, sentence", REFUSED.values(), ids=REFUSED)
-def test_refused_in_words(options, sentence):
-    model = tiny()
-    assert refusal(lambda: gb.lora.add(model, **{"rank": 4} | options)) == sentence
-    assert all(p.requires_grad for p in model.parameters()) and not any(records(model)), "nothing is changed"
-
-
-def test_a_double_add_is_refused():
-    model = adapted(tiny(), targets=["v_proj"])
-    assert refusal(lambda: gb.lora.add(model, 4)) == (
-        "lora.add: model.layers.0.self_attn.v_proj already has an adapter named 'default'; give another name, or call "
-        "gb.lora.remove first."
-    )
-    assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers)
-
-
-def test_an_unknown_name_is_refused():
-    model = tiny()
-    assert refusal(lambda: gb.lora.disable(model, "x")) == (
-        "lora.disable: the model has no adapter named 'x', nor any other; call gb.lora.add first."
-    )
-    adapted(model)
-    assert refusal(lambda: gb.lora.remove(model, "x")) == "lora.remove: the model has no adapter named 'x', only 'default'."
-
-
-def test_layers_of_one_weight_are_refused():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == (
-        "lora.add: 0 and 1 share one weight, so an adapter of one would change both; untie them."
-    )
-
-
-def test_a_peft_model_is_refused():
-    peft = pytest.importorskip("peft")
-    model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), tiny())
-    assert refusal(lambda: gb.lora.add(model, 4)) == (
-        "lora.add: model.layers.0.self_attn.q_proj carries an adapter of PEFT's; train that one, or call merge_and_unload() "
-        "first."
-    )
-
-
-def test_what_torch_reads_without_calling_it_is_refused():
-    """In eval mode torch's encoder layer gives its weights to one fused op: an adapter would be missed."""
-    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 4))
-    assert gb.lora.add(model, 2) == ["1"]
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["linear1"])) == (
-        "lora.add: 0.linear1 lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it; "
-        "name other layers."
-    )
-
-
-def test_all_linear_says_what_it_leaves_out():
-    class Other(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(8, 8), Other(8, 8))
-    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear.*, so it gets no adapter"):
-        gb.lora.add(model, 2)
-    assert gb.lora.add(model, 2) == ["0"]
 
 
 def test_the_fused_decoder_reads_a_merged_model():

@@ -14,7 +14,7 @@ from gpubound.train import Accumulators
 
 from ..place.models import assert_near
 from . import test_add
-from .test_add import refusal
+from .cases import refusal
 from .theirs import assert_same_gradients
 from .unet import denoising, images, noisy, unet
 

@@ -16,7 +16,7 @@ from gpubound.layers import linear_site
 from gpubound.train import Accumulators
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
-from .test_add import adapted, records, refusal
+from .cases import adapted, records, refusal
 from .theirs import assert_same_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

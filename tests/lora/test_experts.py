@@ -14,7 +14,7 @@ from gpubound.train import Accumulators
 
 from ..models.test_mixtral import KINDS, SIZES
 from ..place.models import assert_close, assert_near, batch, place, tokens, training_run
-from .test_add import (
+from .cases import (
     adapted,
     assert_a_step_trains_them_alone,
     assert_copies_keep_them,

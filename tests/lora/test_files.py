@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import gpubound as gb
 
 from ..place.models import assert_near, place, tiny, tokens
-from .test_add import adapted, records
+from .cases import adapted, records
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -18,6 +18,7 @@ from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 
 from ..place.models import assert_near
+from .cases import refusal
 from .mixed import ALPHAS, IDS, NAMES, RANKS, K, Projections, adapted, assert_same, draw, formula, gradients
 
 
@@ -241,12 +242,6 @@ def test_after_a_call_that_broke(error):
         hook.remove()
         other = IDS.flip(0)
         assert_near(model(x, adapter_ids=other), formula(model, x, other))
-
-
-def refusal(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
 
 
 def test_what_is_refused():

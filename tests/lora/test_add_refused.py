@@ -1,0 +1,105 @@
+"""What `gb.lora.add` refuses, word for word, and that nothing is changed then."""
+
+import pytest
+from torch import nn
+
+import gpubound as gb
+
+from ..place.models import tiny
+from .cases import adapted, records, refusal
+
+REFUSED = {
+    "an unknown target": (
+        {"targets": ["q_prj"]},
+        "lora.add: no layer of LlamaForCausalLM is named 'q_prj'; those that can be adapted end in down_proj, "
+        "embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj.",
+    ),
+    "no layer of a known kind": (
+        {"targets": ["model.norm"]},
+        "lora.add: model.norm is a transformers.LlamaRMSNorm, not an nn.Linear, nn.Conv2d or nn.Embedding; name other layers.",
+    ),
+    "a rank above the matrix": (
+        {"rank": 21, "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 21.",
+    ),
+    "a rank of nothing": (
+        {"rank": 0, "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got 0.",
+    ),
+    "too much dropout": ({"dropout": 1.0}, "lora.add: dropout must be from 0 up to, not including, 1, got 1.0."),
+    "an unknown beginning": (
+        {"init": "pissa"},
+        "lora.add: init must be True, False, 'gaussian' or 'orthogonal', got 'pissa'.",
+    ),
+    "an odd rank of what is orthogonal": (
+        {"init": "orthogonal", "rank": 3, "targets": r".*layers\.0.*k_proj"},
+        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 3 of model.layers.0.self_attn.k_proj.",
+    ),
+    "an orthogonal table": (
+        {"init": "orthogonal", "targets": ["embed_tokens"]},
+        "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 4 of model.embed_tokens.",
+    ),
+    "a name with a dot": ({"name": "a.b"}, "lora.add: name must be a word without dots, got 'a.b'."),
+}
+
+
+@pytest.mark.parametrize("options, sentence", REFUSED.values(), ids=REFUSED)
+def test_refused_in_words(options, sentence):
+    model = tiny()
+    assert refusal(lambda: gb.lora.add(model, **{"rank": 4} | options)) == sentence
+    assert all(p.requires_grad for p in model.parameters()) and not any(records(model)), "nothing is changed"
+
+
+def test_a_double_add_is_refused():
+    model = adapted(tiny(), targets=["v_proj"])
+    assert refusal(lambda: gb.lora.add(model, 4)) == (
+        "lora.add: model.layers.0.self_attn.v_proj already has an adapter named 'default'; give another name, or call "
+        "gb.lora.remove first."
+    )
+    assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers)
+
+
+def test_an_unknown_name_is_refused():
+    model = tiny()
+    assert refusal(lambda: gb.lora.disable(model, "x")) == (
+        "lora.disable: the model has no adapter named 'x', nor any other; call gb.lora.add first."
+    )
+    adapted(model)
+    assert refusal(lambda: gb.lora.remove(model, "x")) == "lora.remove: the model has no adapter named 'x', only 'default'."
+
+
+def test_layers_of_one_weight_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == (
+        "lora.add: 0 and 1 share one weight, so an adapter of one would change both; untie them."
+    )
+
+
+def test_a_peft_model_is_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), tiny())
+    assert refusal(lambda: gb.lora.add(model, 4)) == (
+        "lora.add: model.layers.0.self_attn.q_proj carries an adapter of PEFT's; train that one, or call merge_and_unload() "
+        "first."
+    )
+
+
+def test_what_torch_reads_without_calling_it_is_refused():
+    """In eval mode torch's encoder layer gives its weights to one fused op: an adapter would be missed."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 4))
+    assert gb.lora.add(model, 2) == ["1"]
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["linear1"])) == (
+        "lora.add: 0.linear1 lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it; "
+        "name other layers."
+    )
+
+
+def test_all_linear_says_what_it_leaves_out():
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), Other(8, 8))
+    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear.*, so it gets no adapter"):
+        gb.lora.add(model, 2)
+    assert gb.lora.add(model, 2) == ["0"]
