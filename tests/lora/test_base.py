@@ -15,7 +15,7 @@ from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.llama.weights import load_hf, save_hf
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
-from .test_add import adapted, refusal
+from .cases import adapted, refusal
 from .test_peft_layers import adapted as by_peft, losses_of_ours
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -13,7 +13,7 @@ from gpubound.lora import convolution
 from gpubound.train import Accumulators
 
 from ..place.models import assert_near
-from . import test_add
+from . import cases
 from .cases import refusal
 from .theirs import assert_same_gradients
 from .unet import denoising, images, noisy, unet
@@ -35,7 +35,7 @@ LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.cha
 
 
 def adapted(model, **options):
-    return test_add.adapted(model, **{"rank": 2, "alpha": 6, "targets": ALL} | options)
+    return cases.adapted(model, **{"rank": 2, "alpha": 6, "targets": ALL} | options)
 
 
 def convolved(form, dtype=torch.float32):

@@ -9,7 +9,7 @@ import gpubound as gb
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 
 from ..place.models import assert_near, place, tiny, tokens
-from .test_add import adapted, records, refusal
+from .cases import adapted, records, refusal
 
 
 def weights(model):

@@ -12,7 +12,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.train import Accumulators
 
 from ..place.models import assert_close, batch, place, tiny, tokens, training_run
-from .test_add import adapted, assert_a_step_trains_them_alone, assert_copies_keep_them, refusal
+from .cases import adapted, assert_a_step_trains_them_alone, assert_copies_keep_them, refusal
 from .theirs import assert_same_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
