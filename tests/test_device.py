@@ -66,6 +66,13 @@ def test_a_gpu_that_passes_is_used(machine):
     assert tested == [0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(("local", "own"), [("1", 1), ("2", 0)], ids=["all see all", "each sees one"])
+def test_of_several_processes_each_has_its_own_gpu(machine, monkeypatch, local, own):
+    machine(TWO)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    assert [resolve(s) for s in ("auto", "require", "cuda", "cuda:0")] == [torch.device("cuda", i) for i in (own, own, own, 0)]
+
+
 def test_the_cpu_by_choice_is_silent_and_tests_nothing(machine, capsys):
     tested = machine(ONE)
     assert resolve("cpu") == torch.device("cpu")

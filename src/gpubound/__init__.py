@@ -9,6 +9,7 @@ feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
 kernels                        the fast ops as plain functions
 lora                           low-rank adapters over a frozen model
+parallel                       one run in many processes
 strict()                       forbids every fallback
 """
 
@@ -22,7 +23,7 @@ from .trace import strict as strict
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import kernels as kernels, lora as lora
+    from . import kernels as kernels, lora as lora, parallel as parallel
     from .corpus import Corpus as Corpus
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .doctor import doctor as doctor
@@ -51,7 +52,9 @@ _HOMES = {
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),
 }
 
-__all__ = sorted([*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "strict"])
+__all__ = sorted(
+    [*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "parallel", "strict"]
+)
 
 
 class _Front(ModuleType):
@@ -63,7 +66,7 @@ class _Front(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("kernels", "lora"):
+        if name in ("kernels", "lora", "parallel"):
             return import_module(f".{name}", __name__)
         if name not in _HOMES:
             raise AttributeError(f"module 'gpubound' has no attribute {name!r}")

@@ -210,11 +210,17 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     if number and int(number) >= sight.count:
         raise DeviceError(f"device={str(spec)!r}: there is no GPU {int(number)}: {sight.count} visible, counted from 0.")
     # Asking for the current device starts CUDA, and a failing start must end in the sentence below.
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else _own(sight.count)
     index = int(number) if number else current
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
+
+
+def _own(count: int) -> int:
+    """The GPU that torchrun means for this process, one of several on its machine. Where each of them sees one GPU, that."""
+    local = os.environ.get("LOCAL_RANK", "")
+    return int(local) if local.isdecimal() and int(local) < count else 0
 
 
 def entered(device: torch.device) -> AbstractContextManager:

@@ -135,9 +135,9 @@ def public() -> list[str]:
     names = [
         f"gpubound.{name}"
         for name in gb.__all__
-        if name not in ("__version__", "kernels", "lora") and not name.endswith("Error")
+        if name not in ("__version__", "kernels", "lora", "parallel") and not name.endswith("Error")
     ]
-    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels"):
+    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels", "parallel"):
         module = import_module(f"gpubound.{package}")
         shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         things = [(name, getattr(module, name)) for name in shown]

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import DeviceError
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
+ENGINES = {"cuda": "nccl", "cpu": "gloo"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Ranks:
         if self.alone:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.host)
+        dist.broadcast_object_list(values, group_src=0, group=self.host)
         return values[0]
 
     def wait(self) -> None:
@@ -92,12 +93,36 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def ranks_of(group: Any, kind: str, timeout: timedelta = TIMEOUT) -> Ranks:
+    """The ranks of a process group that is there already; None: of all processes. All its ranks must call it.
+
+    kind  "cuda" or "cpu": what the ranks compute on, and what the group must be able to add up.
+    """
+    group = dist.group.WORLD if group is None else group
+    engines = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if engines.get(kind) != ENGINES[kind]:
+        raise ValueError(
+            f"ranks: got a process group of {', '.join(sorted(set(engines.values())))}, wanted {ENGINES[kind]} for tensors on "
+            f"{kind}; begin with torch.distributed.init_process_group({ENGINES[kind]!r}), or leave that to parallel.join."
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    host = group
+    if set(engines.values()) != {"gloo"}:
+        host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), int(os.environ.get("LOCAL_RANK", 0)), device, group, host)
+
+
 @contextmanager
 def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     """Inside, this process is one of the run's ranks, as torchrun's variables say; alone without them.
 
     kind  "cuda" or "cpu": what the ranks compute on. On GPUs the rank's own one is made the current one.
+
+    A process group that is there already, the script's own or another library's, is used and left.
     """
+    if dist.is_initialized():
+        yield ranks_of(None, kind, timeout)
+        return
     if not launched():
         yield Ranks(device=torch.device(kind))
         return
@@ -111,7 +136,7 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = ENGINES[kind]
     dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
     try:
         host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
