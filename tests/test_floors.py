@@ -1,6 +1,8 @@
 """Every module imports only from floors below its own, and no modules import each other in a circle."""
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -29,10 +31,21 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(p for p in ROOT.rglob("*.py") if p.name not in ("__main__.py",) and p != ROOT / "__init__.py")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Each module is read once, and no test changes what it finds."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(path)))
+
+
 def imported(path: Path):
     """Absolute names of everything `path` imports, also inside functions."""
     here = ("gpubound", *path.relative_to(ROOT).with_suffix("").parts)[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else ()
             stem = ".".join((*base, node.module or "")).strip(".")
@@ -56,7 +69,7 @@ def test_no_import_climbs(path):
 def test_triton_is_imported_only_where_kernels_are():
     """`import triton` costs 0.3 s and fixes TRITON_INTERPRET for the process: only kernel files may do it at their top."""
     for path in MODULES:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         names = [a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names]
         names += [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 0]
         if any(n.split(".")[0] == "triton" for n in names):
@@ -69,14 +82,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def without_types(tree: ast.Module) -> ast.Module:
-    """The module without what only a type checker imports."""
-
-    class Strip(ast.NodeTransformer):
-        def visit_If(self, node: ast.If):
-            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
-
-    return Strip().visit(tree)
+def without_types(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    yield tree
+    checked = isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
+    for node in tree.orelse if checked else ast.iter_child_nodes(tree):
+        yield from without_types(node)
 
 
 def arrows() -> dict[str, set[str]]:
@@ -86,7 +97,7 @@ def arrows() -> dict[str, set[str]]:
     for name, path in modules.items():
         here = ["gpubound", *path.relative_to(ROOT).parts[:-1]]
         targets: list[str] = []
-        for node in ast.walk(without_types(ast.parse(path.read_text()))):
+        for node in without_types(parsed(path)):
             if isinstance(node, ast.ImportFrom):
                 stem = here[: len(here) - node.level + 1] if node.level else []
                 within = ".".join([*stem, node.module] if node.module else stem)
@@ -115,13 +126,13 @@ def test_a_circle_is_found_where_one_is():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
     assert not circle({"a": {"b", "c"}, "b": {"c"}})
     tree = ast.parse("if TYPE_CHECKING:\n    from .a import b\nelse:\n    from .c import d\ndef f():\n    from .e import g")
-    assert [node.module for node in ast.walk(without_types(tree)) if isinstance(node, ast.ImportFrom)] == ["c", "e"]
+    assert [node.module for node in without_types(tree) if isinstance(node, ast.ImportFrom)] == ["c", "e"]
 
 
 def test_no_two_public_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: where for name, where in homes.items() if len(where) > 1}
