@@ -62,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
+    if "RANK" in os.environ:  # before torch is imported to ask
+        from ..parallel import launched
+        from .many import one_of_many
+
+        if launched():
+            return one_of_many(name, lambda: _code(command, argv), _explained)
     try:
         code = _code(command, argv)
         sys.stdout.flush()  # here, where its failure can be told
@@ -69,14 +75,25 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
     except KeyboardInterrupt:
         print("gpubound: interrupted", file=sys.stderr)
         return 130
-    except (GpuboundError, ValueError, OSError) as error:
+    except EXPECTED as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 141
         if os.environ.get("GPUBOUND_TRACEBACK") == "1":
             traceback.print_exc()
-        said = " ".join(printable(str(error)).split()) or type(error).__name__
+        code, said = _explained(error)
         print(f"gpubound {name}: {said}", file=sys.stderr)
-        return 1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2
+        return code
+
+
+EXPECTED = (GpuboundError, ValueError, OSError)
+
+
+def _explained(error: Exception) -> tuple[int, str]:
+    """The exit code and the one line of an error. One that no command expects is named, too: it is a defect."""
+    said = " ".join(printable(str(error)).split()) or type(error).__name__
+    if not isinstance(error, EXPECTED):
+        return 1, f"{type(error).__name__}: {said}"
+    return (1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2), said
 
 
 def _code(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

@@ -138,8 +138,6 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     backend = ENGINES[kind]
     dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
-    try:
-        host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-        yield Ranks(rank, world, local, device, dist.group.WORLD, host)
-    finally:
-        dist.destroy_process_group()
+    host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    yield Ranks(rank, world, local, device, dist.group.WORLD, host)
+    dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is

@@ -1,0 +1,130 @@
+"""--gpus: the same command line as several processes of this machine, and what each of them does differently."""
+
+import atexit
+import ctypes
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..device import look
+from ..errors import DeviceError
+from ..parallel import launched
+from ..parallel.failing import INTERRUPTED, UNSOUND, Failure, failure_of, speaks, started_by_us
+
+PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
+
+
+@dataclass(frozen=True)
+class Many:
+    """The options of a command that may run as many processes."""
+
+    gpus: int | None = None
+    """Run on so many GPUs of this machine, a process each. With --device cpu: so many processes on the CPU."""
+    restarts: int = 0
+    """With --gpus: when a process is lost, all begin again from the newest checkpoint, so many times at most."""
+    timeout: float = 10.0
+    """Minutes that a step may take before the run is ended, where several processes wait for each other."""
+
+    def starts(self, device: str) -> bool:
+        """Whether this process has to start the others; ValueError where it cannot."""
+        if not self.timeout > 0:
+            raise ValueError(f"timeout: got {self.timeout:g} minutes, wanted more than 0; 10 is the default.")
+        if self.restarts < 0:
+            raise ValueError(f"restarts: got {self.restarts}, wanted 0 or more.")
+        if started_by_us():
+            return False
+        if launched() and (self.gpus is not None or self.restarts):
+            name = "restarts" if self.gpus is None else "gpus"
+            theirs = "--max-restarts to torchrun, and --resume here" if self.gpus is None else "--nproc-per-node to torchrun"
+            raise ValueError(f"{name}: torchrun started this process, and --{name} would start others; give {theirs}.")
+        if self.gpus is None:
+            if self.restarts:
+                raise ValueError("restarts: they are for a run on several GPUs; give --gpus, too.")
+            return False
+        if self.gpus < 1:
+            raise ValueError(f"gpus: got {self.gpus}, wanted 1 or more.")
+        if device.startswith("cuda:"):
+            raise ValueError(f"gpus: got device {device!r}, too, which is one GPU; leave --device out.")
+        if device != "cpu" and self.gpus > (sight := look()).count:
+            raise DeviceError(
+                f"gpus: got {self.gpus}, and this machine has {sight.count} ({sight.why}); "
+                f"give at most so many, or --device cpu to run on the CPU."
+            )
+        return True
+
+
+def start(name: str, argv: Sequence[str], many: Many, logs: Path, go_on: Callable[[], str | None]) -> int:
+    """Run `gpubound name argv` as `many.gpus` processes; the exit code is the run's. A failure is said here, once.
+
+    go_on  gives the command that goes on with what was saved; None where nothing was.
+    """
+    from ..parallel.launch import launch  # torch's agent takes half a second
+
+    assert many.gpus is not None
+    end = launch([sys.executable, "-m", "gpubound", name, *argv], many.gpus, logs, many.restarts)
+    if end.failure is None and end.code:
+        raise KeyboardInterrupt
+    if end.failure and end.failure.said:
+        more = "" if end.log is None else f" More in {end.log}."
+        print(f"gpubound {name}: {end.failure.sentence}{more}", file=sys.stderr)
+        if command := go_on():
+            print(f"go on with: {command}", file=sys.stderr)
+    return end.code
+
+
+def again(name: str, argv: Sequence[str]) -> str:
+    """The command line that goes on with a run."""
+    command = ["gpubound", name, *argv]
+    return shlex.join(command if "--resume" in command else [*command, "--resume"])
+
+
+def one_of_many(name: str, command: Callable[[], int], explained: Callable[[Exception], tuple[int, str]]) -> int:
+    """The exit code of `command()` in a process that is one rank of several. `explained` gives an error's code and line."""
+    rank, ours = int(os.environ["RANK"]), started_by_us()
+    if ours:
+        _follow()
+        if rank:
+            os.dup2(2, 1)  # its log takes both
+    try:
+        code = command()
+        if code:
+            Failure(rank, UNSOUND, code=code).note()
+        return code
+    except KeyboardInterrupt:
+        if rank == 0 and not ours:
+            print("gpubound: interrupted", file=sys.stderr)
+        return _soon(INTERRUPTED)
+    except Exception as error:
+        code, said = explained(error)
+        failure = failure_of(error, rank, said, code)
+        failure.note()
+        _say(name, failure, error, ours)
+        return _soon(code)
+
+
+def _soon(code: int) -> int:
+    """`code`, and this process ends with it once its threads have written: NCCL's own end would wait for the other ranks."""
+    sys.stdout.flush(), sys.stderr.flush()
+    atexit.register(os._exit, code)
+    return code
+
+
+def _say(name: str, failure: Failure, error: Exception, ours: bool) -> None:
+    """One process speaks: the one that started the ranks, or the first rank that fails under somebody else's torchrun."""
+    if ours and failure.rank == 0:
+        return
+    if ours or os.environ.get("GPUBOUND_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    if ours or speaks():
+        print(f"gpubound {name}: {failure.sentence}", file=sys.stderr)
+
+
+def _follow() -> None:
+    """End as by Ctrl-C, after a checkpoint, when the process that started this one is gone: nobody else would end it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,133 @@
+"""--gpus: what it refuses, and what a rank says and leaves when it fails."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from gpubound import cli
+from gpubound.cli.many import Many
+from gpubound.errors import DataError
+from gpubound.parallel import join
+from gpubound.parallel.failing import failure_from
+from tests.parallel.processes import on_ranks, started
+
+
+@pytest.mark.parametrize(
+    "options, device, variables, sentence",
+    [
+        ({"gpus": 0}, "auto", {}, "gpus: got 0, wanted 1 or more."),
+        ({"gpus": 2}, "cuda:1", {}, "gpus: got device 'cuda:1', too, which is one GPU; leave --device out."),
+        ({"restarts": 3}, "auto", {}, "restarts: they are for a run on several GPUs; give --gpus, too."),
+        ({"gpus": 2, "restarts": -1}, "cpu", {}, "restarts: got -1, wanted 0 or more."),
+        ({"timeout": 0}, "cpu", {}, "timeout: got 0 minutes, wanted more than 0; 10 is the default."),
+        (
+            {"gpus": 2}, "auto", {"TORCHELASTIC_RUN_ID": "none"},
+            "gpus: torchrun started this process, and --gpus would start others; give --nproc-per-node to torchrun.",
+        ),
+        (
+            {"restarts": 2}, "auto", {"TORCHELASTIC_RUN_ID": "none"},
+            "restarts: torchrun started this process, and --restarts would start others; "
+            "give --max-restarts to torchrun, and --resume here.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_started_is_refused(options, device, variables, sentence, monkeypatch):
+    if variables:
+        torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        for name, value in (variables | torchrun).items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as refused:
+        Many(**options).starts(device)
+    assert str(refused.value) == sentence
+
+
+def test_more_gpus_than_the_machine_has_are_refused_and_processes_on_the_cpu_are_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=r"^gpus: got 2, and this machine has 0 \(.*hides every GPU\); give at most"):
+        Many(gpus=2).starts("auto")
+    assert Many(gpus=2).starts("cpu") and not Many().starts("cpu")
+
+
+def refuse():
+    raise DataError("rows: they are damaged; restore them.")
+
+
+def run_out():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(fate, folder, run):
+    """Rank 1 meets its fate while rank 0 waits for it, as commands do under an agent."""
+    rank = int(os.environ["RANK"])
+    log = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
+
+    def command(argv):
+        with join("cpu") as ranks:
+            if ranks.rank == 1:
+                fate()
+            ranks.gather("here")
+        return 0
+
+    return cli.guarded("train", command, [])
+
+
+class Ended:
+    """What torch's agent says of an ended process: its `ProcessFailure`."""
+
+    def __init__(self, note, code):
+        self.message, self.exitcode, self.pid, self.timestamp = json.loads(note.read_text())["message"], code, 1, 0
+
+
+@pytest.mark.parametrize(
+    "fate, code, sentence",
+    [
+        (refuse, 2, "rank 1: rows: they are damaged; restore them."),
+        (run_out, 1, "rank 1 ran out of memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; "
+                     "take a smaller micro_batch, or recompute=blocks."),
+    ],
+)  # fmt: skip
+def test_a_rank_leaves_a_note_of_its_own_sentence_and_its_log_has_the_traceback(tmp_path, fate, code, sentence):
+    processes, pipes, _ = started(2, failing, fate, tmp_path, "gpubound-test")
+    assert pipes[1].recv() == code
+    processes[1].join()
+    assert pipes[0].recv() == 1
+    failure = failure_from(1, Ended(tmp_path / "note-1", code))
+    assert (failure.code, failure.sentence) == (code, sentence)
+    assert f"in {fate.__name__}\n" in (log := (tmp_path / "stderr-1").read_text()) and sentence in log
+    assert failure_from(0, Ended(tmp_path / "note-0", 1)).kind == "bereft"
+    assert (tmp_path / "stderr-0").read_text() == ""  # the process that started them speaks
+
+
+def test_a_rank_knows_that_another_was_killed(tmp_path):
+    processes, pipes, _ = started(2, failing, die, tmp_path, "gpubound-test")
+    assert pipes[0].recv() == 1
+    assert failure_from(0, Ended(tmp_path / "note-0", 1)).kind == "bereft"
+    assert processes[1].join() is None and processes[1].exitcode == -signal.SIGKILL
+
+
+def all_refuse(folder):
+    log = os.open(folder / f"stderr-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    return cli.guarded("train", lambda argv: refuse(), [])
+
+
+def test_under_somebody_elses_torchrun_one_rank_speaks(tmp_path):
+    assert on_ranks(3, all_refuse, tmp_path) == [2, 2, 2]
+    said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(3)]
+    assert sorted(map(len, said))[:2] == [0, 0]
+    assert "".join(said).removeprefix("gpubound train: ").removeprefix("rank 1: ").removeprefix("rank 2: ") == (
+        "rows: they are damaged; restore them.\n"
+    )
