@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeviceError
+from ..words import shown
+from .meeting import begin, meet
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
 ENGINES = {"cuda": "nccl", "cpu": "gloo"}
@@ -74,6 +76,14 @@ class Ranks:
         """Until all ranks are here."""
         if not self.alone:
             dist.barrier(group=self.host)
+
+    def alike(self, what: str, values: dict[str, Any]) -> None:
+        """ValueError, the same on every rank, where one's `values` are not the first's: it was started in another way."""
+        first, *others = self.gather(values)
+        for rank, other in enumerate(others, 1):
+            if keys := [key for key in first if other.get(key) != first[key]]:
+                listed = "; ".join(f"{key} is {shown(other.get(key))}, rank 0's {shown(first[key])}" for key in keys)
+                raise ValueError(f"{what}: rank {rank} has another one than rank 0: {listed}. Start all ranks with the same.")
 
     def share(self, accumulate: int) -> int:
         """How many of a step's micro-batches are this rank's; ValueError where they cannot be shared out evenly."""
@@ -137,7 +147,8 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     backend = ENGINES[kind]
-    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    store = meet(rank, world, device, timeout)
+    begin(backend, store, rank, world, device, timeout)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     yield Ranks(rank, world, local, device, dist.group.WORLD, host)
     dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is
