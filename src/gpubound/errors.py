@@ -49,3 +49,7 @@ class DataError(GpuboundError):
 
 class MeasureError(GpuboundError):
     """A requested figure could not be measured."""
+
+
+class RankError(GpuboundError):
+    """The processes of one run do not agree where they must."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpubound.errors import GraphError
+from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graphs
 
@@ -151,12 +152,13 @@ def test_what_cannot_be_captured(monkeypatch):
 def test_an_update_that_cannot_be_captured(monkeypatch):
     """A reduction that reads the device, found behind micro-batches that were captured: all of it runs call by call then."""
 
-    def reads(gradient, totals):
-        gradient.mul_(1 + 0 * totals[1].item())
+    class Reads(Ranks):
+        def sum(self, tensor):
+            tensor.mul_(1 + 0 * tensor[1].item())
 
     monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     steps = {
-        mode: TrainStep(small(), summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph=mode, reduce=reads)
+        mode: TrainStep(small(), summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph=mode, ranks=Reads())
         for mode in ("auto", "off", "require")
     }
     before = named(steps["require"].model)

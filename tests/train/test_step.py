@@ -9,6 +9,7 @@ from torch import nn
 
 from gpubound import trace
 from gpubound.feed import feed
+from gpubound.parallel import ALONE, Ranks
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.flat_buffers import Weights
 
@@ -274,20 +275,20 @@ def test_a_rate_set_by_hand_holds():
     assert step(draw(2)).read().lr == pytest.approx(3e-3) and step.lr == 4e-3
 
 
-def test_reduce_sees_sums_once_before_the_norm():
+def test_ranks_sum_once_before_the_norm():
     """Two ranks with the same data are one with each item twice: same mean, same norm, twice the tokens."""
     calls = []
 
-    def twice(gradient, totals):
-        calls.append(totals.clone())
-        gradient.mul_(2)
-        totals.mul_(2)
+    class Twice(Ranks):
+        def sum(self, tensor):
+            calls.append(tensor.shape)
+            tensor.mul_(2)
 
     alone, both = (
-        TrainStep(small(), summed, accumulate=3, precision="fp32", graph="off", reduce=reduce)(cut(draw(6), 3)).read()
-        for reduce in (None, twice)
+        TrainStep(small(), summed, accumulate=3, precision="fp32", graph="off", ranks=ranks)(cut(draw(6), 3)).read()
+        for ranks in (ALONE, Twice())
     )
-    assert len(calls) == 1
+    assert len(calls) == 2, "the gradient, and the totals"
     assert (both.loss, both.grad_norm) == pytest.approx((alone.loss, alone.grad_norm), rel=1e-6)
     assert both.tokens == 2 * alone.tokens
 

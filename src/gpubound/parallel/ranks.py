@@ -52,6 +52,14 @@ class Ranks:
         if not self.alone:
             dist.all_reduce(tensor, group=self.group)
 
+    def spread(self, tensor: Tensor) -> None:
+        """Make it the first rank's, in place, on the device. No host waits."""
+        if not self.alone:
+            given = tensor.contiguous()
+            dist.broadcast(given, group_src=0, group=self.group)
+            if given is not tensor:
+                tensor.copy_(given)
+
     def all(self, value: bool) -> bool:
         """Whether it holds on every rank. Waits for all of them."""
         return all(self.gather(value))

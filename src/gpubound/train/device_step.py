@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from ..device import products
 from ..layers.fp8 import renew
 from ..models.placing import put_back
+from ..parallel import Ranks
 from .accumulate import Accumulators
 from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Fp8Weights, Precision
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
-Reduce = Callable[[Tensor, Tensor], None]
-"""(flat gradient, totals) summed over all ranks, in place"""
 
 
 @dataclass(eq=False)
@@ -40,7 +39,7 @@ class DeviceStep:
     optimizer: FlatAdamW
     precision: Precision
     single: bool  # a step has one micro-batch
-    reduce: Reduce | None
+    ranks: Ranks
     fp8: Fp8Weights | None
 
     def __post_init__(self) -> None:
@@ -78,8 +77,8 @@ class DeviceStep:
         self.accumulators.finish()
         if self.fp8 is not None:
             renew(self.fp8.states)
-        if self.reduce is not None:
-            self.reduce(self.accumulators.gradient, self.totals)
+        for sums in (self.accumulators.gradient, self.totals):
+            self.ranks.sum(sums)
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
     def calibrate(self, batch: Any) -> None:

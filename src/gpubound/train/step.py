@@ -23,10 +23,11 @@ from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..lora import early
 from ..models.own import LanguageModel
+from ..parallel import ALONE, Ranks
 from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
-from .device_step import DeviceStep, Loss, Reduce, StepResult
+from .device_step import DeviceStep, Loss, StepResult
 from .flat_buffers import Members, Weights
 from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
@@ -34,6 +35,7 @@ from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
+from .replicas import begin_alike, check_replicas
 from .schedule import Schedule, is_rate
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -58,7 +60,8 @@ class TrainStep:
                nothing; a little faster, more memory. "blocks": all of each block but its input. A number: that of so many
                blocks
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
-    reduce     (flat gradient, totals) -> None: sums both over all ranks, in place, before the norm is computed
+    ranks      the processes that share each step, from gpubound.parallel.join: each has all weights, which begin as the first
+               rank's, and is given micro-batches of its own; `accumulate` counts these. Gradients are summed before the update
     """
 
     def __init__(
@@ -73,13 +76,14 @@ class TrainStep:
         graph: str = "auto",
         schedule: Schedule | None = None,
         recompute: str | int = "cheap",
-        reduce: Reduce | None = None,
+        ranks: Ranks = ALONE,
         overlap: bool = False,
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         layout = config.lay_out(model, numbers)
+        check_replicas(layout, ranks)
         self.memory = layout.bytes(numbers.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
@@ -96,11 +100,12 @@ class TrainStep:
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
             if self._fp8 is not None:
                 undo.callback(self._fp8.release)
+            begin_alike(model, ranks)
             self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
             self._optimizer = config.flat(self._weights, numbers, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
-        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, reduce, self._fp8)
+        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, ranks, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:

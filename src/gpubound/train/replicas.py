@@ -1,0 +1,55 @@
+"""What ranks that each hold all weights must have in common: the same parameters at the start, and so after every step.
+
+A step's sums of gradients have the same bits on every rank, and the update computes with these alone. So the weights are sent
+once, at the start, and stay the same without being sent again. `assert_alike` is the proof that a run asks for now and then.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RankError
+from ..parallel import Ranks
+from .flat_buffers import FlatLayout
+
+
+def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:
+    """ValueError, on every rank, where one has other parameters than the first."""
+    mine = [f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}" for slot in layout.slots]
+    first = ranks.of_first(mine)
+    odd = next((f"{a} where rank 0 has {b}" for a, b in zip([*mine, "nothing"], [*first, "nothing"]) if a != b), None)
+    for rank, found in enumerate(ranks.gather(odd)):
+        if found is not None:
+            raise ValueError(
+                f"parameters: rank {rank} has {found}; make the same model, and freeze the same of it, on every rank."
+            )
+
+
+@torch.no_grad()
+def begin_alike(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the first one's parameters and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        ranks.spread(tensor)
+
+
+@torch.no_grad()
+def assert_alike(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
+    """RankError, on every rank, with the first tensor in which one has other bits than the first rank. Waits for the device."""
+    named = list(named)
+    sums = [_bits(tensor) for _, tensor in named]
+    mine = torch.stack(sums).tolist() if sums else []
+    first = ranks.of_first(mine)
+    odd = next((name for (name, _), a, b in zip(named, mine, first) if a != b), None)
+    for rank, name in enumerate(ranks.gather(odd)):
+        if name is not None:
+            raise RankError(
+                f"rank {rank} has other values in {name} than rank 0, and every rank should have the same; go on from a "
+                f"checkpoint before this step, and look for what writes weights on one rank alone."
+            )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits as whole numbers: another value changes it, whatever else is in there, a NaN too."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(-1).view(kinds[tensor.itemsize]).sum(dtype=torch.int64)

@@ -1,0 +1,121 @@
+"""Ranks that each hold all weights take the steps that one process takes with all of their micro-batches."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound.errors import RankError
+from gpubound.parallel import ALONE, join
+from gpubound.train.replicas import assert_alike
+from tests.parallel.processes import RankFailed, on_ranks
+
+STEPS, WIDTH, WORDS = 3, 16, 24
+
+
+class Tied(nn.Module):
+    """Words to words: one table at both ends, and a gain that no word of an empty micro-batch reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.gain = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, words):
+        x = self.table(words)
+        return (torch.tanh(self.inner(x)) * self.gain + x + self.shift) @ self.table.weight.t()
+
+
+def loss(model, batch):
+    words, labels = batch
+    summed = nn.functional.cross_entropy(model(words).flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=-1)
+    return summed, (labels >= 0).sum()
+
+
+def window(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Micro-batch `number` of a step: another one has other words, and another count of valid ones."""
+    g = torch.Generator().manual_seed(100 * step + number)
+    words, labels = torch.randint(WORDS, (2, 5), generator=g), torch.randint(WORDS, (2, 5), generator=g)
+    labels[:, 5 - number % 4 :] = -1
+    return words, labels
+
+
+def trained(world: int, each: int, options: dict):
+    """Three steps of `world` ranks with `each` micro-batches a step; the weights, losses and norms of rank 0."""
+    with join("cpu") if world > 1 else nothing() as ranks:
+        torch.manual_seed(ranks.rank)  # the first rank's weights are everyone's
+        model = Tied()
+        config = gb.AdamW(lr=1e-2, weight_decay=0.1)
+        step = gb.TrainStep(model, loss, config, accumulate=each, clip=0.5, precision="fp32", ranks=ranks, **options)
+        reports = []
+        for number in range(STEPS):
+            mine = [window(number, ranks.rank + ranks.world * i) for i in range(each)]
+            said = step(mine).read()
+            reports.append((said.loss, said.grad_norm, said.tokens))
+        assert_alike(model.named_parameters(), ranks)
+        captured = len(step.captured)
+        step.close()
+        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, reports, captured
+
+
+class nothing:
+    def __enter__(self):
+        return ALONE
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.mark.parametrize("graph", ["off", "require"])
+@pytest.mark.parametrize("world, each", [(2, 1), (2, 4), (4, 1)])
+def test_many_ranks_are_one_process_with_all_micro_batches(world, each, graph):
+    weights, reports, _ = trained(1, world * each, {"graph": "off"})
+    for theirs, said, captured in on_ranks(world, trained, world, each, {"graph": graph}):
+        assert bool(captured) == (graph == "require")
+        for (loss_a, norm_a, tokens_a), (loss_b, norm_b, tokens_b) in zip(reports, said):
+            assert (loss_b, norm_b) == pytest.approx((loss_a, norm_a), rel=1e-6) and tokens_a == tokens_b
+        for name, tensor in weights.items():
+            torch.testing.assert_close(torch.from_numpy(theirs[name]), torch.from_numpy(tensor), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def skipped():
+    with join("cpu") as ranks:
+        model = Tied()
+        step = gb.TrainStep(model, loss, "adamw", precision="fp32", ranks=ranks)
+        before = model.state_dict()["inner.weight"].clone()
+        with torch.no_grad():
+            words, labels = window(0, ranks.rank)
+        hook = model.inner.register_forward_hook(lambda m, i, out: out * (float("nan") if ranks.rank else 1.0))
+        first = step((words, labels)).read()
+        hook.remove()
+        same = before.equal(model.inner.weight)
+        second = step((words, labels)).read()
+        return first.skipped, same, second.skipped, before.equal(model.inner.weight)
+
+
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all():
+    assert on_ranks(2, skipped) == [(1, True, 1, False)] * 2
+
+
+def unequal(what: str):
+    with join("cpu") as ranks:
+        model = Tied()
+        if what == "shape" and ranks.rank:
+            model.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        step = gb.TrainStep(model, loss, "adamw", precision="fp32", ranks=ranks)
+        assert_alike(model.named_parameters(), ranks)
+        if ranks.rank:
+            with torch.no_grad():
+                model.inner.weight[3, 4] += 1e-3
+        try:
+            assert_alike(model.named_parameters(), ranks)
+        except RankError as error:
+            return str(error)
+        step.close()
+
+
+def test_ranks_that_differ_are_named():
+    said = on_ranks(2, unequal, "value")
+    assert said[0] == said[1] and said[0].startswith("rank 1 has other values in inner.weight than rank 0")
+    with pytest.raises(RankFailed, match=r"rank 1 has .* where rank 0 has .*; make the same model"):
+        on_ranks(2, unequal, "shape")
