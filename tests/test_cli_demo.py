@@ -191,4 +191,6 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     assert records[-1]["held_out"] < 6 and next(r for r in records if "syncs" in r)["syncs"] == 0
     assert {"gpu_busy", "host_lead_ms"} <= records[-1].keys()
     # Beside busy neighbours the matrix rate may be measured below what the run reaches. Then the share is left out, aloud.
-    assert "mfu" in records[-1] or "the share of the matrix rate is left out" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "mfu" in records[-1] or "the share of the matrix rate is left out" in said
+    assert "GPU busy " in said and "   host ahead " in said and "doctor: no finding\n" in said

@@ -40,6 +40,9 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     assert len((out / "steps.jsonl").read_text().splitlines()) == 6
     assert answer["verdict"].startswith("6 steps on CPU (1 threads), loss ") and answer["verdict"] in said.err
     about = json.loads((out / "run.json").read_text())
+    assert "doctor: STEP " in said.err and said.err.count("\ndoctor: without prices: the CPU computes the steps itself") == 1
+    assert answer["doctor"]["step_ms"] > 0 and answer["doctor"]["findings"] == [] and about["doctor"].startswith("STEP ")
+    assert about["doctor"].splitlines()[0] in (out / "report.html").read_text()
     assert f"run: 94.5k parameters, 6 steps of 128 tokens\n{about['mfu']}\n" in said.err
     formula, size = re.fullmatch(
         r"share of the matrix rate = tokens/s · \(6 · 94.2k parameters in products \+ 6 · 2 layers · 64 wide · 32 tokens\) / "

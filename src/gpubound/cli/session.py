@@ -17,6 +17,9 @@ from safetensors import SafetensorError
 
 from .. import measure, trace
 from ..device import label
+from ..doctor.finding import Verdict
+from ..doctor.live import of_run
+from ..doctor.report.terminal import brief
 from ..errors import DataError, MeasureError
 from ..files import locked
 from ..models.registry import family_of
@@ -85,7 +88,7 @@ def train(
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
     versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
-    tape.tell(mfu=scale.formula, verdict=None, finished=False, sample=None)
+    tape.tell(mfu=scale.formula, verdict=None, doctor=None, finished=False, sample=None)
     say(run.placement.summary)
     size, left = sum(map(size_of, run.model.parameters())), max(run.steps - first, 0)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
@@ -114,9 +117,11 @@ def train(
     tape.tell(
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
+        doctor="\n".join(said := brief(outcome.doctor)),
         finished=run.finished,
     )
     say(f"{title}: {outcome.verdict}", needed=outcome.failed)
+    say("\n".join(f"doctor: {line}" for line in said))
     return outcome
 
 
@@ -164,6 +169,12 @@ class Outcome:
     tape: RunTape
     verdict: str
     failed: bool
+
+    @property
+    def doctor(self) -> Verdict:
+        """What made the device wait, as far as the run's tape has it."""
+        about = self.tape.about
+        return of_run(about["name"], about["machine"]["device"], self.tape.steps())
 
 
 SEARCH = 16  # steps that fp16 may skip while it finds its loss scale

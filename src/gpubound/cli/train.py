@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         steps = outcome.tape.steps()
         about = {"out": recipe.out, "finished": run.finished, "failed": outcome.failed, "verdict": outcome.verdict}
-        about |= {"last": steps[-1] if steps else {}, "report": str(report)}
+        about |= {"last": steps[-1] if steps else {}, "report": str(report), "doctor": outcome.doctor.as_dict()}
         about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
         print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))
     return 1 if outcome.failed else 0

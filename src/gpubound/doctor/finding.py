@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from ..errors import DataError
@@ -81,7 +81,7 @@ class Finding:
         line = self.line
         return {
             "kind": self.kind,
-            "file": portable(line).file if line else None,
+            "file": line.portable.file if line else None,
             "line": line.line if line else None,
             "count": round(self.count, 3),
             "ms": None if self.ms is None else round(self.ms, 4),
@@ -102,15 +102,10 @@ class Finding:
 _SITES = ("site", "via", "built")
 
 
-def portable(site: Site) -> Site:
-    """The same line without this machine's folders: from the package on, or from the working directory on."""
-    return replace(site, file=site.in_package.rpartition(":")[0])
-
-
 def _site_dict(site: Site | None) -> dict[str, Any] | None:
     if site is None:
         return None
-    short = portable(site)
+    short = site.portable
     return {each.name: getattr(short, each.name) for each in fields(short)}
 
 
@@ -131,6 +126,7 @@ class Verdict:
     absent: dict[str, str]
     distortion: float | None  # how much slower the recorded steps were than the timed ones
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
+    lead_ms: float | None = None  # by so much the host is ahead of the device: it waits so long for a step's result
     version: int = VERSION
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,7 +140,8 @@ class Verdict:
             raise DataError(f"a verdict has version {VERSION}, got {version!r}; let this gpubound's doctor write it again.")
         try:
             lists = {name: [Finding.from_dict(each) for each in content[name]] for name in _LISTS}
-            return cls(**{each.name: content[each.name] for each in fields(cls)} | lists)
+            later = {each.name for each in fields(cls) if each.default is not MISSING} - content.keys()  # than the file
+            return cls(**{each.name: content[each.name] for each in fields(cls) if each.name not in later} | lists)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the verdict is damaged ({type(error).__name__}: {error}); write it again.") from error
 

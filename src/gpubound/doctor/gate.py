@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import DataError
 from ..words import hint
-from .finding import COUNTS, KINDS, Finding, Verdict, portable
+from .finding import COUNTS, KINDS, Finding, Verdict
 
 OK, FAILED, SCRIPT_FAILED, NOT_MEASURED = 0, 1, 2, 3  # exit codes
 REGRESS = 3.0  # per cent of a step, where a baseline is given alone: timings on another day differ by 1 or 2
@@ -54,7 +54,7 @@ class Allowance:
         line = finding.line
         if line is None or finding.kind != self.kind:
             return False
-        return portable(line).file == self.file and line.code.split() == self.code.split()
+        return line.portable.file == self.file and line.code.split() == self.code.split()
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.file}: {self.code}"
@@ -149,11 +149,12 @@ def _allow(verdict: Verdict, allowances: Sequence[Allowance], passage: Passage) 
 
 def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
     """(kind, what is wrong with it) of each `# gpubound: allow(kind) why` on the statement's lines."""
-    site = finding.line
-    for number in range(site.line, site.end + 1) if site else ():
-        if found := COMMENT.search(linecache.getline(site.file, number)):  # type: ignore[union-attr]
+    if (site := finding.line) is None:
+        return
+    for number in range(site.line, site.end + 1):
+        if found := COMMENT.search(linecache.getline(site.file, number)):
             kind, why = found[1].strip(), found[2].strip()
-            where = f"{portable(site).file}:{number}"  # type: ignore[arg-type]
+            where = f"{site.portable.file}:{number}"
             if kind not in KINDS:
                 yield kind, f"{where}: allow({kind}): {hint(kind, KINDS, 'the kinds are')}"
             else:

@@ -29,7 +29,7 @@ FIGURES = (
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
     "elapsed_s",  # since training began
 )  # fmt: skip
-TEXTS = ("name", "verdict", "sample", "placement", "mfu")
+TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
 KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}
 ROWS: dict[str, dict[str, type]] = {
     "fallbacks": {"what": str, "why": str, "times": int},

@@ -3,7 +3,7 @@
 Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
 own clock. `host_lead_ms` is how long the host waited for a result. `gpu_busy` comes from events around each captured step: they
 do not see the gaps between the launches of an eager one. One early step, and one in a thousand after it, runs under the ledger,
-which counts host syncs and copies.
+which counts host syncs and copies, and names their lines as `stalls`.
 """
 
 import signal
@@ -23,6 +23,11 @@ from .step import TrainStep
 Record = dict[str, Any]
 WATCHED = 6  # the first step that the ledger watches: after compiling and capture, early enough for a short run
 WATCHED_EVERY = 1000  # steps between two that it watches: counting slows the host down
+UNTOLD = (
+    "launch",
+    "cpu_op",
+    "clone",
+)  # hundreds of lines a step, none of which keeps the device waiting
 
 
 class Stop:
@@ -129,4 +134,6 @@ class Loop:
                 record["gpu_busy"] = done.end.since(done.begin) / seconds
         if done.ledger is not None:
             record |= {name: n for name, n in done.ledger.totals.items() if name in ("syncs", "h2d_bytes")}
+            if stalls := [row.record() for row in done.ledger.rows if row.kind not in UNTOLD]:
+                record["stalls"] = stalls
         return record

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..words import readable
-from .site import Place
+from .site import Place, Site
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -66,6 +66,20 @@ class LedgerRow:
             "built": place.built.as_dict() if place.built else None,
             "thread": place.thread,
         }
+
+    def record(self) -> dict:
+        """For a run's tape: what, how often, and the innermost line that is not torch's, without folders of this machine."""
+        line = self.place.line or self.place.built
+        known = {"kind": self.kind, "what": self.what, "detail": self.detail, "count": self.count, "bytes": self.bytes}
+        known |= {"ms": round(self.ms, 3), "through": self.place.through}
+        return known if line is None else known | line.portable.as_dict()
+
+    @classmethod
+    def of_record(cls, told: dict) -> LedgerRow:
+        """What `record` has told."""
+        known = {name: told[name] for name in ("file", "line", "function", "code") if name in told}
+        place = Place(Site(**known, end=told["line"]) if known else None, through=told["through"])
+        return cls(told["kind"], told["what"], place, told["detail"], told["count"], told["bytes"], told["ms"])
 
 
 HEADS = ("kind", "what", "times", "amount", "where", "code")

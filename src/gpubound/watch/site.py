@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import islice
@@ -102,6 +102,11 @@ class Site:
         roots = [os.path.dirname(_TORCH[:-1]), os.path.dirname(_GPUBOUND[:-1]), *(path[:-1] for path in _INSTALLED)]
         root = next((root for root in roots if file.startswith(root + os.sep)), None)
         return f"{file[len(root) + 1 :] if root else shorten(file)}:{self.line} {self.function}"
+
+    @property
+    def portable(self) -> "Site":
+        """The same line without this machine's folders: from the package on, or from the working directory on."""
+        return replace(self, file=self.in_package.rpartition(":")[0])
 
     def as_dict(self) -> dict:
         return {"file": self.file, "line": self.line, "function": self.function, "code": self.code}

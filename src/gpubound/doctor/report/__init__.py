@@ -2,4 +2,4 @@
 
 from .files import write_reports as write_reports
 from .github import annotate as annotate
-from .terminal import screen as screen
+from .terminal import brief as brief, screen as screen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..finding import Finding, Verdict, portable
+from ..finding import Finding, Verdict
 from .words import clean, price, summary
 
 
@@ -13,7 +13,7 @@ def annotate(verdict: Verdict) -> str:
 def _annotation(finding: Finding) -> str:
     told = {"title": f"gpubound doctor: {finding.kind}, {price(finding)}"}
     if site := finding.line:
-        told = {"file": portable(site).file, "line": str(site.line), "endLine": str(max(site.end, site.line))} | told
+        told = {"file": site.portable.file, "line": str(site.line), "endLine": str(max(site.end, site.line))} | told
     where = ",".join(f"{name}={_property(value)}" for name, value in told.items())
     return f"::warning {where}::{_text(summary(finding))}"
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from ...version import __version__
 from ...watch.site import Site
-from ..finding import KINDS, Finding, Verdict, portable
+from ..finding import KINDS, Finding, Verdict
 from .words import clean, summary, through
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -62,7 +62,7 @@ def _result(finding: Finding, kinds: list[str], seen: Counter[str]) -> dict[str,
 
 def _location(site: Site) -> dict[str, Any]:
     """The file from the working directory: an absolute path would name the user's home."""
-    uri = quote(clean(portable(site).file))
+    uri = quote(clean(site.portable.file))
     region = {"startLine": max(site.line, 1), "endLine": max(site.end, site.line, 1), "snippet": {"text": clean(site.code)}}
     place = {"artifactLocation": {"uri": uri, "uriBaseId": "%SRCROOT%"}, "region": region}
     return {"physicalLocation": place, "logicalLocations": [{"name": clean(site.function), "kind": "function"}]}

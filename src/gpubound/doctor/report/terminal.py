@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..finding import Finding, Verdict
+from ..finding import COUNTS, Finding, Verdict
 from .words import (
     SHARES,
     clean,
@@ -21,6 +21,7 @@ from .words import (
     place_of,
     price,
     shares,
+    summary,
     through,
     times,
     together,
@@ -71,6 +72,19 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
         yield _text(f"written: {', '.join(files)}", "dim")
 
 
+def brief(verdict: Verdict) -> list[str]:
+    """The verdict in a few lines, for the end of a run that says of itself what it is."""
+    said = [] if verdict.step_ms is None else [_step(verdict).plain]
+    counted = [f"{verdict.counts[name]:.3g} {what}" for name, what in COUNTS.items() if name in verdict.counts]
+    if counted:
+        said.append(f"a step has {' and '.join(counted)}")
+    for number, finding in enumerate(verdict.findings, 1):
+        said.append(clean(f"{number}. {place_of(finding)}  {code_of(finding)}: {summary(finding)}"))
+    if counted and not verdict.findings:
+        said.append("no finding")
+    return [*said, *without(verdict)]
+
+
 def _text(text: str, style: str = "") -> Text:
     return Text(clean(text), style)
 
@@ -82,6 +96,8 @@ def _step(verdict: Verdict) -> Text:
     for share, name in SHARES.items():
         if share in found:
             line.append(f"   {name} ").append(f"{found[share]:.0f}%", COLOURS.get(share, ""))
+    if verdict.lead_ms is not None:
+        line.append(f"   host ahead {milliseconds(verdict.lead_ms)}")
     return line
 
 
