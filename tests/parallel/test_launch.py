@@ -1,6 +1,9 @@
 """The agent that starts the ranks: one failure of many, restarts, signals, logs. Shells are the ranks: they start at once."""
 
+import gc
+import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -15,11 +18,19 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
-NOTE = 'printf %s \'{"message": {"message": "SAID", "extraInfo": {"timestamp": "1", "py_callstack": "TRACE", "kind": "KIND", "code": CODE, "when": 1.5}}}\' > $TORCHELASTIC_ERROR_FILE; exit CODE'  # noqa: E501
+
+@pytest.fixture(autouse=True, scope="module")
+def collected():
+    """While those warnings are ignored."""
+    yield
+    gc.collect()
 
 
-def note(said, kind, code):
-    return NOTE.replace("SAID", said).replace("KIND", kind).replace("CODE", str(code))
+def note(rank, said, kind, code):
+    """What a rank that fails does."""
+    about = {"timestamp": "1", "py_callstack": "", "rank": rank, "kind": kind, "code": code, "when": 1.5}
+    left = json.dumps({"message": {"message": said, "extraInfo": about}})
+    return f"printf %s {shlex.quote(left)} > $TORCHELASTIC_ERROR_FILE; exit {code}"
 
 
 def launched(tmp_path, rank_0, rank_1, restarts=0):
@@ -35,12 +46,12 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_log_and_ends_the_others(
 
 
 def test_a_rank_that_raised_is_the_failure_and_not_those_that_waited_for_it(tmp_path):
-    end = launched(tmp_path, note("rank 0 waited", "bereft", 1), note("data: got nothing", REFUSED, 2), restarts=3)
+    end = launched(tmp_path, note(0, "rank 0 waited", "bereft", 1), note(1, "data: got nothing", REFUSED, 2), restarts=3)
     assert (end.code, end.failure.sentence) == (2, "rank 1: data: got nothing")
 
 
 def test_what_another_attempt_cannot_mend_is_not_tried_again(tmp_path):
-    end = launched(tmp_path, note("", UNSOUND, 1), "sleep 60", restarts=3)
+    end = launched(tmp_path, note(0, "", UNSOUND, 1), "sleep 60", restarts=3)
     assert (end.code, end.failure.kind, end.failure.said) == (1, UNSOUND, "")
 
 

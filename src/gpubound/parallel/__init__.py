@@ -1,9 +1,10 @@
 """One run in many processes, with PyTorch's own engine: torchrun's agent, NCCL and gloo, FSDP2, distributed checkpoints.
 
-ranks.py    which process this is, and how the processes of a run speak to each other
-meeting.py  how they find each other, and what must be alike
-launch.py   start a command as many processes
-failing.py  one sentence for all of them when they fail
+ranks.py     which process this is, and how the processes of a run speak to each other
+meeting.py   how they find each other, and what must be alike
+launch.py    start a command as many processes
+failing.py   one sentence for all of them when they fail
+watchdog.py  who is behind when all wait
 """
 
 from .ranks import ALONE as ALONE, Ranks as Ranks, join as join, launched as launched

@@ -43,7 +43,7 @@ _SIGNS = re.compile(r"gloo/|\bnccl|Connection (closed|reset) by peer|process gro
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank."""
+    """The end of a rank, or what another rank says of it."""
 
     rank: int
     kind: str
@@ -63,7 +63,7 @@ class Failure:
         """Leave it for the agent. Without an agent nobody reads notes."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             about: dict[str, Any] = {"timestamp": str(int(self.when)), "py_callstack": self.trace or self.said}
-            about |= {"kind": self.kind, "code": self.code, "when": self.when}
+            about |= {"rank": self.rank, "kind": self.kind, "code": self.code, "when": self.when}
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": {"message": self.said, "extraInfo": about}}, file)
 
@@ -92,7 +92,8 @@ def failure_from(rank: int, process: Any) -> Failure:
     if isinstance(message, dict):
         about = message["extraInfo"]
         if "kind" in about:
-            return Failure(rank, about["kind"], message["message"], about["code"], about["py_callstack"], about["when"])
+            own = {name: about[name] for name in ("rank", "kind", "code", "when")}
+            return Failure(said=message["message"], trace=about["py_callstack"], **own)
         return Failure(rank, RAISED, message["message"], code, about["py_callstack"], float(about["timestamp"]))
     if code >= 0:
         said = f"rank {rank} ended with exit code {code} and without a word"

@@ -69,6 +69,8 @@ def launch(command: Sequence[str], processes: int, logs: Path, restarts: int = 0
         except SignalException as stopped:
             return End(128 + stopped.sigval)
         finally:
+            if agent.timer:
+                agent.timer.cancel()
             spec.rdzv_handler.shutdown()
 
 
@@ -78,7 +80,7 @@ def _end(failure: Failure, agent: "_Agent", logs: Path) -> End:
     log = logs / _name(failure.rank, agent.attempt)
     if failure.rank == 0 and failure.trace:
         log.write_text(failure.trace, encoding="utf-8")
-    return End(failure.code, failure, log if log.exists() else None)
+    return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
 
 
 class _Over(Exception):
@@ -91,6 +93,7 @@ class _Over(Exception):
 class _Agent(LocalElasticAgent):
     """torch's agent, which also passes on Ctrl-C and knows the first failure."""
 
+    timer: threading.Timer | None = None
     asked = 0  # how often this process was told to stop
     attempt = 0
     pids: dict[int, int] = {}  # noqa: RUF012 - replaced at each start
@@ -112,9 +115,8 @@ class _Agent(LocalElasticAgent):
         self.asked += 1
         self._send(number)
         if self.asked == 2:
-            timer = threading.Timer(NOW, self._send, [signal.SIGKILL])
-            timer.daemon = True
-            timer.start()
+            self.timer = threading.Timer(NOW, self._send, [signal.SIGKILL])
+            self.timer.start()
 
     def _send(self, number: int) -> None:
         for pid in self.pids.values():

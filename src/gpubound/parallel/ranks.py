@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import DeviceError
 from ..words import shown
 from .meeting import begin, meet
+from .watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
 ENGINES = {"cuda": "nccl", "cpu": "gloo"}
@@ -37,6 +38,8 @@ class Ranks:
     """What the devices speak over; None where this process is alone."""
     host: Any = None
     """What the hosts speak over."""
+    watchdog: Watchdog | None = None
+    """Ends the run when a rank does not move on."""
 
     @property
     def first(self) -> bool:
@@ -84,6 +87,16 @@ class Ranks:
         """Until all ranks are here."""
         if not self.alone:
             dist.barrier(group=self.host)
+
+    def at(self, step: int, doing: str) -> None:
+        """Say where this rank is, in a word or two: when it does not move on within the time-out, the run is ended."""
+        if self.watchdog is not None:
+            self.watchdog.at(step, doing)
+
+    def rest(self) -> None:
+        """What comes after the last step may take as long as it likes."""
+        if self.watchdog is not None:
+            self.watchdog.rest()
 
     def alike(self, what: str, values: dict[str, Any]) -> None:
         """ValueError, the same on every rank, where one's `values` are not the first's: it was started in another way."""
@@ -156,7 +169,13 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     backend = ENGINES[kind]
     store = meet(rank, world, device, timeout)
-    begin(backend, store, rank, world, device, timeout)
-    host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    yield Ranks(rank, world, local, device, dist.group.WORLD, host)
+    patience = 2 * timeout  # the watchdog speaks first
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's own says 8 minutes
+    begin(backend, store, rank, world, device, patience)
+    host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
+    watchdog = Watchdog(rank, world, timeout)
+    try:
+        yield Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
+    finally:
+        watchdog.close()
     dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is

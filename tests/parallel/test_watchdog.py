@@ -1,0 +1,104 @@
+"""A run that stands still is ended with the rank, the step and the line; one that moves on is not."""
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+
+from gpubound.parallel import join
+from gpubound.parallel.watchdog import Watchdog, Whereabouts, judged
+from tests.parallel.processes import started
+
+SOON = timedelta(seconds=2)
+
+
+def read_a_file_for_ever(ranks):
+    time.sleep(300)
+
+
+def freeze(ranks):
+    while ranks.watchdog._beat < 2:  # it has said where it is
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def standing_still(fate, folder, run):
+    """Rank 1 meets its fate in step 3, where rank 0 waits for it."""
+    rank = os.environ["RANK"]
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
+    with join("cpu", SOON) as ranks:
+        ranks.wait()
+        ranks.at(3, "reading a micro-batch")
+        if ranks.rank == 1:
+            fate(ranks)
+        ranks.wait()
+
+
+def note_of(folder, rank):
+    return json.loads((folder / f"note-{rank}").read_text())["message"]
+
+
+def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(tmp_path):
+    processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test")
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    notes = [note_of(tmp_path, rank) for rank in range(2)]
+    for note in notes:
+        assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
+        said = note["message"]
+        assert said.startswith("no step has ended within 2 s: rank 1 is reading a micro-batch in step 3, at tests/parallel/")
+        assert "(read_a_file_for_ever); the others are waiting in barrier in step 3, at tests/" in said
+    assert "in standing_still\n    fate(ranks)\n" in (tmp_path / "stderr-1").read_text()
+    assert (tmp_path / "stderr-0").read_text() == ""  # the process that started it speaks
+
+
+def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
+    processes, _, _store = started(2, standing_still, freeze, tmp_path, "theirs")
+    processes[0].join(60)
+    processes[1].kill()
+    assert processes[0].exitcode == 1
+    said = note_of(tmp_path, 0)["message"]
+    assert "rank 1 is frozen (its process answers no more), last reading a micro-batch in step 3, at tests/parallel/" in said
+    assert (tmp_path / "stderr-0").read_text() == f"gpubound: {said}\n"
+
+
+def test_a_run_that_moves_on_is_not_late_and_after_its_last_step_it_may_rest(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watchdog = Watchdog(0, 1, timedelta(minutes=10))
+    monkeypatch.setattr(watchdog, "_thread", "nobody looks")
+    assert watchdog.late() == 0
+    for step in range(1, 4):
+        clock[0] += 500
+        watchdog.at(step, "saving")
+        assert watchdog.late() == 0
+    clock[0] += 601
+    assert watchdog.late() == 601
+    watchdog.rest()
+    assert watchdog.late() < 0
+
+
+def place(step, beat, collective=None):
+    return Whereabouts(step, "saving", beat, f"a.py:{step} (f)", collective)
+
+
+@pytest.mark.parametrize(
+    "before, now, behind, words",
+    [
+        # all wait for each other in different steps: the one that is not as far as the others
+        ([place(7, 1, "all_reduce"), place(6, 1, "barrier")], [place(7, 2, "all_reduce"), place(6, 2, "barrier")], [1],
+         "rank 1 is waiting in barrier in step 6, at a.py:6 (f); the others are waiting in all_reduce in step 7"),
+        # nobody is behind: each is told
+        ([place(7, 1), place(7, 1)], [place(7, 2), place(7, 2)], [0, 1],
+         "rank 0 is saving in step 7, at a.py:7 (f); rank 1 is saving in step 7, at a.py:7 (f)"),
+        ([place(7, 1), None], [place(7, 2), None], [1], "rank 1 is not in a step yet; the others are saving in step 7"),
+    ],
+)  # fmt: skip
+def test_the_rank_that_is_behind_is_found(before, now, behind, words):
+    said, found = judged(before, now, 600)
+    assert found == behind and words in said and said.startswith("no step has ended within 10 min 0 s: ")
