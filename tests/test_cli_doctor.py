@@ -159,7 +159,6 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
         ([], 2, "script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py."),
         (["--apply", "train.py"], 2, "--apply: got no --fix beside it; there is no patch without that."),
         (["--fix", "--prove", "2", "train.py"], 2, "--prove: got 2, wanted at least 3 rounds: an interval needs them."),
-        (["--fix", "--prove", "3", "train.py"], 2, "--prove: a dry run has no times to compare; leave one of the two out."),
         (["none.json", "x"], 2, "trace: got 'x' after none.json; a trace takes no arguments."),
         (["none.py"], 2, "script: there is no file none.py; give a script, -m and a module, or a trace (.json, .json.gz)."),
     ],

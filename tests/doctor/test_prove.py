@@ -102,7 +102,7 @@ def test_a_module_of_a_package_is_run_with_its_relative_imports(tmp_path, monkey
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
         del sys.modules[name]
     assert torch.stack(recorder.losses).tolist() == pytest.approx(expected(2.0, 4, 7), rel=1e-6)
-    with pytest.raises(ModuleNotFoundError, match="there is no module 'trainr' that can be run"):
+    with pytest.raises(ValueError, match=r"^script: there is no module trainr that can be run: "):
         run(SeededJob("trainr", [], {}, "", module=True), recorder)
 
 
@@ -123,7 +123,7 @@ def test_a_script_that_fails_is_no_proof(script, tmp_path, monkeypatch):
 def test_too_few_steps_are_no_proof():
     with pytest.raises(MeasureError) as error:
         proving.read_run({"step_ms": [1.0] * 8, "losses": []})
-    assert str(error.value) == "prove: 9 optimizer steps were seen, wanted more than 11; let the script make more."
+    assert str(error.value) == "prove: 9 steps were seen, wanted more than 11; let the script make more."
 
 
 def test_the_sides_take_turns(script, monkeypatch):
@@ -179,3 +179,27 @@ def test_bad_arguments(script):
         with pytest.raises(ValueError) as error:
             prove(script, **({"changes": changes, "equal": True} | options))
         assert str(error.value) == said
+
+
+GAN = """\
+import torch
+first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+one, other = torch.optim.SGD([first], lr=0.5), torch.optim.SGD([second], lr=0.5)
+for step in range(6):
+    for weight, optimizer in ((first, one), (second, other)):
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+torch.manual_seed(0)
+"""
+
+
+def test_steps_are_the_doctor_s(tmp_path):
+    """Of two optimizers the first ends a step, and what the user names does so instead."""
+    (tmp_path / "gan.py").write_text(GAN)
+    counted = []
+    for marker in ("", "torch:manual_seed"):
+        recorder = Recorder(0, enough=lambda: None)
+        run(SeededJob(str(tmp_path / "gan.py"), [], {}, "", marker=marker), recorder)
+        counted.append((len(recorder.ends), len(recorder.losses)))
+    assert counted == [(6, 12), (1, 12)]

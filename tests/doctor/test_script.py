@@ -14,7 +14,7 @@ TELLS = """
     import neighbour
     facts = {
         "argv": sys.argv, "name": __name__, "path": sys.path[0], "main": sys.modules["__main__"].TAG, "package": __package__,
-        "neighbour": neighbour.HERE, "file": os.path.basename(__file__),
+        "neighbour": neighbour.HERE, "file": __file__,
     }
     print(json.dumps(facts))
 """

@@ -74,7 +74,8 @@ class Doctor:
     apply: bool = False
     """With --fix: write the patches into the files."""
     prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None
-    """With --fix: run the script as it is and patched, this often each. Exit code 1 if the losses are not the same."""
+    """With --fix: run the script as it is and patched, this often each. Exit code 1 if the losses are not the same. With
+    --dry-run the losses alone are compared."""
     max_syncs_per_step: float | None = None
     """Most waits for the device in a step. Exit code 1 above it, 3 if it was not measured; so for all that follow."""
     max_idle_pct: float | None = None
@@ -108,9 +109,10 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
-    mending = Mending(options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove)
-    if options.dry_run and options.prove is not None:
-        raise ValueError("--prove: a dry run has no times to compare; leave one of the two out.")
+    mending = Mending(
+        options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
+        options.dry_run,
+    )  # fmt: skip
     held = Gate.of(options, options.baseline, options.allow)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         evidence = look(options, target, rest, module)

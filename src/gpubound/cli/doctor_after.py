@@ -46,6 +46,8 @@ class Mending:
     also: tuple[str, ...] = ()
     apply: bool = False
     rounds: int | None = None
+    marker: str = ""
+    dry: bool = False
 
     def __post_init__(self) -> None:
         for option, given in (("--fix-also", self.also), ("--apply", self.apply), ("--prove", self.rounds is not None)):
@@ -64,9 +66,11 @@ class Mending:
         if not repair.changes or self.rounds is None:
             return Mended(verdict, repair)
         changes = {path: after for path, (_, after) in repair.changes.items()}
-        return Mended(
-            verdict, repair, prove(script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module)
-        )
+        proof = prove(
+            script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module, marker=self.marker,
+            dry=self.dry,
+        )  # fmt: skip
+        return Mended(verdict, repair, proof)
 
     def finish(self, mended: "Mended") -> tuple[list[str], int]:
         """Write the files if that was asked and nothing speaks against it: (what is said, the exit code)."""

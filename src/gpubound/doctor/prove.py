@@ -26,6 +26,7 @@ from .seeded import SeededJob
 WARMUP = 10  # steps: the first ones allocate, autotune and compile
 STEPS = 60
 ROUNDS = 5
+DRY = "a dry run has no GPU; the losses are compared"
 TOLERANCE = 1e-2  # of a loss: a few dozen steps apart, products rounded to 10 bits differ by about a thousandth
 
 
@@ -51,11 +52,13 @@ class Proof:
     """The same between runs of the script as it was. Above 0 the script is not deterministic, and bits prove nothing."""
     tolerance: float
     """The most that is allowed: 0 where the patch must not change a bit."""
+    timed: bool = True
+    """Whether the milliseconds mean anything: those of the pretend device do not."""
 
     @property
     def faster(self) -> bool:
         """Whether the whole interval says so."""
-        return self.speedup.low > 1
+        return self.timed and self.speedup.low > 1
 
     @property
     def holds(self) -> bool:
@@ -78,12 +81,14 @@ class Proof:
         return asdict(self) | {"faster": self.faster, "holds": self.holds}
 
     def __str__(self) -> str:
+        kept = f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
+        if not self.timed:
+            return f"not timed: {DRY}\n{kept}"
         before, after = statistics.median(self.before_ms), statistics.median(self.after_ms)
         verdict = "faster" if self.faster else "slower" if self.speedup.high < 1 else "no difference that is sure"
         return (
             f"before {before:.2f} ms, after {after:.2f} ms a step: {self.speedup}, {verdict} "
-            f"({len(self.before_ms)} rounds in turn)\n"
-            f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
+            f"({len(self.before_ms)} rounds in turn)\n{kept}"
         )
 
 
@@ -97,11 +102,14 @@ def prove(
     steps: int = STEPS,
     seed: int = 0,
     module: bool = False,
+    marker: str = "",
+    dry: bool = False,
 ) -> Proof:
     """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
 
     equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
-    module  `script` is a module's name, as after `python -m`.
+    module  `script` is a module's name, as after `python -m`. marker: what ends a step, if not an optimizer.
+    dry  on the pretend device, so that the losses alone are compared.
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
@@ -121,9 +129,10 @@ def prove(
             shuffle(order)
             for side in order:
                 files = patched if side == "after" else {}
-                job = SeededJob(str(script), list(arguments), files, str(Path(folder) / "result.json"), seed, steps, module)
+                result = str(Path(folder) / "result.json")
+                job = SeededJob(str(script), list(arguments), files, result, seed, steps, module, marker, dry)
                 runs[side].append(run_once(job, side, Path(folder)))
-    return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE)
+    return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
 
 
 def run_once(job: SeededJob, side: str, folder: Path) -> SeededRun:
@@ -147,13 +156,13 @@ def read_run(found: Mapping[str, Any]) -> SeededRun:
     times = found["step_ms"][WARMUP:]
     if not times:
         raise MeasureError(
-            f"prove: {len(found['step_ms']) + 1 if found['step_ms'] else 'no'} optimizer steps were seen, "
+            f"prove: {len(found['step_ms']) + 1 if found['step_ms'] else 'no'} steps were seen, "
             f"wanted more than {WARMUP + 1}; let the script make more."
         )
     return SeededRun(sum(times) / len(times), tuple(float.fromhex(text) for text in found["losses"]))
 
 
-def judged(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float) -> Proof:
+def judged(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float, timed: bool = True) -> Proof:
     """The proof that these runs are."""
     old, new = ([run.step_ms for run in side] for side in (before, after))
     ratio = compare_samples({"after": new, "before": old}).ratios["before"]
@@ -162,7 +171,7 @@ def judged(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: f
         raise MeasureError("prove: backward was called on no single value, so there are no losses to compare.")
     noise = max(difference(first, run.losses) for run in before)
     worst = max(difference(first, run.losses) for run in after)
-    return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance)
+    return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance, timed)
 
 
 def difference(wanted: Sequence[float], got: Sequence[float]) -> float:

@@ -47,7 +47,7 @@ class Script:
                 if self.module:
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
                 else:
-                    runpy.run_path(self.target, run_name="__main__")
+                    runpy.run_path(os.path.abspath(self.target), run_name="__main__")
         except Enough:
             return False
         except SystemExit as stop:

@@ -3,12 +3,13 @@
     python -m gpubound.doctor.seeded JOB.json
 
 The job names the script, its arguments, files to read in place of the script's own, a seed and a number of steps. The result
-goes into the file that the job names. A step ends where an optimizer's `step` does. A loss is what backward is called on. It is
-kept on the device until the end, so that the run waits no more than it would.
+goes into the file that the job names. The script is run, and its steps are counted, as the doctor does both. A loss is what
+backward is called on. It is kept on the device until the end, so that the run waits no more than it would.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -17,17 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..watch import pretend
 from ..watch.unseen import replaced
+from .script import Script
+from .steps import Steps
 
 LOSSES = 100_000  # of one run: more of them say no more
 
@@ -42,8 +43,12 @@ class SeededJob:
     result: str
     seed: int = 0
     steps: int = 0
-    """End the run after this many optimizer steps; 0: let the script end by itself."""
+    """End the run after this many steps; 0: let the script end by itself."""
     module: bool = False
+    marker: str = ""
+    """What ends a step, if not an optimizer."""
+    dry: bool = False
+    """On the pretend device."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -57,7 +62,7 @@ class Recorder:
         self.ends: list[Any] = []
         self.losses: list[torch.Tensor] = []
 
-    def stepped(self, *_: Any) -> None:
+    def stepped(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             end: Any = torch.cuda.Event(enable_timing=True)
             end.record()
@@ -77,13 +82,9 @@ class Recorder:
         return run
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        hook = register_optimizer_step_post_hook(self.stepped)
-        try:
-            with replaced(torch.autograd, "backward", self.backward):
-                yield
-        finally:
-            hook.remove()
+    def listening(self, marker: str = "") -> Iterator[None]:
+        with Steps(self.stepped, marker), replaced(torch.autograd, "backward", self.backward):
+            yield
 
     def as_dict(self) -> dict[str, Any]:
         """Milliseconds between the ends of steps, and the losses as exact numbers (`float.fromhex` reads them)."""
@@ -97,7 +98,7 @@ class Recorder:
 
 @contextmanager
 def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
-    """Import modules from other bytes than their files hold. No cached bytecode of such a file is read or written."""
+    """Run and import from other bytes than the files hold. No cached bytecode of such a file is read or written."""
     files = {os.path.realpath(name): data for name, data in patched.items()}
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
@@ -109,51 +110,28 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
             raise OSError(f"{path}: is read from elsewhere")  # the import system then compiles what get_data returns
         return path_stats(loader, path)
 
+    def opened(open_code: Callable[[str], IO[bytes]]) -> Callable[[str], IO[bytes]]:
+        """runpy reads a script by this, and modules by a loader."""
+        return lambda path: io.BytesIO(files[real]) if (real := os.path.realpath(path)) in files else open_code(path)
+
     SourceFileLoader.get_data, SourceFileLoader.path_stats = data_of, stats_of  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(io, "open_code", opened):
+            yield
     finally:
         SourceFileLoader.get_data, SourceFileLoader.path_stats = get_data, path_stats  # type: ignore[method-assign]
 
 
-@contextmanager
-def as_main(file: str, folder: str, package: str | None, arguments: list[str]) -> Iterator[ModuleType]:
-    """The process as `python script` or `python -m module` has it: argv, the first place of the path, an empty `__main__`."""
-    main, before = ModuleType("__main__"), (sys.argv, sys.path[:], sys.modules["__main__"])
-    main.__file__, main.__package__ = file, package
-    main.__dict__["__builtins__"] = __builtins__
-    sys.argv, sys.path[:] = [file, *arguments], [folder, *sys.path[1:]]
-    sys.modules["__main__"] = main
-    try:
-        yield main
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before
-
-
-def _found(job: SeededJob) -> tuple[str, str, str | None]:
-    """The file to run, the folder that its imports begin in, and its package."""
-    if not job.module:
-        return job.script, str(Path(job.script).resolve().parent), None
-    spec = find_spec(job.script)
-    if spec is not None and spec.submodule_search_locations is not None:  # a package: its __main__ is run
-        spec = find_spec(f"{job.script}.__main__")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"there is no module {job.script!r} that can be run")
-    return spec.origin, os.getcwd(), spec.parent
-
-
 def run(job: SeededJob, recorder: Recorder) -> None:
     """Run the job's script in this process."""
+    if job.dry:
+        pretend.simgpu()
     random.seed(job.seed)
     np.random.seed(job.seed)
     torch.manual_seed(job.seed)
     patched = {name: Path(copy).read_bytes() for name, copy in job.patched.items()}
-    by_path = {os.path.realpath(name): data for name, data in patched.items()}
-    file, folder, package = _found(job)
-    real = os.path.realpath(file)
-    source = by_path[real] if real in by_path else Path(file).read_bytes()
-    with reading_instead(patched), recorder.listening(), as_main(file, folder, package, job.arguments) as main:
-        exec(compile(source, file, "exec"), main.__dict__)
+    with reading_instead(patched), recorder.listening(job.marker):
+        Script(job.script, tuple(job.arguments), job.module).run()
 
 
 def main(argv: list[str]) -> int:
@@ -170,9 +148,9 @@ def main(argv: list[str]) -> int:
     recorder = Recorder(job.steps, enough)
     try:
         run(job, recorder)
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
+    except ValueError as failed:  # its own traceback has been printed
+        print(failed, file=sys.stderr)
+        return 1
     save()
     return 0
 

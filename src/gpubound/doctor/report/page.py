@@ -76,7 +76,7 @@ def page(
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
         proof=proof,
-        rounds=_rounds(proof) if proof else {},
+        rounds=_rounds(proof) if proof and proof.timed else {},
         patch_text=patch,
     )
 
