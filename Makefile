@@ -2,7 +2,7 @@
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
 #   make test     the whole suite on the CPU            make check    lint, format, types
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
-#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | lora | decode | checkpoint
+#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
 #   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits
 #   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
 PYTHON ?= python3

@@ -7,7 +7,7 @@ kernels of one, {"busy": 50} tells how busy fifty keep the GPU. Every answer is 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,9 +120,14 @@ def obey(wish: dict[str, Any], step: Step, device: str) -> Any:
     return seconds_a_step(step, wish["steps"], device)
 
 
-def serve(contenders: dict[str, Callable[[Job], Contender]]) -> None:
-    """The whole life of a contender's process: the job is its only argument."""
-    job = Job(**json.loads(sys.argv[1]))
+def job_given() -> Job:
+    """The only argument of a contender's process."""
+    return Job(**json.loads(sys.argv[1]))
+
+
+def serve(contenders: Mapping[str, Callable[[Job], Contender]]) -> None:
+    """The whole life of a contender's process."""
+    job = job_given()
     step, facts = introduce(job, contenders[job.who](job))
     answer(facts)
     for line in sys.stdin:

@@ -5,29 +5,41 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore
 
 from gpubound.errors import MeasureError
 
 from .harness import Bench
 from .serving import MARK, Job
 
+TRAIN = "benchmarks.train_worker"
 SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
 
 
+W = TypeVar("W")
+
+
 class Worker:
-    """A contender's process. Use it in a `with`: it ends there, and gives its memory back. `kernels`: where they are kept.
+    """A contender's process. Use it in a `with`: it ends there, and gives its memory back.
+
+    `kernels`: where they are kept. `variables`: of its environment, beside our own.
 
     On a CPU the definitions run, never the kernels in Triton's interpreter, in which a step takes minutes.
     """
 
-    def __init__(self, job: Job, module: str = "benchmarks.train_worker", kernels: str | None = None):
+    def __init__(
+        self, job: Job, module: str = TRAIN, kernels: str | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    ):
         self.who = job.who
         command = [sys.executable, "-m", module, json.dumps(asdict(job))]
         there = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        there |= {} if kernels is None else {"TRITON_CACHE_DIR": kernels}
+        there |= ({} if kernels is None else {"TRITON_CACHE_DIR": kernels}) | variables
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
         self.facts: dict[str, Any] = self._hear()
 
@@ -58,7 +70,55 @@ class Worker:
         self._end()
 
 
-def started(bench: Bench, name: str, worker: Callable[..., Worker], job: Job, **rest: Any) -> Worker | None:
+class Team:
+    """The processes of one contender on several GPUs, each a Worker, asked all at once. What they say is said as one:
+
+    the slowest one's seconds, the most memory and host syncs, and the mean loss.
+    """
+
+    def __init__(self, job: Job, world: int, module: str = TRAIN, kernels: str | None = None):
+        self.who, self._many = job.who, ThreadPoolExecutor(world)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+        common = {
+            "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }  # fmt: skip
+        ranks = [{name: str(value) for name, value in {**common, "RANK": i, "LOCAL_RANK": i}.items()} for i in range(world)]
+        beginning = [self._many.submit(Worker, job, module, kernels, variables) for variables in ranks]
+        wait(beginning)
+        self._workers = [one.result() for one in beginning if one.exception() is None]
+        if failed := [error for one in beginning if (error := one.exception()) is not None]:
+            self._end()
+            raise failed[0]
+        self.facts = joint([worker.facts for worker in self._workers])
+
+    def ask(self, **wish: Any) -> Any:
+        return joint(list(self._many.map(lambda worker: worker.ask(**wish), self._workers)))
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.__exit__()
+        self._many.shutdown()
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+
+def joint(said: list[Any]) -> Any:
+    """What all ranks say, as one."""
+    first = said[0]
+    if isinstance(first, dict):
+        mean = {"loss": sum(one["loss"] for one in said) / len(said)} if "loss" in first else {}
+        return {name: joint([one[name] for one in said]) for name in first} | mean
+    if isinstance(first, bool):
+        return all(said)
+    return max(said) if isinstance(first, int | float) else first
+
+
+def started(bench: Bench, name: str, worker: Callable[..., W], job: Job, **rest: Any) -> W | None:
     """The contender, or None, which is told, where its process ended at once."""
     try:
         return worker(job, **rest)
@@ -67,7 +127,7 @@ def started(bench: Bench, name: str, worker: Callable[..., Worker], job: Job, **
         return None
 
 
-def take_turns(workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
+def take_turns(workers: Mapping[str, Worker | Team], rounds: int) -> dict[str, list[float]]:
     """Seconds a step of each, round by round."""
     steps = {name: max(1, round(SAMPLE_S / worker.ask(steps=2))) for name, worker in workers.items()}
     order, found, shuffle = list(workers), {name: [] for name in workers}, random.Random(0).shuffle

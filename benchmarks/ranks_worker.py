@@ -1,0 +1,118 @@
+"""The contenders of training on several GPUs, one process of each: ours, and PyTorch's own DDP and FSDP2 as they are used.
+
+Each rank draws the same weights, and rows of its own. A process that is alone runs our plain step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gpubound.parallel import Ranks, join
+from gpubound.place import place
+from gpubound.train import AdamW, TrainStep
+
+from .serving import Contender, Job, Step, job_given, serve
+from .train_worker import BATCHES, CLIP, llama, token_batches, use_liger
+
+Contends = Callable[[Job, Ranks], Contender]
+
+
+def batches_of(job: Job, ranks: Ranks) -> list[dict[str, Tensor]]:
+    """Eight batches; each rank begins at another one."""
+    batches = token_batches(job)
+    first = ranks.rank * BATCHES // ranks.world
+    return batches[first:] + batches[:first]
+
+
+def ours(job: Job, ranks: Ranks) -> Contender:
+    """Replicas: our step on a placed model."""
+    model, batches = llama(job, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32), batches_of(job, ranks)
+    steps: list[TrainStep] = []
+
+    def start() -> Step:
+        place(model, ranks.device)
+        config = AdamW(lr=job.lr, decays=lambda name, parameter: True)  # as the peers' optimizers do
+        options = {"accumulate": job.accumulate, "clip": CLIP, "precision": "bf16", "recompute": job.recompute}
+        step = TrainStep(model, "causal_lm", config, ranks=ranks, **options)
+        steps.append(step)
+        window = [batches[i % BATCHES] for i in range(job.accumulate)]
+        return lambda: step(window).loss
+
+    return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured))
+
+
+def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> Contender:
+    """The usual loop around a wrapped model: batches resident, gradients sent with the last micro-batch, fused AdamW."""
+    model, batches = llama(job, dtype), batches_of(job, ranks)
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def start() -> Step:
+        wrapped = wrap(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=job.lr, fused=True)
+
+        def step() -> Tensor:
+            for i in range(job.accumulate):
+                last = i == job.accumulate - 1
+                if hasattr(wrapped, "require_backward_grad_sync"):
+                    wrapped.require_backward_grad_sync = last  # DDP's no_sync, without its two contexts
+                else:
+                    wrapped.set_requires_gradient_sync(last)
+                loss = wrapped(**batches[i % BATCHES]).loss
+                (loss / job.accumulate).backward()
+            nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return Contender(start, parameters)
+
+
+def ddp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> Contender:
+    """Weights, gradients and moments in bf16, as Hugging Face models come; fp32 on a CPU."""
+    if liger:
+        use_liger()
+
+    def wrap(model: nn.Module) -> nn.Module:
+        if compiled:
+            model.compile()
+        ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, static_graph=not compiled)
+
+    return usual(job, ranks, wrap, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32)
+
+
+def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> Contender:
+    """fp32 shards, bf16 products, fp32 sums of gradients: a block at a time, and compiled a block at a time."""
+    if liger:
+        use_liger()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        for block in model.model.layers:  # type: ignore[union-attr]
+            if compiled:
+                block.compile()
+            fully_shard(block, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+    return usual(job, ranks, wrap, torch.float32)
+
+
+CONTENDERS: dict[str, Contends] = {
+    "ours-ddp": ours,
+    "ddp": ddp,
+    "ddp-compile": partial(ddp, compiled=True),
+    "ddp-liger": partial(ddp, liger=True),
+    "fsdp-compile": partial(fsdp, compiled=True),
+    "fsdp-liger": partial(fsdp, liger=True),
+}
+
+
+if __name__ == "__main__":
+    with join(job_given().device) as ranks:
+        serve({name: partial(contends, ranks=ranks) for name, contends in CONTENDERS.items()})

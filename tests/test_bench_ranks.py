@@ -1,0 +1,43 @@
+"""The benchmark of several GPUs: what a team's ranks say is said as one, and its contenders take the same steps."""
+
+import os
+
+import pytest
+
+from benchmarks.bench_ranks import CASES, TINY
+from benchmarks.ranks_worker import CONTENDERS
+from benchmarks.serving import introduce
+from benchmarks.workers import joint
+from gpubound.parallel import join
+from tests.parallel.processes import on_ranks
+
+
+def test_what_ranks_say_is_said_as_one():
+    facts = [
+        {"loss": 1.0, "syncs": 0, "captured": True, "peak_gib": 3.5},
+        {"loss": 2.0, "syncs": 1, "captured": False, "peak_gib": 3},
+    ]
+    assert joint(facts) == {"loss": 1.5, "syncs": 1, "captured": False, "peak_gib": 3.5}
+    assert joint([0.25, 0.5]) == 0.5 and joint([[1.0], [2.0]]) == [1.0]
+
+
+def test_every_contender_of_a_case_is_there():
+    for case in (*CASES.values(), *TINY.values()):
+        assert {case.ours, *case.peers} <= CONTENDERS.keys()
+
+
+def steps(who: str):
+    os.environ.pop("TRITON_INTERPRET", None)  # as in a worker: the definitions run
+    job = TINY["tiny"].job(who, "cpu")
+    with join("cpu") as ranks:
+        step, facts = introduce(job, CONTENDERS[who](job, ranks))
+        return [facts["loss"], *(step().item() for _ in range(6))]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ours_and_torchs_own_begin_alike_and_learn():
+    """Ours says the mean over all ranks, DDP that of its own rows: so theirs is averaged here."""
+    ours, (a, b) = on_ranks(2, steps, "ours-ddp"), on_ranks(2, steps, "ddp")
+    assert ours[0] == ours[1] and ours[0][0] == pytest.approx((a[0] + b[0]) / 2, rel=1e-3)
+    for losses in (ours[0], a, b):
+        assert losses[-1] < losses[0]
