@@ -10,20 +10,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from ..decode.request import Choice
 from ..decode.result import Generated
-from ..device import label, resolve
+from ..device import label
 from . import arguments
-from .fill import build as build_sampler, check_kind, fills, settings_of as filling_of
-from .saved import HARMLESS, VERIFY, Saved, build, check_text, open_saved, settings_of, stdin_lines
+from .prompts import read_prompts
+from .saved import HARMLESS, VERIFY, Saved, check_text
 from .speed import Speed
+from .writer import Writer, opened
 
-NEW = 256  # tokens that a text goes on for, unless asked otherwise
 STEPS = 1024  # a launch, at most: each is room in a buffer, and a text is shown launch by launch
 
 
@@ -37,6 +36,7 @@ class Generate:
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
               gpubound generate path/to/checkpoint --chat
+              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
     """
 
     ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
@@ -47,7 +47,7 @@ class Generate:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text to continue. Repeat the option for several texts."""
     file: str | None = None
-    """A file of prompts, one a line; - is stdin."""
+    """A file of prompts, one a line; - is stdin. In a .jsonl each line is a text in quotes, or an object with a "prompt"."""
     whole: bool = False
     """Take the whole file as one prompt."""
     chat: bool = False
@@ -97,6 +97,11 @@ class Generate:
     speculate: int | None = None
     """Guess this many tokens from the text so far and check them in one step. The result is the same. Repetitive texts are
     written faster."""
+    gpus: int | None = None
+    """Deal the prompts to this many copies of the model, one on each GPU; with --device cpu, so many processes. What they write
+    comes as one line of JSON for each sequence, in the order of the prompts, the same as of one copy."""
+    output: str | None = None
+    """A file for these lines. One that holds some of the answers already is gone on with."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     dtype: str = "auto"
@@ -125,15 +130,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         check(options)
         prompts = [] if options.chat else read_prompts(options)
-        saved = open_saved(
-            options.ckpt,
-            resolve(options.device),
-            options.dtype,
-            options.tokenizer,
-            options.trust_remote_code,
-            options.adapter,
-        )
-        check_kind(options, saved)
+        if options.gpus is not None or options.output is not None:
+            from .answers import answer
+
+            return answer(options, prompts)
+        saved = opened(options, options.device)
         if options.chat:
             from .chat import converse
 
@@ -148,8 +149,8 @@ def main(argv: Sequence[str]) -> int:
 def check(options: Generate) -> None:
     """What can be refused before a checkpoint is read."""
     Choice(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
-    for name, least in (("max_new_tokens", 1), ("n", 1), ("batch", 1), ("max_length", 2), ("steps", 1), ("block", 1)):
-        value = getattr(options, name)
+    for name in ("max_new_tokens", "n", "batch", "max_length", "steps", "block", "gpus"):
+        value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}, wanted at least {least}.")
     if options.verify not in VERIFY:
@@ -165,74 +166,31 @@ def check(options: Generate) -> None:
         raise ValueError("system: it begins a conversation; give --chat with it.")
     if options.whole and options.file is None:
         raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
+    for name in ("chat", "echo", "json", "table") if options.gpus is not None or options.output is not None else ():
+        if getattr(options, name):
+            raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
     if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
 
 
-def read_prompts(options: Generate) -> list[str]:
-    """The prompts, none of them empty."""
-    if options.prompt:
-        prompts, where = list(options.prompt), "prompt"
-    elif options.file is not None:
-        where = "stdin" if options.file == "-" else options.file
-        text = "".join(stdin_lines()) if options.file == "-" else _text(options.file)
-        prompts = [text.removesuffix("\n")] if options.whole else [line for line in text.splitlines() if line.strip()]
-    elif not sys.stdin.isatty():
-        prompts, where = ["".join(stdin_lines()).removesuffix("\n")], "stdin"
-    else:
-        raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
-    if not prompts or not all(prompts):
-        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from.")
-    return prompts
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
-
-
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
-    ids = [saved.tokenizer.encode(prompt) for prompt in prompts]
-    together = max(1, options.batch // options.n)  # prompts
-    made, settings = (filler if fills(saved) else continuer)(options, saved, ids, together)
+    writer = Writer(options, saved, prompts)
     speed, found = Speed(saved.device), []
-    for start in range(0, len(ids), together):
-        batch = settings | {"seed": options.seed + start}  # the same prompt in another batch is drawn anew
-        run = made.start(ids[start : start + together], **batch)
-        numbers = range(start, min(start + together, len(ids)))
-        rows = [(number, prompts[number], copy) for number in numbers for copy in range(options.n)]
+    for first in range(0, len(prompts), writer.together):
+        run = writer.start(first)
         with speed.counting(), closing(run.play()) as pieces:
             if options.json:
                 deque(pieces, maxlen=0)
             else:
-                print_in_order(rows, len(ids) * options.n > 1, options, pieces, run.sequences)
+                print_in_order(writer.rows(first), len(prompts) * options.n > 1, options, pieces, run.sequences)
         speed.add(run.result())
-        found += [
-            vars(sequence) | {"prompt": prompt, "prompt_tokens": sequence.prompt}
-            for (_, prompt, _), sequence in zip(rows, run.sequences)
-        ]
+        found += writer.told(first, run.sequences)
     if options.json:
         about = {"model": str(saved.folder), "device": label(saved.device), "sequences": found}
         print(json.dumps(about | speed.as_dict(), indent=1))
     print(speed.line(), file=sys.stderr, flush=True)
     return 0
-
-
-def filler(options: Generate, saved: Saved, ids: list[list[int]], together: int) -> tuple[Any, dict[str, Any]]:
-    """What writes, and what its start() takes: of a masked diffusion model."""
-    return build_sampler(options, saved, ids[:together]), filling_of(options)
-
-
-def continuer(options: Generate, saved: Saved, ids: list[list[int]], together: int) -> tuple[Any, dict[str, Any]]:
-    """The same of a causal model."""
-    settings = settings_of(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW}
-    # a multiple of 64, so that runs like each other have caches alike
-    needed = min(-(-(max(map(len, ids)) + settings["max_new_tokens"]) // 64) * 64, saved.positions)
-    length = needed if options.max_length is None else options.max_length
-    return build(options, saved, ids[:together], length), settings
 
 
 def print_in_order(

@@ -76,12 +76,12 @@ def open_saved(
     which becomes part of the weights."""
     begun, kind = time.perf_counter(), dtype_asked(dtype)
     own = Tokenizer.load(tokenizer) if tokenizer else None
-    source = _source(path, trust_remote_code)
+    source = source_of(path, trust_remote_code)
     if isinstance(source, Path) and is_adapter(source):
         if adapter is not None:
             raise ValueError(f"adapter: got {adapter}, and {source} is an adapter itself; give the base in its place.")
         adapter = source
-        source = _source(_base_of(source), trust_remote_code)
+        source = source_of(_base_of(source), trust_remote_code)
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
         model, folder = _from_checkpoint(source, own, device, kind), source.path
@@ -98,7 +98,8 @@ def open_saved(
     return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), device, begun)
 
 
-def _source(path: str | Path, trust_remote_code: bool) -> Path | Checkpoint:
+def source_of(path: str | Path, trust_remote_code: bool = False) -> Path | Checkpoint:
+    """Where the weights of `path` are: a folder, perhaps one that is downloaded first, or a run's checkpoint."""
     known = not Path(path).exists() and is_hub_name(path)
     return find(_download(str(path), trust_remote_code) if known else Path(path))
 

@@ -1,0 +1,123 @@
+"""`gpubound generate --gpus N`: prompts dealt to copies of the model, answers in the order of the prompts.
+
+Batches are cut as one copy would cut them, and the draw in a batch depends on the number of its first prompt. So what is
+written does not depend on the number of copies, nor on where a run was broken off.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..device import look
+from ..errors import GpuboundError
+from ..parallel.copies import Copies
+from ..trace import notice
+from .lines import Lines
+from .saved import source_of
+from .writer import Writer, opened, together
+
+if TYPE_CHECKING:
+    from .generate import Generate
+
+SAME = ("prompt", "file", "whole", "gpus", "output", "device", "ckpt", "verify", "k")  # what changes no answer
+EVERY = 10.0  # seconds between lines of progress
+
+
+def answer(options: "Generate", prompts: list[str]) -> int:
+    """The command: every prompt that has no answer yet gets one."""
+    devices, size = devices_of(options), together(options)
+    lines = Lines(options.output, prompts, options.n, mark_of(options))
+    try:
+        firsts = [
+            first
+            for first in range(0, len(prompts), size)
+            if not all(lines.answered(number) for number in range(first, min(first + size, len(prompts))))
+        ]
+        if firsts and len(firsts) < len(devices):
+            notice(
+                f"generate: {len(firsts)} batches of {size} prompts for {len(devices)} copies: the rest of them has nothing to "
+                f"do; a smaller --batch makes more batches."
+            )
+        named = _named(size, prompts)
+        left = _play(Copies(firsts, len(devices), begin, options, prompts, devices, name=named), options, lines)
+    finally:
+        lines.close()
+    if left:
+        numbers = ", ".join(named(first) for first in left[:5]) + (", ..." if len(left) > 5 else "")
+        raise GpuboundError(
+            f"{numbers} {'is' if numbers.startswith('prompt ') else 'are'} not answered: see above. The others are; with "
+            f"--output FILE, the same command goes on with what is missing."
+        )
+    return 0
+
+
+def _play(work: Copies, options: "Generate", lines: Lines) -> list[int]:
+    """Take what the copies write, until nobody has anything left to do; the batches that nobody has done."""
+    begun = told = time.perf_counter()
+    prompts = tokens = 0
+    for first, sequences in work:
+        for at in range(0, len(sequences), options.n):
+            lines.put(first + at // options.n, sequences[at : at + options.n])
+        prompts, tokens = prompts + len(sequences) // options.n, tokens + sum(len(one["tokens"]) for one in sequences)
+        if (now := time.perf_counter()) - told > EVERY:
+            told = now
+            print(f"{prompts:,} prompts answered, {tokens / (now - begun):,.1f} tokens/s", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - begun
+    print(
+        f"{prompts:,} of {len(lines.prompts):,} prompts answered now, {tokens:,} tokens, "
+        f"{tokens / seconds:,.1f} tokens/s with loading",
+        file=sys.stderr,
+        flush=True,
+    )
+    return work.left
+
+
+def begin(number: int, options: "Generate", prompts: list[str], devices: list[str]) -> Callable[[int], list[dict[str, Any]]]:
+    """Copy `number`, ready to answer a batch."""
+    if devices[number] == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
+    saved = opened(options, devices[number])
+    writer = Writer(options, saved, prompts)
+
+    def work(first: int) -> list[dict[str, Any]]:
+        run = writer.start(first)
+        deque(run.play(), maxlen=0)
+        return writer.told(first, run.sequences)
+
+    return work
+
+
+def devices_of(options: "Generate") -> list[str]:
+    """What each copy runs on."""
+    gpus, sight = options.gpus or 1, look()
+    if options.device.startswith("cuda:") and gpus > 1:
+        raise ValueError(f"gpus: got {gpus} and --device {options.device}, a single one; leave --device out.")
+    if options.device == "cpu" or options.device.startswith("cuda:") or not sight.count:
+        return [options.device] * gpus
+    if gpus > sight.count:
+        raise ValueError(f"gpus: got {gpus}, wanted at most the {sight.count} GPUs that are visible.")
+    return [f"cuda:{number}" for number in range(gpus)]
+
+
+def mark_of(options: "Generate") -> str:
+    """What tells this model and these settings from others, in a few letters."""
+    source = source_of(options.ckpt, options.trust_remote_code)
+    about = {name: value for name, value in asdict(options).items() if name not in SAME}
+    return sha256(json.dumps([str(getattr(source, "path", source)), about], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _named(size: int, prompts: list[str]) -> Callable[[int], str]:
+    """A batch in words, by the number of its first prompt."""
+
+    def name(first: int) -> str:
+        last = min(first + size, len(prompts))
+        return f"prompt {last}" if last == first + 1 else f"prompts {first + 1} to {last}"
+
+    return name

@@ -1,0 +1,82 @@
+"""What `gpubound generate --gpus N` writes: a line of JSON for each sequence, in the order of the prompts.
+
+A run that was broken off leaves the lines of the first prompts, and perhaps half a line, which is taken off. One that had to
+leave prompts out leaves the lines of the others. Either file is gone on with.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..words import shown
+
+
+class Lines:
+    """The lines of one run, in `path` or on stdout. Those that come before their turn wait for it.
+
+    n     sequences of a prompt, a line each
+    mark  what tells this model and these settings from others; every line has it
+    """
+
+    def __init__(self, path: str | None, prompts: list[str], n: int, mark: str):
+        self.prompts, self.n, self.mark = prompts, n, mark
+        self.written = 0  # prompts whose lines are written, from the first on
+        self._waiting: dict[int, list[str]] = {}
+        self._out: TextIO = sys.stdout
+        if path is not None:
+            size = self._go_on(path) if Path(path).exists() else 0
+            self._out = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - until close
+            self._out.truncate(size)
+
+    def answered(self, number: int) -> bool:
+        return number < self.written or number in self._waiting
+
+    def put(self, number: int, sequences: list[dict[str, Any]]) -> None:
+        """The sequences of one prompt, written once it is their turn."""
+        if not self.answered(number):
+            self._waiting[number] = [json.dumps({"number": number + 1, **one, "run": self.mark}) for one in sequences]
+        while self.written in self._waiting:
+            self._write(self.written)
+            self.written += 1
+
+    def close(self) -> None:
+        """What still waits is written behind a gap: a prompt before it has no answer."""
+        for number in sorted(self._waiting):
+            self._write(number)
+        if self._out is not sys.stdout:
+            self._out.close()
+
+    def _write(self, number: int) -> None:
+        print("\n".join(self._waiting.pop(number)), file=self._out, flush=True)
+
+    def _go_on(self, path: str) -> int:
+        """Take what the file holds for written, up to the first gap, and give its bytes; what is behind it waits again."""
+        found: dict[int, list[str]] = {}
+        for at, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1]):
+            found.setdefault(self._number(path, at + 1, line), []).append(line.decode())
+        whole = {number: lines for number, lines in found.items() if len(lines) == self.n}
+        while self.written in whole:
+            self.written += 1
+        kept = [line for number in range(self.written) for line in whole.pop(number)]
+        self._waiting = whole
+        return sum(len(line.encode()) + 1 for line in kept)
+
+    def _number(self, path: str, at: int, line: bytes) -> int:
+        """Which prompt a line of the file answers."""
+        try:
+            one = json.loads(line)
+            number, prompt, mark = one["number"] - 1, one["prompt"], one["run"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"output: line {at} of {path} is no answer of gpubound generate; name another file.") from error
+        if not 0 <= number < len(self.prompts) or prompt != self.prompts[number]:
+            raise ValueError(
+                f"output: line {at} of {path} answers {shown(prompt)}, which is not prompt {number + 1} here; "
+                f"give the prompts that it was begun with, or name another file."
+            )
+        if mark != self.mark:
+            raise ValueError(
+                f"output: line {at} of {path} was written by another model or with other settings; "
+                f"give those that it was begun with, or name another file."
+            )
+        return number

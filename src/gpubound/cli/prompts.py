@@ -1,0 +1,54 @@
+"""Where the prompts of `gpubound generate` come from: the command line, a file or stdin."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..words import shown
+from .saved import check_text, stdin_lines
+
+if TYPE_CHECKING:
+    from .generate import Generate
+
+
+def read_prompts(options: "Generate") -> list[str]:
+    """The prompts, none of them empty."""
+    if options.prompt:
+        prompts, where = list(options.prompt), "prompt"
+    elif options.file is not None:
+        where = "stdin" if options.file == "-" else options.file
+        text = "".join(stdin_lines()) if options.file == "-" else _text(options.file)
+        if options.whole:
+            prompts = [text.removesuffix("\n")]
+        elif options.file.endswith(".jsonl"):
+            prompts = [_prompt_of(line) for line in text.split("\n") if line.strip()]
+        else:
+            prompts = [line for line in text.splitlines() if line.strip()]
+    elif not sys.stdin.isatty():
+        prompts, where = ["".join(stdin_lines()).removesuffix("\n")], "stdin"
+    else:
+        raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
+    if not prompts or not all(prompts):
+        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from.")
+    return prompts
+
+
+def _prompt_of(line: str) -> str:
+    """The prompt in a line of JSON."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"file: {shown(line)} is no JSON ({error}); a .jsonl has a line of JSON for each prompt.") from error
+    prompt = found.get("prompt") if isinstance(found, dict) else found
+    if not isinstance(prompt, str):
+        raise ValueError(f'file: {shown(line)} has no prompt; write {{"prompt": "..."}}, or a text in quotes.')
+    check_text("file", prompt)
+    return prompt
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error

@@ -1,0 +1,104 @@
+"""`gpubound generate --gpus N`: several copies give the answers of one, in the order of the prompts, and go on after an end."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from gpubound import device as facts
+from gpubound.cli import answers, main
+from gpubound.parallel.copies import Copies
+
+from . import by_heart
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
+PROMPTS = ["the cat", "one two", "the cat sat on", "one two three four", "<|user|>hello"]
+
+
+def lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+begin = answers.begin
+
+
+def begin_on_reference(*given):
+    """In a copy's own process, where nothing that this one has patched is patched."""
+    facts.interpreted = lambda: False
+    return begin(*given)
+
+
+def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "begin", begin_on_reference)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    given = (ckpt, "--file", tmp_path / "prompts.jsonl", "--batch", "2", "--max-new-tokens", "12")
+    wanted = json.loads(run(*given, "--json")[1])["sequences"]  # in this process, by no copy
+    code, out, err = run(*given, "--gpus", "2")
+    got = lines(out)
+    assert code == 0, err
+    assert [one.pop("number") for one in got] == [1, 2, 3, 4, 5] and len({one.pop("run") for one in got}) == 1
+    assert got == wanted and "5 of 5 prompts answered now" in err
+
+    file = tmp_path / "answers.jsonl"  # broken off in the third line, the fifth one there
+    whole = out.splitlines(keepends=True)
+    file.write_text("".join(whole[:2]) + whole[4] + whole[2][:30])
+    code, out, err = run(*given, "--output", file)
+    assert (code, out, file.read_text()) == (0, "", "".join(whole)) and "1 of 5" not in err and "2 of 5 prompts" in err
+
+    code, _, err = run(*given, "--output", file, "--stop", "mat")
+    assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--json",), "json: --gpus and --output write a line of JSON for each sequence; leave --json out."),
+        (("--device", "cuda:1"), "gpus: got 2 and --device cuda:1, a single one; leave --device out."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ckpt, capsys, options, sentence):
+    assert main(["generate", str(ckpt), "--prompt", "a", "--gpus", "2", *options]) == 2
+    assert capsys.readouterr().err == f"gpubound generate: {sentence}\n"
+
+
+def test_a_line_without_a_prompt_is_refused(ckpt, run, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('"fine"\n{"text": "no"}\n')
+    code, _, err = run(ckpt, "--file", tmp_path / "prompts.jsonl")
+    assert code == 2 and """file: '{"text": "no"}' has no prompt; write {"prompt": "..."}, or a text in quotes.""" in err
+
+
+# --- copies that end ---
+
+
+def squares(number, folder, deadly):
+    """Gives squares. Piece 3 ends the process that first has it in hand, and each if it is deadly; 5 is an error."""
+
+    def work(piece):
+        first = folder / "first"
+        if piece == 3 and (deadly or not first.exists()):
+            first.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if piece == 5:
+            raise ValueError("five is too many")
+        return piece * piece
+
+    return work
+
+
+def test_what_a_killed_copy_had_in_hand_goes_to_another(tmp_path, capsys):
+    work = Copies(range(5), 2, squares, tmp_path, False, name="piece {}".format)
+    assert sorted(work) == [(n, n * n) for n in range(5)] and work.left == []
+    assert "was ended by SIGKILL over piece 3, which goes to another. Copies left: 1." in capsys.readouterr().err
+
+
+def test_what_ends_two_copies_is_left_out_and_named(tmp_path, capsys):
+    work = Copies(range(5), 3, squares, tmp_path, True)
+    assert sorted(work) == [(n, n * n) for n in (0, 1, 2, 4)] and work.left == [3]
+    assert "over 3, as one before it; that is left out. Copies left: 1." in capsys.readouterr().err
+
+
+def test_an_error_of_a_copy_is_ours(tmp_path):
+    with pytest.raises(ValueError, match="five is too many"):
+        list(Copies([5], 2, squares, tmp_path, False))
