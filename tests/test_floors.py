@@ -24,7 +24,7 @@ FLOORS = [
     ["place"],
     ["parallel"],
     ["train", "decode"],
-    ["doctor", "monitor"],
+    ["doctor", "monitor", "plan"],
     ["cli"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

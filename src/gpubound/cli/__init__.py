@@ -32,6 +32,7 @@ COMMANDS = {
     "env": "gpubound env --json",
     "place": "gpubound place path/to/checkpoint",
     "train": "gpubound train config.yaml",
+    "plan": "gpubound plan config.yaml --gpus 8",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "doctor": "gpubound doctor train.py --epochs 3",
     "bench": "gpubound bench kernels",

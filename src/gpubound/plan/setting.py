@@ -1,0 +1,162 @@
+"""One way to run a training step: which model, in which numbers, cut into which micro-batches, shared by how many GPUs."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..models.llama.decoder import Decoder, DecoderConfig
+from ..models.registry import family_of, is_named
+from ..train.flat_buffers import ADAMW, MUON, FlatLayout, Group
+from ..train.optimizer import AdamW, Muon
+from ..train.precision import Precision, precision as precision_named
+from ..train.recipe import Recipe, check_model
+from ..train.recompute import parse as parse_recompute
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a plan must know of a model: its config, and how many parameters lie where."""
+
+    config: DecoderConfig
+    in_block: int
+    """Parameters of one block."""
+    outside: int
+    """Those of the embedding, the head and the last norm."""
+    by_muon: int
+    """Those that Muon updates, where it is the optimizer."""
+
+    @property
+    def parameters(self) -> int:
+        return self.config.layers * self.in_block + self.outside
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step as it would run. `rows` is a micro-batch, `accumulate` how many of them one rank runs in a step."""
+
+    outline: Outline
+    optimizer: AdamW | Muon
+    precision: str
+    seq: int
+    rows: int
+    accumulate: int
+    recompute: str = "cheap"
+    captured: bool = True
+    average: bool = False
+    """Whether a moving average of the weights is kept."""
+    world: int = 1
+    sharded: bool = False
+    """fsdp: every rank holds its part of the weights. Without it, ddp: every rank holds all."""
+    deferred: bool = False
+    """Of fsdp: gradients are kept whole, and summed over the ranks once a step instead of once a micro-batch."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.outline.config
+
+    @cached_property
+    def numbers(self) -> Precision:
+        return precision_named(self.precision)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.rows * self.seq
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens * self.accumulate * self.world
+
+    @property
+    def recomputed(self) -> int:
+        """How many blocks keep their input alone."""
+        way, count = parse_recompute(self.recompute)
+        return {"blocks": self.config.layers, "count": count}.get(way, 0)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts weights and what belongs to them are cut."""
+        return self.world if self.sharded else 1
+
+    @property
+    def layout(self) -> FlatLayout:
+        """The flat buffers of one rank, but for the few bytes between two parameters."""
+        of_muon = -(-self.outline.by_muon // self.parts)
+        of_adamw = -(-(self.outline.parameters - self.outline.by_muon) // self.parts)
+        dtype = self.numbers.dtype
+        groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
+        groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
+        return FlatLayout((), tuple(groups), META)
+
+
+def setting_of(recipe: Recipe, world: int = 1) -> Setting:
+    """The recipe as it stands, on `world` replicas. Nothing but a model folder's config.json is read."""
+    refuse_unknown(recipe)
+    outline = outline_of(recipe)
+    rows = recipe.micro_batch * recipe.accumulate
+    if rows % world:
+        even = world // math.gcd(world, recipe.micro_batch)
+        raise ValueError(
+            f"plan: a step has {rows:,} rows (micro_batch {recipe.micro_batch} x accumulate {recipe.accumulate}), wanted a "
+            f"multiple of the {world:,} GPUs that share them; give --accumulate {-(-recipe.accumulate // even) * even}."
+        )
+    share = rows // world
+    micro = max(n for n in range(1, min(recipe.micro_batch, share) + 1) if share % n == 0)
+    way, count = parse_recompute(recipe.recompute)
+    if count > outline.config.layers and way == "count":
+        raise ValueError(f"recompute: got {count} blocks, the model has {outline.config.layers}; give at most so many.")
+    return Setting(
+        outline,
+        recipe.numbers,
+        recipe.precision if recipe.precision != "auto" else "bf16",
+        recipe.seq,
+        micro,
+        share // micro,
+        "cheap" if way == "budget" else recipe.recompute,
+        recipe.graph != "off",
+        bool(recipe.ema),
+        world,
+    )
+
+
+def refuse_unknown(recipe: Recipe) -> None:
+    """What no prediction here knows."""
+    if recipe.lora:
+        raise ValueError("plan: lora: got adapters, wanted a run that trains all weights; leave lora out of the config.")
+    if recipe.objective != "next_token":
+        raise ValueError(f"plan: objective: got {recipe.objective}, wanted next_token, whose kept bytes are counted.")
+    if recipe.phases:
+        names = ", ".join(name for name, _ in recipe.stages())
+        raise ValueError(f"plan: phases: got {names}, wanted a recipe of one; plan each phase by its own options.")
+
+
+def outline_of(recipe: Recipe) -> Outline:
+    """The model on the meta device: no memory, no weights."""
+    check_model(recipe.model)
+    family = family_of(recipe.model)
+    if is_named(recipe.model):
+        model = family.make(recipe.model, recipe.vocabulary, recipe.seq, META)
+    else:
+        model = family.outline(recipe.model)
+    if type(model) is not Decoder:
+        raise ValueError(
+            f"plan: model: got {recipe.model}, a {type(model).__name__}, wanted one that our Llama-shaped Decoder computes; "
+            f"what backward keeps of other models is not counted."
+        )
+    return outlined(model, recipe.numbers)
+
+
+def outlined(model: Decoder, optimizer: AdamW | Muon | None = None) -> Outline:
+    """Of a model on any device."""
+    total = sum(p.numel() for p in model.parameters())  # a tied table is one parameter
+    in_block = sum(p.numel() for p in model.model.layers[0].parameters())
+    by_muon = 0
+    if isinstance(optimizer, Muon):
+        takes = optimizer.chooser(model)
+        by_muon = sum(p.numel() for name, p in model.named_parameters() if takes(name, p))
+    return Outline(model.config, in_block, total - model.config.layers * in_block, by_muon)

@@ -1,0 +1,65 @@
+"""What a plan says that backward finds kept is what autograd's own hooks count on a model that runs: to the byte."""
+
+import pytest
+import torch
+
+from gpubound.layers.recompute import LEAST_BYTES, recompute_from
+from gpubound.models.llama.decoder import Decoder, DecoderConfig
+from gpubound.plan.kept import model_keeps
+from gpubound.plan.setting import Outline, Setting
+from gpubound.train import AdamW, TrainStep
+from gpubound.train.objectives.causal_lm import NextToken
+
+ROWS, SEQ = 2, 16
+PLAIN = DecoderConfig(64, 96, 2, 4, 2, 256, tied=True)
+NORMED = DecoderConfig(64, 80, 2, 4, 4, 192, head_width=32, qk_norm=True)
+
+
+def counted(config: DecoderConfig, precision: str, recompute: str, least: float) -> int:
+    """Bytes of all storages that autograd saves in one forward, but for the parameters and the batch."""
+    torch.manual_seed(0)
+    model = Decoder(config).train()
+    step = TrainStep(model, "next_token", precision=precision, recompute=recompute, graph="off")
+    if recompute == "cheap":
+        recompute_from(model, least)
+    batch = {name: torch.randint(config.vocabulary, (ROWS, SEQ)) for name in ("input_ids", "labels")}
+    objective, scale = NextToken(), torch.ones(())
+    objective.prepare(model, batch)
+    if precision == "fp8":
+        step._fp8.states[..., 0] = 0.01  # any scale will do
+    angles = model.model.rope.first(SEQ, torch.device("cpu"))  # the model's own table
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *batch.values(), *angles, scale)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (where := tensor.untyped_storage().data_ptr()) not in known:
+            saved[where] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        total, _ = objective(model, batch, scale=scale)
+    size = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    del total
+    step.close()
+    return size
+
+
+def setting(config: DecoderConfig, precision: str, recompute: str) -> Setting:
+    return Setting(Outline(config, 0, 0, 0), AdamW(), precision, SEQ, ROWS, 1, recompute)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "recompute", "least"),
+    [
+        (PLAIN, "bf16", "cheap", LEAST_BYTES),  # results so small are kept
+        (PLAIN, "bf16", "cheap", 0),
+        (PLAIN, "bf16", "none", LEAST_BYTES),
+        (PLAIN, "fp32", "1", LEAST_BYTES),
+        (PLAIN, "fp32", "blocks", LEAST_BYTES),
+        (PLAIN, "fp8", "cheap", LEAST_BYTES),
+        (NORMED, "fp32", "cheap", 0),
+    ],
+)
+def test_predicted_bytes_are_those_that_autograd_keeps(config, precision, recompute, least):
+    predicted = model_keeps(setting(config, precision, recompute), least)
+    assert sum(predicted.values()) == counted(config, precision, recompute, least), predicted

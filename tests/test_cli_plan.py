@@ -1,0 +1,91 @@
+"""gpubound plan: what it prints, what it refuses, and that what it proposes can be pasted."""
+
+import json
+
+import pytest
+
+from gpubound.cli import arguments, main
+from gpubound.cli.train import Train
+
+SMALL = ["--model", "135m", "--seq", "1024", "--micro-batch", "2", "--accumulate", "8"]
+CONFIG = "model: 1b\nvocabulary: 128256\nseq: 2048\nmicro_batch: 8\naccumulate: 32\n"
+
+
+def planned(capsys, *argv: str) -> dict:
+    assert main(["plan", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_in_json_is_the_golden_one(capsys):
+    found = planned(capsys, *SMALL, "--vocabulary", "49152", "--gpus", "2", "--memory", "24")
+    best = found["best"]
+    assert best["options"][:-4] == ["--micro-batch", "8", "--accumulate", "2", "--recompute", "none"]
+    assert found == found | {
+        "model": "135m", "gpus": 2, "gpu": "h200", "memory_bytes": 24 << 30, "parameters": 134515008, "precision": "bf16",
+        "tokens_per_step": 16384,
+    }  # fmt: skip
+    assert best["memory"] == best["memory"] | {
+        "weights": 269030016, "masters": 538060032, "gradient": 538060032, "moments": 1076120064,
+    }  # fmt: skip
+    assert best["sent_bytes_per_gpu"] == 538060032
+    assert (best["parallel"], best["fits"], best["bottleneck"]) == ("ddp", True, "arithmetic")
+    assert sum(best["memory"].values()) == best["bytes_per_gpu"]
+    assert sum(best["seconds"].values()) == pytest.approx(best["step_s"])
+    assert best["tokens_per_s"] == pytest.approx(16384 / best["step_s"])
+
+
+def test_a_config_is_planned_and_its_options_can_be_overridden(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    assert main(["plan", str(config), "--gpus", "1024", "--accumulate", "512"]) == 0
+    said = capsys.readouterr().out
+    assert "1,024 x H200" in said and "assumed: 128 nodes of 8 GPUs (--node), 45 GB/s a GPU between them (--network)" in said
+    assert f"best: gpubound train {config} --micro-batch" in said
+    assert main(["plan", str(config), "--gpu", "h100"]) == 0
+    assert "1 x H100 SXM, 79 GiB" in capsys.readouterr().out
+
+
+def test_what_is_proposed_can_be_pasted(capsys):
+    best = planned(capsys, *SMALL)["best"]
+    options = arguments(Train, [*SMALL, *best["options"]], "train", Train())
+    recipe = options.recipe()
+    assert recipe.tokens_per_step == 16384 and recipe.micro_batch == best["micro_batch"]
+
+
+def test_nothing_that_fits_is_exit_code_1(capsys):
+    assert main(["plan", "--model", "8b", "--seq", "4096", "--gpu", "h100"]) == 1
+    assert "nothing fits: at least" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--gpu", "a100"],
+            "gpu: got 'a100', wanted one whose rates were measured: h200, h100, or here, which measures this machine's; give "
+            "one of them, and --memory where yours holds more or less.",
+        ),
+        (
+            ["--gpus", "3"],
+            "plan: a step has 8 rows (micro_batch 8 x accumulate 1), wanted a multiple of the 3 GPUs that share them; give "
+            "--accumulate 3.",
+        ),
+        (["--gpus", "0"], "plan: gpus must be above 0, got 0."),
+        (["--recompute", "11"], "recompute: got 11 blocks, the model has 10; give at most so many."),
+        (
+            ["--model", "diffusion-tiny"],
+            "plan: model: got diffusion-tiny, a RichardsDecoder, wanted one that our Llama-shaped Decoder computes; what "
+            "backward keeps of other models is not counted.",
+        ),
+        (["--check", "--results", "nowhere"], "check: nowhere/nvidia-h200.jsonl is missing; give the folder of the committed "
+         "results with --results, as it lies in the repository: benchmarks/results."),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(argv, sentence, capsys):
+    assert main(["plan", *argv]) == 2
+    assert capsys.readouterr().err == f"gpubound plan: {sentence}\n"
+
+
+def test_a_rate_that_nobody_measured_is_exit_code_3(capsys):
+    assert main(["plan", "--precision", "fp32"]) == 3
+    assert "no rate of fp32 products is known of H200" in capsys.readouterr().err
