@@ -6,6 +6,7 @@ them meets a doctor. It is stopped by an exception that no `except Exception` ca
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from pkgutil import get_importer
+from types import ModuleType, TracebackType
 
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 
@@ -46,8 +48,10 @@ class Script:
             with self._stage():
                 if self.module:
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(os.path.abspath(self.target), run_name="__main__")
+                elif get_importer(self.target) is None:
+                    _run_file(os.path.abspath(self.target))
+                else:  # a folder or an archive, with a __main__ in it
+                    runpy.run_path(self.target, run_name="__main__")
         except Enough:
             return False
         except SystemExit as stop:
@@ -77,6 +81,19 @@ class Script:
             yield
         finally:
             sys.argv, sys.path[:] = argv, path
+
+
+def _run_file(file: str) -> None:
+    """As Python runs a script: its file's name is absolute, sys.argv[0] is what was typed. runpy makes them the same."""
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec")
+    sys.modules["__main__"] = main
+    try:
+        exec(code, main.__dict__)
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _its_own(step: TracebackType | None) -> TracebackType | None:

@@ -111,7 +111,7 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
         return path_stats(loader, path)
 
     def opened(open_code: Callable[[str], IO[bytes]]) -> Callable[[str], IO[bytes]]:
-        """runpy reads a script by this, and modules by a loader."""
+        """A script is read by this, modules by a loader."""
         return lambda path: io.BytesIO(files[real]) if (real := os.path.realpath(path)) in files else open_code(path)
 
     SourceFileLoader.get_data, SourceFileLoader.path_stats = data_of, stats_of  # type: ignore[method-assign, assignment]
