@@ -82,6 +82,52 @@ def test_resumes_in_the_middle_of_an_epoch(corpus, mode, at):
     assert all(same(a, b) for a, b in zip(take(second, 110 - at), expected[at:], strict=True))
 
 
+def drawn(feed, rounds, fetch):
+    batches = [feed.fetch() if fetch else feed.take() for _ in range(rounds)]
+    if fetch:
+        feed.fetched(rounds)
+    return batches
+
+
+@pytest.mark.parametrize("pack", ["stream", "documents"])
+@pytest.mark.parametrize("mode, fetch", [("resident", False), ("resident", True), ("ring", False)])
+def test_ranks_share_one_sequence_and_any_number_of_them_goes_on_with_it(corpus, pack, mode, fetch):
+    """Beside the sequence of one rank, over three epochs, whose length is no multiple of the ranks'."""
+
+    def make(rank=0, world=1):
+        return corpus.batches(9, 1, "cpu", seed=3, mode=mode, pack=pack, rank=rank, world=world)
+
+    length = len(make())
+    worlds = [world for world in (2, 3, 4, 5, 7) if length % world]
+    expected, found, saved = take(make(), 4 * length), [], None
+    while len(found) < 3 * length:
+        world = [1, *worlds][len(found) % (1 + len(worlds))]
+        feeds = [make(rank, world) for rank in range(world)]
+        for of_rank in feeds if saved else ():
+            of_rank.load_state_dict(saved)
+        turns = zip(*(drawn(feed, 1 + length // 4, fetch) for feed in feeds), strict=True)
+        found += [batch for turn in turns for batch in turn]
+        states = [json.loads(json.dumps(feed.state_dict())) for feed in feeds]
+        saved = states[0]
+        assert states == [saved] * world and saved["epoch"] * length + saved["batch"] == len(found)
+    assert all(same(a, b) for a, b in zip(found, expected))
+
+
+def test_a_loop_over_an_epoch_is_as_long_on_every_rank(corpus):
+    """Or one of them would wait for the others for ever. The last round may reach into the next epoch: its loop is shorter."""
+    length, rounds = len(corpus.batches(16, 2, "cpu")), []
+    for rank in range(2):
+        feed = corpus.batches(16, 2, "cpu", rank=rank, world=2)
+        rounds.append([sum(1 for _ in feed) for _ in range(2)])
+    assert rounds == [[length - length // 2, length // 2]] * 2
+
+
+def test_a_position_of_ranks_that_shared_rows_in_another_way_is_refused(corpus):
+    feed = corpus.batches(16, 2, "cpu")
+    with pytest.raises(ValueError, match=r"^feed: state: it is of 2 ranks that an earlier version dealt other batches to; "):
+        feed.load_state_dict(feed.state_dict() | {"world": 2})
+
+
 def test_fetch_draws_the_same_batches_by_the_devices_count(corpus):
     drawn, fetched = corpus.batches(16, 2, "cpu"), corpus.batches(16, 2, "cpu")
     for i in range(2 * len(drawn) + 3):
@@ -219,10 +265,10 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
         ),
         (
             500,
-            2,
-            {"world": 2},
-            "batches: the corpus makes 2 rows of 500 tokens, wanted at least micro_batch x world = 4; take shorter rows, "
-            "smaller batches or more text.",
+            4,
+            {},
+            "batches: the corpus makes 2 rows of 500 tokens, wanted at least micro_batch = 4; take shorter rows, smaller "
+            "batches or more text.",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def cutter(tokens, plan, order, fields=None, mask=None, dtype=np.uint16):
 
 
 def epoch_of(cut, epoch=0):
-    return [cut.cut(cut.rows(torch.tensor(epoch * cut.steps + step))) for step in range(cut.steps)]
+    return [cut.cut(cut.rows(torch.tensor(epoch * cut.batches + nth))) for nth in range(cut.batches)]
 
 
 @pytest.mark.parametrize("dtype, top", [(np.uint16, 65_536), (np.uint32, 1_000_000)])
@@ -48,7 +48,7 @@ def test_a_stream_is_cut_end_to_end(dtype, top, masked):
     tokens, _ = stored([203], top)
     mask = np.random.default_rng(0).integers(0, 2, 203).astype(np.uint8) if masked else None
     cut = cutter(tokens, plan_stream(203, 10), Order(3, seed=1, shuffle=True), ("input_ids", "labels", "valid"), mask, dtype)
-    assert cut.plan.rows == 20 and cut.steps == 6
+    assert cut.plan.rows == 20 and cut.batches == 6
     seen = set()
     for batch in epoch_of(cut):
         valid = 0
@@ -125,19 +125,6 @@ def test_packing_wastes_little():
 def test_a_corpus_of_nothing_to_learn_has_no_rows():
     assert plan_documents(np.array([0, 1, 2, 3]), 8, 8).rows == 0 and plan_stream(8, 8).rows == 0
     assert plan_stream(9, 8).rows == 1
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_ranks_share_an_epoch_without_overlap(shuffle):
-    tokens, _ = stored([101], 5000)
-    plan = plan_stream(101, 4)
-
-    def starts(order):
-        return [[ids[0].item() for ids in batch["input_ids"]] for batch in epoch_of(cutter(tokens, plan, order))]
-
-    alone = starts(Order(6, seed=3, shuffle=shuffle))
-    ranks = [starts(Order(2, seed=3, shuffle=shuffle, rank=rank, world=3)) for rank in range(3)]
-    assert [[*a, *b, *c] for a, b, c in zip(*ranks, strict=True)] == alone
 
 
 def test_an_epoch_without_shuffling_is_in_order_and_shuffled_ones_differ():

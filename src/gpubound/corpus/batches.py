@@ -5,7 +5,7 @@ from it. `fetch()` may therefore stand inside a captured CUDA graph, and each re
 code cuts the same batches on the host, and the ring brings them.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,9 @@ def batches(
               where every token has a place
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     pad_id    fills the places of a row that no document fits
-    rank, world     the ranks of a group share each epoch; all must be given the same seed
+    rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world and
+              so on of it. All must be given the same seed. A saved position counts all ranks' batches: any number of ranks
+              goes on from it
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
     _check_options(seq, micro_batch, pack, fields, rank, world, mode)
@@ -71,15 +73,15 @@ def batches(
     if pack == "documents":
         plan = plan_documents(corpus.offsets(), seq, max_documents or seq)
     order = Order(micro_batch, seed, shuffle, rank, world)
-    if order.steps(plan.rows) == 0:
+    if order.batches(plan.rows) == 0:
         raise ValueError(
-            f"batches: the corpus makes {plan.rows} rows of {seq} tokens, wanted at least micro_batch x world = "
-            f"{micro_batch * world}; take shorter rows, smaller batches or more text."
+            f"batches: the corpus makes {plan.rows} rows of {seq} tokens, wanted at least micro_batch = {micro_batch}; take "
+            f"shorter rows, smaller batches or more text."
         )
     chosen = fields or (STREAM_FIELDS if pack == "stream" else FIELDS[:-1])
     identity = {
         "corpus": corpus.identity(), "seq": seq, "micro_batch": micro_batch, "pack": pack, "max_documents": max_documents,
-        "seed": seed, "shuffle": shuffle, "world": world,
+        "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
 
     cutter = partial(Cutter, plan, order, chosen, pad_id, own=labels == "own")
@@ -92,10 +94,10 @@ def batches(
     tokens = resident("batches", where, mode, budget, keep, lambda: (need, upload))
     if tokens is None:
         store: Any = Ringed(_HostCut(corpus, cutter), where, slots, Padding())
-        return CorpusFeed(store, where, identity)
+        return CorpusFeed(store, where, identity, world)
     stored, mask = tokens
     cut = cutter(where, stored.take, mask.take if mask is not None else None)
-    return CorpusFeed(_DeviceCut(cut, where), where, identity)
+    return CorpusFeed(_DeviceCut(cut, where), where, identity, world)
 
 
 def _check_options(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
@@ -131,12 +133,13 @@ class _DeviceCut(Store):
     """Batches cut where the tokens lie."""
 
     mode = "resident"
+    length: int
 
     def __init__(self, cutter: Cutter, device: torch.device):
-        self.cutter, self.length = cutter, cutter.steps
-        # Batches drawn since the beginning: known to the device, and as the host believes.
+        self.cutter, self.length, self.world = cutter, cutter.batches, cutter.order.world
+        # Batches that all ranks have drawn since the beginning: known to the device, and as the host believes.
         self.counter, self.drawn = torch.zeros((), dtype=torch.int64, device=device), 0
-        self._ahead = torch.arange(AHEAD, device=device)
+        self._ahead = torch.arange(AHEAD, device=device) * self.world
         self._rows: Tensor | None = None  # of the batches from `_from` on
         self._from = 0
 
@@ -147,14 +150,14 @@ class _DeviceCut(Store):
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
         """The batches of the counter; their rows are worked out for AHEAD batches at once."""
-        self.move(epoch * self.cutter.steps + start)
-        for _ in range(start, self.cutter.steps):
-            nth = self.drawn - self._from
+        self.move(epoch * self.length + start)
+        for _ in range(start, self.length, self.world):
+            nth = (self.drawn - self._from) // self.world
             if self._rows is None or not 0 <= nth < AHEAD:
                 self._rows, self._from, nth = self.cutter.rows(self.counter + self._ahead), self.drawn, 0
             batch = self.cutter.cut(self._rows[nth])
-            self.counter.add_(1)
-            self.drawn += 1
+            self.counter.add_(self.world)
+            self.drawn += self.world
             yield Served(batch, resident=len(batch))
 
 
@@ -169,11 +172,12 @@ class _HostCut(Source):
             return torch.from_numpy(corpus.read_mask(index.numpy()))
 
         self.cutter = cutter(torch.device("cpu"), read, read_mask if corpus.masked else None)
-        self.length, self.seed, self.shuffle = self.cutter.steps, self.cutter.order.seed, self.cutter.order.shuffle
+        order = self.cutter.order
+        self.length, self.seed, self.shuffle, self.world = self.cutter.batches, order.seed, order.shuffle, order.world
 
     def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
-        for number in range(epoch * self.length + start, (epoch + 1) * self.length):
-            yield self.cutter.cut(self.cutter.rows(torch.tensor(number)))
+        for drawn in range(epoch * self.length + start, (epoch + 1) * self.length, self.world):
+            yield self.cutter.cut(self.cutter.rows(torch.tensor(drawn)))
 
 
 class CorpusFeed(Feed):
@@ -182,26 +186,36 @@ class CorpusFeed(Feed):
 
     @property
     def counter(self) -> Tensor:
-        """How many batches `fetch()` has given, counted on the device: the state of a graph around `fetch()`."""
+        """How many batches `fetch()` has given on all ranks, counted on the device: the state of a graph around `fetch()`."""
         return self._device_cut().counter
 
     def fetch(self) -> dict[str, Tensor]:
-        """The batch at the device's counter, which then grows by one; it also crosses into the next epoch. Nothing changes on
-        the host, so this can be captured. After n fetches, in replays or outside, call `fetched(n)` to tell the host."""
+        """The batch at the device's counter, which then grows by one a rank; it also crosses into the next epoch.
+
+        Nothing changes on the host, so this can be captured. After n fetches, in replays or outside, call `fetched(n)` to tell
+        the host."""
         store = self._device_cut()
         batch = store.cutter.cut(store.cutter.rows(store.counter))
-        store.counter.add_(1)
+        store.counter.add_(store.world)
         return batch
 
     def fetched(self, batches: int) -> None:
         """Count on the host what `fetch()` has given on the device."""
         store = self._device_cut()
         self.close()
-        store.drawn += batches
+        store.drawn += batches * store.world
         self.epoch, self.batch = divmod(store.drawn, len(self))
         self._continue = True
         self._stats.batches += batches
         self._stats.resident += batches * len(store.cutter.fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (world := state.get("world", 1)) != 1:
+            raise ValueError(
+                f"feed: state: it is of {world} ranks that an earlier version dealt other batches to; go on with that version, "
+                f"or begin where you choose with seek(epoch, batch)."
+            )
+        super().load_state_dict(state)
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)

@@ -133,7 +133,11 @@ def _patterns(counts: np.ndarray, seq: int, most: int) -> list[tuple[int, tuple[
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows make batch `step` of an epoch. Several ranks share an epoch: each takes its own rows of every step."""
+    """Which rows make batch number n, counted from the beginning of training across all epochs.
+
+    Several ranks share the one sequence of batches: of every `world` that follow each other, each rank takes one. So which rows
+    a batch has, and where it stands, does not depend on how many ranks there are.
+    """
 
     micro_batch: int
     seed: int = 0
@@ -141,13 +145,15 @@ class Order:
     rank: int = 0
     world: int = 1
 
-    def steps(self, rows: int) -> int:
-        return rows // (self.micro_batch * self.world)
+    def batches(self, rows: int) -> int:
+        """Of an epoch, for all ranks together."""
+        return rows // self.micro_batch
 
 
 @dataclass(eq=False)
 class Cutter:
-    """`cut(rows(counter))` is batch number `counter`. `read` fetches stored tokens by index, `read_mask` their loss mask."""
+    """`cut(rows(counter))` is this rank's batch after `counter` of all ranks. `read` fetches stored tokens by index,
+    `read_mask` their loss mask."""
 
     plan: Packing
     order: Order
@@ -160,10 +166,10 @@ class Cutter:
 
     def __post_init__(self) -> None:
         plan, order, device = self.plan, self.order, self.device
-        self.steps = order.steps(plan.rows)
+        self.batches = order.batches(plan.rows)
         size, seq = order.micro_batch, plan.seq
         self.scatter = Scatter(plan.rows, order.seed, device) if order.shuffle else None
-        self.lane = torch.arange(size, device=device) + order.rank * size  # B
+        self.lane = torch.arange(size, device=device)  # B
         self.place = torch.arange(seq, device=device).expand(size, seq).contiguous()  # BT
         self.ends = torch.tensor([0, 0 if self.own else 1], device=device).view(2, 1, 1)  # what goes in, and its label
         if plan.tables:
@@ -174,10 +180,11 @@ class Cutter:
             self.total = torch.full((1,), size * seq, device=device)
 
     def rows(self, counter: Tensor) -> Tensor:
-        """The rows (..., B) of the batches numbered `counter` (...) since the beginning of training."""
-        epoch = torch.div(counter, self.steps, rounding_mode="floor")
-        step = torch.sub(counter, epoch, alpha=self.steps)
-        place = torch.add(self.lane, step.unsqueeze(-1), alpha=self.order.micro_batch * self.order.world)
+        """The rows (..., B) of this rank's next batches where all ranks have drawn `counter` (...) since training began."""
+        number = counter + self.order.rank
+        epoch = torch.div(number, self.batches, rounding_mode="floor")
+        nth = torch.sub(number, epoch, alpha=self.batches)
+        place = torch.add(self.lane, nth.unsqueeze(-1), alpha=self.order.micro_batch)
         return self.scatter(place, epoch) if self.scatter is not None else place
 
     def cut(self, rows_B: Tensor) -> dict[str, Tensor]:

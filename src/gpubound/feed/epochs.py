@@ -129,9 +129,9 @@ class Feed:
     a time, across epochs. `state_dict()` holds the position. After `load_state_dict()` the next loop continues there.
     """
 
-    def __init__(self, store: Store, device: torch.device, identity: Mapping[str, Any]):
-        self.device = device
-        self.epoch, self.batch = 0, 0  # the epoch under way, and how many of its batches were handed out
+    def __init__(self, store: Store, device: torch.device, identity: Mapping[str, Any], world: int = 1):
+        self.device, self._world = device, world  # so many ranks draw from the same epochs
+        self.epoch, self.batch = 0, 0  # the epoch under way, and how many of its batches were handed out to all ranks
         self._store, self._length = store, store.length
         self._identity = dict(identity)  # what must be the same for a saved position to mean the same
         self._stats = Stats(store.mode)
@@ -182,12 +182,19 @@ class Feed:
         if served is None:
             if self.batch == 0:
                 raise DataError(f"feed: source: epoch {self.epoch} had no batches, wanted at least one.")
-            self.epoch, self.batch = self.epoch + 1, 0
+            self.epoch, self.batch = self._next()
+            self._continue = True  # also where the ranks have drawn the first batches of the next epoch
             return END
-        self.batch += 1
+        self.batch += self._world
         count_copied(served.bytes)
         self._stats.add_served(served)
         return served.batch
+
+    def _next(self) -> tuple[int, int]:
+        """Where the next epoch begins: with several ranks, perhaps behind batches of it that the last round has drawn."""
+        length = self._length or self.batch
+        epochs, batch = divmod(max(0, self.batch - length), length)
+        return self.epoch + 1 + epochs, batch
 
     def close(self) -> None:
         """End the current iteration and its thread. A later loop begins a new one."""
@@ -203,7 +210,7 @@ class Feed:
         """The position, and the identity of the source that it belongs to."""
         epoch, batch = self.epoch, self.batch
         if self._length is not None and batch >= self._length:
-            epoch, batch = epoch + 1, 0
+            epoch, batch = self._next()
         return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
