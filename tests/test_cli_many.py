@@ -11,9 +11,14 @@ import torch
 from gpubound import cli
 from gpubound.cli.many import Many
 from gpubound.errors import DataError
-from gpubound.parallel import join
-from gpubound.parallel.failing import failure_from
+from gpubound.parallel import join, launch
+from gpubound.parallel.failing import Failure, failure_from
+from gpubound.parallel.launch import End
 from tests.parallel.processes import on_ranks, started
+
+from . import tiny_recipe
+
+on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,45 @@ def test_more_gpus_than_the_machine_has_are_refused_and_processes_on_the_cpu_are
     with pytest.raises(RuntimeError, match=r"^gpus: got 2, and this machine has 0 \(.*hides every GPU\); give at most"):
         Many(gpus=2).starts("auto")
     assert Many(gpus=2).starts("cpu") and not Many().starts("cpu")
+
+
+def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_said_once(config, monkeypatch, capsys, tmp_path):
+    """The sentence, where more is to be read, and what to type; only what another attempt could mend is gone on with."""
+    ends = [
+        End(1, Failure(1, "killed", "rank 1 (process 7) was killed by SIGKILL"), tmp_path / "rank-1.log"),
+        End(2, Failure(0, "refused", "data: there is none.", 2)),
+        End(1, Failure(0, "unsound", code=1)),
+        End(130),
+        End(0),
+    ]
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *args: started.append(args) or ends.pop(0))
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    typed_in = ["train", str(config), "--gpus", "2", "--restarts", "3"]
+    assert [cli.main(typed_in) for _ in range(5)] == [1, 2, 1, 130, 0]
+    assert started[0] == ([sys.executable, "-m", "gpubound", *typed_in], 2, tmp_path / "run" / "ranks", 3)
+    assert capsys.readouterr().err == (
+        f"gpubound train: rank 1 (process 7) was killed by SIGKILL. More in {tmp_path}/rank-1.log.\n"
+        f"go on with: gpubound {' '.join(typed_in)} --resume\n"
+        f"gpubound train: data: there is none.\n"
+        f"gpubound: interrupted\n"
+    )
+
+
+def test_variants_are_trained_on_one_gpu(config, capsys):
+    assert cli.main(["train", str(config), "--gpus", "2", "--compare", "lr=1e-3,lr=3e-3"]) == 2
+    assert capsys.readouterr().err == (
+        "gpubound train: gpus: got --compare, too, which trains one variant after another on one GPU; leave one of them out.\n"
+    )
+
+
+def test_a_process_that_stands_in_for_a_lost_one_goes_on_from_what_is_saved(monkeypatch):
+    assert not Many().begins_again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # somebody else's torchrun: the user says --resume
+    assert not Many().begins_again
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gpubound-1")
+    assert Many().begins_again
 
 
 def refuse():

@@ -9,12 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from ..device import look
 from ..errors import DeviceError
 from ..parallel import launched
-from ..parallel.failing import INTERRUPTED, UNSOUND, Failure, failure_of, speaks, started_by_us
+from ..parallel.failing import AGAIN, INTERRUPTED, UNSOUND, Failure, failure_of, speaks, started_by_us
 
 PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
 
@@ -29,6 +30,15 @@ class Many:
     """With --gpus: when a process is lost, all begin again from the newest checkpoint, so many times at most."""
     timeout: float = 10.0
     """Minutes that a step may take before the run is ended, where several processes wait for each other."""
+
+    @property
+    def longest_step(self) -> timedelta:
+        return timedelta(minutes=self.timeout)
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether this process was started in place of one that was lost: it goes on from what is saved."""
+        return started_by_us() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     def starts(self, device: str) -> bool:
         """Whether this process has to start the others; ValueError where it cannot."""
@@ -71,8 +81,8 @@ def start(name: str, argv: Sequence[str], many: Many, logs: Path, go_on: Callabl
         raise KeyboardInterrupt
     if end.failure and end.failure.said:
         more = "" if end.log is None else f" More in {end.log}."
-        print(f"gpubound {name}: {end.failure.sentence}{more}", file=sys.stderr)
-        if command := go_on():
+        print(f"gpubound {name}: {end.failure.sentence.rstrip('.')}.{more}", file=sys.stderr)
+        if end.failure.kind in AGAIN and (command := go_on()):
             print(f"go on with: {command}", file=sys.stderr)
     return end.code
 

@@ -4,6 +4,7 @@ gpubound train --model 10m --data my_texts/ --steps 2000
 gpubound train config.yaml --lr 1e-3               options override the file
 gpubound train config.yaml --resume                go on from the newest whole checkpoint
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
+gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
 gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, beside each other
 gpubound train --list                              the models that have a name
 """
@@ -11,7 +12,6 @@ gpubound train --list                              the models that have a name
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,13 @@ from ..train.prepare import prepare
 from ..train.recipe import Recipe
 from . import arguments
 from .compare import compare, keep, variants_of
+from .many import Many, again, start
 from .options import typed
 from .session import alone, finish, quietly, say, train
 
 
 @dataclass(frozen=True)
-class Train(Recipe):
+class Train(Many, Recipe):
     """Train a decoder on text.
 
     The folder --out gets the corpus, the checkpoints, a line for each step (steps.jsonl) and the report. Ctrl-C ends the run
@@ -91,7 +92,12 @@ def main(argv: Sequence[str]) -> int:
     recipe, export = options.recipe(), export_folder(options)
     if options.merge and not (export and recipe.lora):
         raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
+    starts = options.starts(recipe.device)
     if options.compare is not None:
+        if starts:
+            raise ValueError(
+                "gpus: got --compare, too, which trains one variant after another on one GPU; leave one of them out."
+            )
         return beside_each_other(options, recipe, typed_in)
     if options.seeds != 1:
         raise ValueError(
@@ -102,8 +108,12 @@ def main(argv: Sequence[str]) -> int:
             f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
             f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
         )
+    if starts:
+        with alone(recipe.out):  # nobody else's logs are there
+            pass
+        return start("train", typed_in, options, Path(recipe.out, "ranks"), lambda: going_on(recipe, typed_in))
     with quietly(options.quiet), alone(recipe.out):
-        run = prepare(recipe, resume=options.resume, auto_batch=options.auto_batch)
+        run = prepare(recipe, resume=options.resume or options.begins_again, auto_batch=options.auto_batch)
         outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
             say_how_to_go_on(typed_in)
@@ -122,8 +132,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say_how_to_go_on(typed_in: list[str]) -> None:
-    command = ["gpubound", "train", *typed_in]
-    say(f"go on with: {shlex.join(command if '--resume' in command else [*command, '--resume'])}", needed=True)
+    say(f"go on with: {again('train', typed_in)}", needed=True)
+
+
+def going_on(recipe: Recipe, typed_in: list[str]) -> str | None:
+    """The command that goes on with the run; None if it has saved nothing."""
+    return again("train", typed_in) if any(Path(recipe.out, "checkpoints").glob("step-*")) else None
 
 
 def beside_each_other(options: Train, recipe: Recipe, typed_in: list[str]) -> int:
