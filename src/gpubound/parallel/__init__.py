@@ -5,6 +5,8 @@ meeting.py   how they find each other, and what must be alike
 launch.py    start a command as many processes
 failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
+wrapped.py   models that a script has wrapped for its ranks
+copies.py    copies of one worker that wait for nobody
 """
 
 from .ranks import ALONE as ALONE, Ranks as Ranks, join as join, launched as launched

@@ -24,6 +24,7 @@ from ..layers import fp8
 from ..lora import early
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks
+from ..parallel.wrapped import unwrapped
 from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
@@ -62,6 +63,7 @@ class TrainStep:
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
     ranks      the processes that share each step, from gpubound.parallel.join: each has all weights, which begin as the first
                rank's, and is given micro-batches of its own; `accumulate` counts these. Gradients are summed before the update
+               A model in DistributedDataParallel comes out of it, and brings its ranks
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainStep:
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
+        model, ranks = unwrapped(model, ranks)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         layout = config.lay_out(model, numbers)
         check_replicas(layout, ranks)

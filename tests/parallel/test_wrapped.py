@@ -1,0 +1,93 @@
+"""A model that a script has wrapped in DistributedDataParallel, given to TrainStep."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gpubound as gb
+from gpubound import trace
+from tests.parallel.processes import on_ranks
+
+RATE, STEPS, WORLD = 0.3, 3, 2
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def micro_batch(step, rank):
+    g = torch.Generator().manual_seed(10 * step + rank)
+    rows = 2 + 3 * rank  # ranks have different numbers of items: the mean over all is not the mean of their means
+    return torch.randn(rows, 5, generator=g), torch.randint(3, (rows,), generator=g)
+
+
+def loss(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def wrapped():
+    """The script's own process group and wrapper; then what is refused, and the warning of a step that has no ranks."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(made(dist.get_rank()))
+    step = gb.TrainStep(model, loss, partial(torch.optim.SGD, lr=RATE), precision="fp32")
+    losses = [step(micro_batch(number, dist.get_rank())).read().loss for number in range(STEPS)]
+    weights = [p.detach().numpy().copy() for p in model.parameters()]
+    step.close()
+    said = [refused(model) for model in (nn.Sequential(model), hooked(made(0)))]
+    gb.TrainStep(made(0), loss, precision="fp32").close()
+    said += [line for line in trace._said if line.startswith("train: ") and ("Distributed" in line or "ranks" in line)]
+    return losses, weights, sorted(said)
+
+
+def hooked(model):
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(None, halved)
+    return model
+
+
+def halved(state, bucket):
+    raise AssertionError("nobody calls it")
+
+
+def refused(model):
+    with pytest.raises(ValueError) as error:
+        gb.TrainStep(model, loss, precision="fp32")
+    return str(error.value)
+
+
+def test_a_model_in_ddp_takes_the_steps_of_one_process_with_all_items():
+    model = made(0).double()  # the first rank's weights are everyone's
+    wanted = []
+    for number in range(STEPS):
+        x, y = (torch.cat(parts) for parts in zip(*(micro_batch(number, rank) for rank in range(WORLD))))
+        mean = nn.functional.cross_entropy(model(x.double()), y)
+        wanted.append(mean.item())
+        for p, grad in zip(model.parameters(), torch.autograd.grad(mean, list(model.parameters()))):
+            p.data -= RATE * grad
+    for losses, weights, said in on_ranks(WORLD, wrapped):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        for weight, p in zip(weights, model.parameters()):
+            torch.testing.assert_close(torch.tensor(weight), p.detach().float(), rtol=1e-5, atol=1e-6)
+        assert said == [
+            "model: 0 is a DistributedDataParallel, whose parameters a step cannot take over; give the model itself, or wrap "
+            "the whole of it.",
+            "model: its DistributedDataParallel has the communication hook halved, which a step that adds up gradients by "
+            "itself would not call; wrap the model without one.",
+            "train: DistributedDataParallel is taken off the model. Its hooks are not used: gradients are summed once a step, "
+            "over 2 ranks.",
+            "train: this is one of 2 processes, but its step has no ranks and trains alone; give ranks=, from "
+            "gpubound.parallel.join.",
+        ]
+
+
+def test_data_parallel_is_refused_with_the_way_out():
+    assert refused(nn.DataParallel(made(0))) == (
+        "model: it is a DataParallel, whose parameters a step cannot take over; start a process for each GPU with torchrun, "
+        "and give ranks=."
+    )
