@@ -7,6 +7,7 @@ from gpubound.doctor.phases import Located, MarkingLedger, Phase, Phases, Taped
 from gpubound.doctor.script import Enough
 from gpubound.doctor.tape import MARK
 from gpubound.watch.pretend import simgpu
+from gpubound.watch.unchanged import unchanged
 
 
 class Noted(Phase):
@@ -86,3 +87,35 @@ def test_what_the_doctor_waits_for_is_not_the_scripts():
             x.sum().item()
         x.sum().item()
     assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]
+
+
+def test_the_line_that_waits_for_data_is_known_by_the_name_of_its_span():
+    loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2)
+    located = Located(2, taped=False)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        Phases([located], keep_going=True) as phases,
+    ):
+        next(iter(loader))
+        for _batch in loader:
+            phases.ended()
+    ((name, place),) = located.places.items()
+    assert name in {event.name for event in profile.events()} and place.site.code == "for _batch in loader:"
+
+
+def test_conversions_that_change_nothing_are_seen_once_for_a_module():
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(2)
+    with unchanged() as rows:
+        for _ in range(3):
+            x.to("cpu")
+            model.to("cpu").float()
+            x.to(torch.float64).float()
+            torch.testing.assert_close(x, x)  # converts inside torch, on this line
+        model.double()
+        model.to(torch.float64)
+    lines = {(row.what, row.place.site.code): row.count for row in rows.values() if "assert_close" not in row.place.site.code}
+    assert lines == {
+        (".to()", 'x.to("cpu")'): 3, (".to()", 'model.to("cpu").float()'): 3, (".float()", 'model.to("cpu").float()'): 3,
+        (".to()", "model.to(torch.float64)"): 1,
+    }  # fmt: skip
+    assert all(row.ms > 0 for row in rows.values()) and "to" not in vars(torch.Tensor)

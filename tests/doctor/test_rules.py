@@ -152,6 +152,12 @@ CASES = {
         seen(steps(lambda l: l.launch(run=900, kind="comm").sync(), ahead=30)),
         seen(steps(lambda l: l.launch(run=9, kind="comm").sync())),
     ),
+    "conversion": (
+        "noop",
+        13,
+        seen(steps(quiet, run=1.0), row("noop", ".to()", at(13), ms=0.1)),
+        seen(steps(quiet, run=600.0), row("noop", ".to()", at(13), ms=0.1)),
+    ),
     "profiler": ("profiler", None, seen(None, about={"profiler": True}), seen(None, about={"torch": "2.11"})),
 }
 

@@ -39,6 +39,7 @@ KINDS: dict[str, Cause] = EVENTS | {
     "comm": Cause(
         "waits for other GPUs", "overlap communication with backward (DistributedDataParallel does), and give ranks equal work"
     ),
+    "noop": Cause("converts what is already as it should be", "leave it out, or convert once before the loop"),
     "profiler": Cause("records a profile in every step", "leave the profiler out of runs that are not looked at"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -17,11 +18,14 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..watch.events import KINDS
 from ..watch.ledger import Ledger
+from ..watch.rows import LedgerRow
 from ..watch.sensors import statistics
 from ..watch.site import Place, here
+from ..watch.unchanged import unchanged
 from ..watch.unseen import replaced
 from .kineto import read_trace
 from .script import Enough
@@ -158,20 +162,28 @@ class Taped(Phase):
 
 
 class Located(Phase):
-    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark."""
+    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
+
+    `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions of nothing.
+    """
 
     name = "located"
 
     def __init__(self, steps: int, taped: bool):
         super().__init__(steps)
         self._taped = Taped(steps) if taped else None
+        self._loading: Counter[tuple[str, Place]] = Counter()
 
     def begin(self) -> None:
         super().begin()
+        self._ending = ExitStack()
         if self._taped is not None:
             self._taped.begin()
+            self._ending.callback(self._taped.end)
         self.ledger = MarkingLedger(gputrace=self._taped is not None)
-        self.ledger.__enter__()
+        self._ending.enter_context(self.ledger)
+        self._unchanged = self._ending.enter_context(unchanged())
+        self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
 
     def step(self) -> None:
         super().step()
@@ -181,10 +193,24 @@ class Located(Phase):
                 self._taped.step()
 
     def end(self) -> None:
-        self.ledger.__exit__(None, None, None)
-        if self._taped is not None:
-            self._taped.end()
+        self._ending.close()
         super().end()
+
+    def _loaded(self, original: Callable) -> Callable:
+        def following(iterator: Any) -> Any:
+            self._loading[iterator._profile_name, Place(here().site)] += 1
+            return original(iterator)
+
+        return following
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where several lines go over loaders of one name, the busiest."""
+        return {name: place for (name, place), _ in reversed(self._loading.most_common())}
+
+    @property
+    def unchanged(self) -> list[LedgerRow]:
+        return list(self._unchanged.values())
 
     @property
     def tape(self) -> Tape | None:

@@ -131,7 +131,7 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
     return Evidence(
         script=name,
         device=_device(plan.dry),
-        rows=located.ledger.rows,
+        rows=[*located.ledger.rows, *located.unchanged],
         steps=located.ledger.steps,
         counted=located.ledger.counted,
         about=_about(steps),
@@ -148,7 +148,7 @@ def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
         if isinstance(phase, Timed) and phase.done:
             found |= {"step_ms": phase.step_ms, "memory": phase.memory}
         if isinstance(phase, Taped) and phase.tape is not None:
-            found |= {"tape": phase.tape, "places": phase.places}
+            found |= {"tape": phase.tape, "places": located.places | phase.places}
             if located.tape is not None:
                 lines = marked(located.tape, located.ledger.places)
                 found["located"] = joined(phase.tape, located.tape, lines)

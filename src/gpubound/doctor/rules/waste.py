@@ -8,6 +8,7 @@ from ..evidence import Evidence
 from ..lines import by_line, calls_at, size, times
 from ..prices import Prices
 
+WORTH = 0.005  # of a step: below it the doctor calls anything harmless
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 
 
@@ -24,6 +25,17 @@ def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             amount = size(evidence, rows)
             ms = copying(evidence, prices, count, amount)
             yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
+
+
+def conversions(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    """They cost the host alone. So they are named only where the device waits for Python, and where they are worth it."""
+    waited = prices.scale * prices.bar.ms("dispatch") if prices.bar else 0.0
+    for rows in by_line(evidence, "noop"):
+        took = sum(row.ms for row in rows) / max(evidence.steps, 1)
+        ms = min(took, waited)
+        if (count := times(evidence, rows)) >= EVERY and (prices.share(ms) or 0.0) >= WORTH:
+            said = f"{rows[0].what} {count:.3g} times a step changes nothing, and takes the host {took:.2g} ms"
+            yield estimate("noop", rows[0].place, count, said, ms)
 
 
 def copying(evidence: Evidence, prices: Prices, count: float, amount: float) -> float | None:
@@ -49,5 +61,13 @@ RULES = (
         "every step",
         "one clone before the loop is free",
         clones,
+    ),
+    StallRule(
+        "conversions",
+        ("noop",),
+        ".to() and its kin that change nothing, where the device waits for Python",
+        "every step, and 0.5 % of it",
+        "one takes the host a µs, a whole model's some ms; the device does nothing for it",
+        conversions,
     ),
 )
