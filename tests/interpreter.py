@@ -22,6 +22,9 @@ def hasten() -> None:
         (interpreter, "_get_np_dtype", numpy_type),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", sanitize_overflow),
         (TritonSemantic, "broadcast_impl_value", broadcast),
+        (TritonSemantic, "binary_op_type_checking_impl", make_alike),
+        (tl.core, "_unwrap_if_constexpr", unwrap),
+        (tl.dtype, "__eq__", is_type),
         (tl.block_type, "__init__", make_block_type),
         (tl.tensor, "__init__", make_tensor),
     ):
@@ -136,3 +139,26 @@ def broadcast(semantic, left, right) -> tuple:
     if of_tensors(left.type) is of_tensors(right.type):
         return left, right
     return _theirs["broadcast"](semantic, left, right)
+
+
+def make_alike(semantic, left, right, left_ptr=False, right_ptr=False, arithmetic_check=True, div_or_mod=False) -> tuple:
+    """Triton looks for the type and shape that two operands have in common, also where they have them already.
+
+    A division may have another type than both, and a pointer may not be allowed: those are Triton's.
+    """
+    same = type(left) is type(right) is tl.tensor and left.dtype is right.dtype
+    if same and of_tensors(left.type) is of_tensors(right.type) and not (div_or_mod or left.dtype.is_ptr()):
+        return left, right
+    return _theirs["make_alike"](semantic, left, right, left_ptr, right_ptr, arithmetic_check, div_or_mod)
+
+
+PLAIN = frozenset((tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)))
+
+
+def unwrap(value):
+    """Triton asks four times what it holds. Most often that is no constant, and nothing that holds some."""
+    return value if type(value) in PLAIN else _theirs["unwrap"](value)
+
+
+def is_type(dtype, other) -> bool:
+    return dtype is other or _theirs["is_type"](dtype, other)
