@@ -7,6 +7,8 @@ failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
 wrapped.py   models that a script has wrapped for its ranks
 copies.py    copies of one worker that wait for nobody
+pieces.py    what a process holds of a tensor: all of it, or a shard
+saved.py     tensors of many ranks on disk, and read by any other number of them
 """
 
 from .ranks import ALONE as ALONE, Ranks as Ranks, join as join, launched as launched

@@ -6,22 +6,23 @@ launched is alone: it asks nobody, so that code above has one form.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DeviceError
+from ..errors import DeviceError, RankError
 from ..words import shown
 from .meeting import begin, meet
 from .watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
+Result = TypeVar("Result")
 ENGINES = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -97,6 +98,25 @@ class Ranks:
         """What comes after the last step may take as long as it likes."""
         if self.watchdog is not None:
             self.watchdog.rest()
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What `work` gave here, once it is done on all ranks. Where it fails on one, all of them raise RankError."""
+        if self.alone:
+            return work()
+        try:
+            result, wrong = work(), None
+        except Exception as error:  # said by all, below
+            result, wrong = None, str(error)
+        if failed := [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(wrong)) if why is not None]:
+            raise RankError("; ".join(failed))
+        return result  # type: ignore[return-value]
+
+    def aside(self) -> "Ranks":
+        """The same ranks with a line of their own, for a thread that speaks while the run does. All must call it."""
+        if self.alone:
+            return self
+        members = dist.get_process_group_ranks(self.host)
+        return replace(self, host=dist.new_group(members, TIMEOUT, "gloo", use_local_synchronization=True))
 
     def alike(self, what: str, values: dict[str, Any]) -> None:
         """ValueError, the same on every rank, where one's `values` are not the first's: it was started in another way."""

@@ -5,8 +5,12 @@ thread copy the clone to the host on a side stream and write a temporary folder,
 run that is killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
 
     <folder>/step-00000120/
-        tensors.safetensors    every tensor, by name
-        state.json             step, facts, size and crc32 of the tensors' file, and the crc32 of all of this
+        tensors.safetensors    every tensor, by name (whole.py); or, where tensors are sharded, files of every rank
+                               (parallel/saved.py)
+        state.json             step, facts, size and crc32 of the tensors' files, and the crc32 of all of this
+
+Of many ranks all make every call. Where each holds the whole, the first writes; of sharded tensors each writes its own. The
+folder is renamed when every rank has said that its files are on disk. Any number of ranks opens what any other has written.
 """
 
 import json
@@ -14,24 +18,38 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import DataError
-from ..trace import fallback, notice
-from ..words import readable
+from ..files import beside
+from ..parallel import ALONE, Ranks
+from ..parallel.pieces import Piece, any_sharded, piece_of
+from ..trace import notice
+from . import whole
+from .staging import Staging
+from .whole import TENSORS
 
-TENSORS, STATE = "tensors.safetensors", "state.json"
+STATE = "state.json"
 WHOLE = "state_crc32"
 _NAME = re.compile(r"step-(\d{8,})$")
-_BLOCK = 1 << 24  # bytes at a time, for a checksum and from the GPU
+_BLOCK = 1 << 24  # bytes at a time, for a checksum
+
+
+def _form(sharded: bool) -> Any:
+    """The module that writes and reads the tensors' files."""
+    if not sharded:
+        return whole
+    from ..parallel import saved  # with torch.distributed.checkpoint, which takes half a second to import
+
+    return saved
 
 
 @dataclass(frozen=True)
@@ -41,20 +59,40 @@ class Checkpoint:
     path: Path
     step: int
     facts: dict[str, Any]
+    sharded: bool = False
 
-    def tensors(self, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        return load_file(self.path / TENSORS, device=str(device))
+    def tensors(
+        self, device: str | torch.device = "cpu", like: Mapping[str, Tensor] | None = None, begin: tuple[str, ...] = ("",)
+    ) -> dict[str, Tensor]:
+        """Every tensor whose name begins so. One of `like` with the same name and shape is filled where it lies, of a sharded
+        one what this rank has of it; the others are whole, on `device`."""
+        form, found, pieces = _form(self.sharded), dict[str, Tensor](), dict[str, Piece]()
+        for name, (shape, dtype) in form.shapes(self.path).items():
+            if name.startswith(begin):
+                known = (like or {}).get(name)
+                fits = known is not None and known.shape == shape
+                found[name] = known if fits else torch.empty(shape, dtype=dtype, device=device)  # type: ignore[assignment]
+                pieces[name] = piece_of(found[name])
+        with torch.no_grad():
+            form.read(self.path, pieces)
+        return found
 
 
 class Checkpoints:
     """The checkpoints of one run. `first` puts on disk, on the writing thread, what must be there before a checkpoint is."""
 
     def __init__(
-        self, folder: str | Path, keep: int = 3, keep_every: int | None = None, first: Callable[[], None] = lambda: None
+        self,
+        folder: str | Path,
+        keep: int = 3,
+        keep_every: int | None = None,
+        first: Callable[[], None] = lambda: None,
+        ranks: Ranks = ALONE,
     ):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
         self.folder, self.keep, self.keep_every, self.first = Path(folder), keep, keep_every, first
+        self.ranks, self._writers, self._staging = ranks, ALONE, Staging()
         self._snapshot: tuple[Any, ...] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubound-checkpoint")
         self._writing: Future | None = None
@@ -70,11 +108,18 @@ class Checkpoints:
         """Copy everything as it is now. `write` writes it, later."""
         self.write()
         self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
-        copied = _copied(tensors)
-        device = next((t.device for t in copied.values() if t.is_cuda), None)
-        # The reading stream waits for this event.
-        done = None if device is None else torch.cuda.current_stream(device).record_event()
-        self._snapshot = (step, copied, done, dict(facts) | ({"score": score} if score is not None else {}))
+        if self._writers.alone:  # all ranks are here now
+            self._writers = self.ranks.aside()
+        sharded = any_sharded(tensors.values())
+        pieces = _form(sharded).mine({name: piece_of(t) for name, t in tensors.items()}, self.ranks)
+        copies = self._staging.take({name: piece.local for name, piece in pieces.items()})
+        scored = {"score": score} if score is not None else {}
+        self._snapshot = (
+            step,
+            sharded,
+            {name: pieces[name].moved(copy) for name, copy in copies.items()},
+            dict(facts) | scored,
+        )
 
     def write(self) -> None:
         """Write the snapshot, if there is one, in the background."""
@@ -94,15 +139,24 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint. Damaged ones are skipped, each with a line that says why."""
-        for path in reversed(self.paths()):
+        for path in reversed(self.ranks.of_first(self.paths())):
             try:
-                return open_checkpoint(path)
+                return open_checkpoint(path, self.ranks)
             except DataError as error:
-                notice(f"{error} Skipped; trying the one before.")
+                if self.ranks.first:
+                    notice(f"{error} Skipped; trying the one before.")
         return None
 
     def at(self, step: int) -> Checkpoint:
-        return open_checkpoint(self._place(step))
+        return open_checkpoint(self._place(step), self.ranks)
+
+    def clean(self) -> None:
+        """Remove what a killed run has left half written, and say so. No other process may be writing there."""
+        if self.ranks.first and (left := sorted(self.folder.glob(".step-*"))):
+            for path in left:
+                shutil.rmtree(path)
+            steps = ", ".join(str(int(path.name.split(".")[1].removeprefix("step-"))) for path in left)
+            notice(f"{self.folder}: removed what was half written when a run ended: step {steps}.")
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -111,28 +165,45 @@ class Checkpoints:
         """All that are there, whole or damaged."""
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
 
-    def _write(self, step: int, snapshot: dict[str, Tensor], done: torch.cuda.Event | None, facts: dict[str, Any]) -> None:
-        final = self._place(step)
-        fresh = self.folder / f".{final.name}.{os.getpid()}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
+    def _write(self, step: int, sharded: bool, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
+        """In two phases: every rank says that its files are on disk, then the first gives the folder its name."""
+        writers, final = self._writers, self._place(step)
+        fresh = writers.of_first(self.folder / f".{final.name}.{os.getpid()}")
         try:
-            save_file(_to_host(snapshot, done), fresh / TENSORS)
-            size, crc = (fresh / TENSORS).stat().st_size, checksum(fresh / TENSORS)
-            state = {"step": step, "facts": facts, "bytes": size, "crc32": crc}
-            state = json.loads(json.dumps(state))  # as it will be read: with texts for keys
-            (fresh / STATE).write_text(json.dumps(state | {WHOLE: _crc_of(state)}, indent=1))
-            for file in (fresh / TENSORS, fresh / STATE):
-                _flush(file)
-            self.first()
-            if final.exists():  # a resumed run reaches a step that it had saved before
-                shutil.rmtree(final)
-            os.replace(fresh, final)
-            _flush(self.folder)
+            writers.together(partial(_make_empty, fresh, writers))
+            host = writers.together(lambda: self._staging.give({name: piece.local for name, piece in pieces.items()}))
+            pieces = {name: piece.moved(host[name]) for name, piece in pieces.items()}
+            written = writers.together(lambda: [_flushed(file) for file in _form(sharded).write(fresh, pieces, writers)])
+            files = {name: about for some in writers.gather(written) for name, *about in some}
+            writers.together(partial(self._commit, fresh, final, {"step": step, "facts": facts}, sharded, files))
         except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
+            if writers.first:
+                shutil.rmtree(fresh, ignore_errors=True)
             raise
-        self._prune(step)
+
+    def _commit(self, fresh: Path, final: Path, state: dict[str, Any], sharded: bool, files: dict[str, list[int]]) -> None:
+        """Write what stands beside the files, and let all of it appear at once."""
+        if not self.ranks.first:
+            return
+        for name, (size, _) in files.items():
+            if not (fresh / name).exists() or (fresh / name).stat().st_size != size:
+                raise OSError(
+                    f"{fresh / name} was written by another rank and is not seen by the first; give a folder they share"
+                )
+        if sharded:
+            state["files"] = files
+        else:
+            state["bytes"], state["crc32"] = files[TENSORS]
+        state = json.loads(json.dumps(state))  # as it will be read: with texts for keys
+        (fresh / STATE).write_text(json.dumps(state | {WHOLE: _crc_of(state)}, indent=1))
+        _flush(fresh / STATE)
+        _flush(fresh)
+        self.first()
+        if final.exists():  # a resumed run reaches a step that it had saved before
+            shutil.rmtree(final)
+        os.replace(fresh, final)
+        _flush(self.folder)
+        self._prune(state["step"])
 
     def _prune(self, newest: int) -> None:
         """Remove what is neither among the newest, nor on the grid, nor the best, and leftovers of killed writers.
@@ -150,16 +221,43 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in `path`, after its size and checksums have been verified."""
-    path = Path(path)
+def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
+    """The checkpoint in `path`, after its sizes and checksums have been verified. Ranks share its files out, and all raise
+    DataError where one finds damage."""
+    path, state, wrong = Path(path), dict[str, Any](), None
     try:
-        state, size = _state(path), (path / TENSORS).stat().st_size
+        state = _state(path)
+        for name, about in sorted(_files(state).items())[ranks.rank :: ranks.world]:
+            if _about(beside(path / STATE, name)) != [name, *about]:
+                wrong = _damaged(path, name)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a whole checkpoint: {error}.") from error
-    if size != state.get("bytes") or checksum(path / TENSORS) != state.get("crc32"):
-        raise _damaged(path, TENSORS)
-    return Checkpoint(path, state["step"], state["facts"])
+        wrong = DataError(f"{path} is not a whole checkpoint: {error}.")
+    except DataError as error:
+        wrong = error
+    if said := next(filter(None, ranks.gather(wrong and str(wrong))), None):
+        raise DataError(said)
+    return Checkpoint(path, state["step"], state["facts"], "files" in state)
+
+
+def _files(state: dict[str, Any]) -> dict[str, list[Any]]:
+    """Size and checksum of every file that holds tensors, by name."""
+    return state["files"] if "files" in state else {TENSORS: [state.get("bytes"), state.get("crc32")]}
+
+
+def _about(file: Path) -> list[Any]:
+    """Name, size and checksum."""
+    return [file.name, file.stat().st_size, checksum(file)]
+
+
+def _flushed(file: Path) -> list[Any]:
+    _flush(file)
+    return _about(file)
+
+
+def _make_empty(folder: Path, ranks: Ranks) -> None:
+    if ranks.first:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -201,38 +299,6 @@ def checksum(path: Path) -> int:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the tensors' own devices; on the host, which the step has to wait for, where there is no room for them."""
-    try:
-        return {name: t.detach().clone() for name, t in tensors.items()}
-    except torch.OutOfMemoryError:
-        size = sum(t.nbytes for t in tensors.values() if t.is_cuda)
-        fallback("checkpoint in the background", f"the GPU has no {readable(size)} free for a copy of the run's state")
-        return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-
-
-def _to_host(snapshot: dict[str, Tensor], done: torch.cuda.Event | None) -> dict[str, Tensor]:
-    """Contiguous CPU tensors, each with memory of its own. Read on a side stream: the training stream goes on."""
-    if done is None:
-        return {name: t.contiguous() for name, t in snapshot.items()}
-    device = next(t.device for t in snapshot.values() if t.is_cuda)
-    stream, bounce = torch.cuda.Stream(device), torch.empty(_BLOCK, dtype=torch.uint8, pin_memory=True)
-    stream.wait_event(done)
-    with torch.cuda.stream(stream):
-        return {n: _read(t, bounce, stream) if t.is_cuda else t.contiguous() for n, t in snapshot.items()}
-
-
-def _read(tensor: Tensor, bounce: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """By way of pinned memory, six times as fast as into pageable memory at once (55 against 9 GB/s on an H200)."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    there, here = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, host))
-    for part, place in zip(there.split(_BLOCK), here.split(_BLOCK)):
-        bounce[: len(part)].copy_(part, non_blocking=True)
-        stream.synchronize()
-        place.copy_(bounce[: len(part)])
-    return host
 
 
 def _flush(path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What a process holds of a tensor: all of it, or the shard that FSDP2 or another plan of DTensors left to this rank.
+
+Nothing here imports torch.distributed: a run alone has no need of it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`local`, which stands at `offsets` in a whole of `shape`."""
+
+    local: Tensor
+    shape: torch.Size
+    offsets: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.local.shape))
+
+    def moved(self, local: Tensor) -> "Piece":
+        """The same piece, in other memory."""
+        return replace(self, local=local)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """A plain tensor is a piece that is the whole."""
+    if not is_sharded(tensor):
+        return Piece(tensor.detach(), tensor.shape, (0,) * tensor.dim())
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return Piece(tensor.detach().to_local(), tensor.shape, tuple(chunk.offsets))  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: by what torch.distributed.checkpoint asks of one."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """The same on every rank, whatever parts they hold."""
+    return any(map(is_sharded, tensors))
+
+
+def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by name, whole, one after the other. Where it is sharded all ranks must come to it, and each gets it."""
+    for name, tensor in state.items():
+        yield name, tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
