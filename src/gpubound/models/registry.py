@@ -14,7 +14,8 @@ PRESETS, MODELS   the models that have a name, for people to choose from; and al
                   and NAME+PART where models are made of parts that have names
 FOREIGN           whether transformers has these models, too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
-reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer)
+reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer,
+                  its weights one by one or None)
 config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it
 outline           the model in a folder without its values, on the meta device
 sizes, table      the `Sizes` of a model; PRESETS in lines for a person

@@ -5,7 +5,8 @@ What config.json says is the family's; the tensors are checked against it before
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, TypeVar
@@ -36,7 +37,12 @@ from .folder import (
 from .own import LanguageModel
 
 BUFFERS = "rotary_emb.inv_freq"  # old checkpoints hold it beside the weights; it follows from the config
+PART, PARTS = "model-{:05d}-of-{:05d}.safetensors", "model-?????-of-?????.safetensors"
+LARGEST_FILE = 5_000_000_000  # bytes: what a host holds of a model while it is written
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+Weights = Iterable[tuple[str, Tensor]]
+"""The tensors of `stored_state` by name, in its order, each whole."""
 
 Made = TypeVar("Made", bound=LanguageModel)
 
@@ -68,22 +74,36 @@ def read_model(
     return model
 
 
-def write_model(model: LanguageModel, config: dict[str, Any], path: Path, tokenizer: Tokenizer | None = None) -> Path:
-    """Write the model's folder. One that is already there is replaced."""
+def write_model(
+    model: LanguageModel,
+    config: dict[str, Any],
+    path: Path,
+    tokenizer: Tokenizer | None = None,
+    weights: Weights | None = None,
+) -> Path:
+    """Write the model's folder. One that is already there is replaced.
+
+    `weights` None takes the model's own. Sharded ones are put together one by one, and one file's are held at a time.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().contiguous().cpu() for name, t in plain_state(model).items()}
-    if model.config.tied:
-        del tensors["lm_head.weight"]
+    state = stored_state(model)
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
     # Where config.json is silent, transformers takes bos = 1 and eos = 2, whatever those tokens are.
     config = config | {name: generation.get(name) for name in SPECIAL_IDS}
-    _write_tensors(tensors, path / WEIGHTS)
-    (path / INDEX).unlink(missing_ok=True)  # of a model in several files; it would name those instead of what was just written
+    _write_weights(path, state, iter(state.items() if weights is None else weights))
     for name, content in (("config.json", config), (GENERATION, generation)):
         write_whole(path / name, json.dumps(content, indent=2) + "\n")
     if tokenizer:
         tokenizer.save(path)
     return path
+
+
+def stored_state(model: LanguageModel) -> dict[str, Tensor]:
+    """The tensors that a model's folder has, in their order."""
+    state = plain_state(model)
+    if model.config.tied:
+        del state["lm_head.weight"]  # the same tensor as the embedding
+    return state
 
 
 def special_ids(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -125,15 +145,62 @@ def _check_tensors(path: Path, state: dict[str, Tensor], stored: dict[str, Store
         )
 
 
-def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """As write_whole does, and readable for whom the umask allows: what save_file makes, only its owner may read."""
+def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple[str, Tensor]]) -> None:
+    """One file, or several and their index, as transformers has them. Until all are written an old model stays as it is."""
+    parts = _parts(state)
+    files = [path / (WEIGHTS if len(parts) == 1 else PART.format(n, len(parts))) for n in range(1, len(parts) + 1)]
+    with ExitStack() as undo:
+        temporary = [undo.enter_context(_temporary(file)) for file in files]
+        for names, file in zip(parts, temporary):
+            _write_tensors(dict(_on_host(names, weights)), file)
+        for old in (path / INDEX, *path.glob(PARTS)):  # an old index would name old files, or half of them new ones
+            old.unlink(missing_ok=True)
+        if len(parts) > 1:
+            (path / WEIGHTS).unlink(missing_ok=True)  # which goes before an index
+        for whole, file in zip(temporary, files):
+            os.replace(whole, file)
+    if len(parts) > 1:
+        size = sum(t.numel() * t.itemsize for t in state.values())
+        table = {name: file.name for names, file in zip(parts, files) for name in names}
+        write_whole(path / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": table}, indent=2) + "\n")
+
+
+def _parts(state: dict[str, Tensor]) -> list[list[str]]:
+    """The names of each file's tensors."""
+    parts: list[list[str]] = [[]]
+    room = LARGEST_FILE
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.itemsize
+        if size > room and parts[-1]:
+            parts.append([])
+            room = LARGEST_FILE
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def _on_host(names: list[str], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        given, tensor = next(weights)
+        assert given == name, f"{given} where {name} belongs"
+        yield name, tensor.detach().contiguous().cpu()
+        del tensor  # the next one is put together now
+
+
+@contextmanager
+def _temporary(file: Path) -> Iterator[Path]:
+    """Where a file is written before it has its name."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         with writing(file):
-            temporary.touch()
-            mode = S_IMODE(temporary.stat().st_mode)
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            temporary.chmod(mode)
-            os.replace(temporary, file)
+            yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Readable for whom the umask allows: what save_file makes, only its owner may read."""
+    file.touch()
+    mode = S_IMODE(file.stat().st_mode)
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)

@@ -3,11 +3,14 @@
 Nothing here imports torch.distributed: a run alone has no need of it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from .ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,17 @@ def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by name, whole, one after the other. Where it is sharded all ranks must come to it, and each gets it."""
     for name, tensor in state.items():
         yield name, tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """`save` on the first rank, of the state's tensors one by one. All ranks call it; none holds more than `save` keeps."""
+    weights = gathered(state)
+
+    def work() -> None:
+        try:
+            if ranks.first:
+                save(weights)
+        finally:  # every rank comes to every tensor, also where the first has failed
+            deque(weights, maxlen=0)
+
+    ranks.together(work)

@@ -13,7 +13,7 @@ from ...errors import DataError
 from ..folder import Beyond, ConfigFields, read_config
 from ..foreign import needs_transformers
 from ..registry import FAMILIES
-from ..storing import read_model, write_model
+from ..storing import Weights, read_model, write_model
 from .decoder import Decoder, DecoderConfig
 
 COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
@@ -29,12 +29,12 @@ def outline(path: str | Path) -> Decoder:
     return Decoder(config_of(read_config(Path(path)), Path(path)), device="meta")
 
 
-def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> Path:
+def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None, weights: Weights | None = None) -> Path:
     """Write a folder that transformers loads, with the same logits. A model that is already there is replaced.
 
     With `tokenizer` the folder is complete: it also holds the tokenizer, and which tokens begin, end and pad a text.
     """
-    return write_model(model, hf_config(model.config, next(model.parameters()).dtype), Path(path), tokenizer)
+    return write_model(model, hf_config(model.config, next(model.parameters()).dtype), Path(path), tokenizer, weights)
 
 
 def as_transformers(model: Decoder) -> Any:

@@ -10,7 +10,7 @@ from ...corpus import Tokenizer
 from ...errors import DataError
 from ...words import hint
 from ..folder import LARGEST, SPECIAL_IDS, Beyond, read_config
-from ..storing import read_model, write_model
+from ..storing import Weights, read_model, write_model
 from .config import RichardsConfig
 from .model import RichardsDecoder
 
@@ -28,11 +28,13 @@ def outline(path: str | Path) -> RichardsDecoder:
     return RichardsDecoder(config_of(read_config(Path(path)), Path(path)), device="meta")
 
 
-def save_richards(model: RichardsDecoder, path: str | Path, tokenizer: Tokenizer | None = None) -> Path:
+def save_richards(
+    model: RichardsDecoder, path: str | Path, tokenizer: Tokenizer | None = None, weights: Weights | None = None
+) -> Path:
     """Write config.json, the weights as safetensors and, with `tokenizer`, all that `gpubound generate` needs."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     about = {"model_type": MODEL_TYPE, "architectures": [type(model).__name__], "dtype": dtype}
-    return write_model(model, about | asdict(model.config), Path(path), tokenizer)
+    return write_model(model, about | asdict(model.config), Path(path), tokenizer, weights)
 
 
 def config_of(about: dict[str, Any], path: Path) -> RichardsConfig:
