@@ -15,7 +15,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.parallel import join
-from gpubound.train import checkpoint
+from gpubound.train import whole as one_file
 from gpubound.train.checkpoint import Checkpoints
 from tests.parallel.processes import on_ranks, started
 from tests.train.runs import build_corpus
@@ -59,8 +59,8 @@ def trained(folder, fate=(None, None, None)):
             step.load_state_dict({name[5:]: t for name, t in tensors.items() if name.startswith("step.")})
             feed.load_state_dict(found.facts)
         if victim == ranks.rank and moment == "write":
-            plain = checkpoint.save_file
-            checkpoint.save_file = lambda tensors, path: (plain(tensors, path), done >= fatal and die())
+            plain = one_file.save_file
+            one_file.save_file = lambda tensors, path: (plain(tensors, path), done >= fatal and die())
         while done < STEPS:
             done += 1
             if victim == ranks.rank and moment == "step" and done == fatal:

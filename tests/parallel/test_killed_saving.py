@@ -1,0 +1,78 @@
+"""kill -9 of a rank in each stage of a sharded checkpoint: what was whole stays whole, and nobody waits for the dead."""
+
+import os
+import shutil
+import signal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from gpubound.parallel import join, saved
+from gpubound.train import checkpoint
+from gpubound.train.checkpoint import Checkpoints
+from tests.parallel.processes import RankFailed, on_ranks, started
+
+STAGES = [
+    # who is killed, at which call, before or behind it, whether the checkpoint is there
+    (1, checkpoint.Staging, "give", "before", False),
+    (1, saved._Saving, "resolve_data", "before", False),  # its file is open
+    (1, checkpoint, "_flushed", "behind", False),  # its files are on disk, but it has not said so
+    (0, os, "replace", "before", False),  # all have said so
+    (0, os, "replace", "behind", True),
+]
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed(owner, name, when):
+    whole = getattr(owner, name)
+    setattr(owner, name, die if when == "before" else lambda *given: (whole(*given), die()))
+
+
+def saves(folder, wanted, stage=None):
+    """Check what is there, save it anew as the next step, and be killed in the one after that."""
+    with join("cpu") as ranks:
+        model = fully_shard(nn.Linear(4, 5))
+        store = Checkpoints(folder, ranks=ranks)
+        newest = store.latest()
+        assert (newest.step if newest else 0) == wanted
+        if newest is not None:
+            (weight,) = newest.tensors(begin=("weight",)).values()
+            assert weight.eq(wanted).all()
+        store.clean()
+        for step in (wanted + 1, wanted + 2):
+            if step == wanted + 2 and stage is not None and ranks.rank == STAGES[stage][0]:
+                be_killed(*STAGES[stage][1:4])
+            for p in model.parameters():
+                torch.nn.init.constant_(p.data.to_local(), float(step))
+            store.save(step, model.state_dict(), {}, wait=True)
+
+
+def test_a_rank_killed_in_any_stage_leaves_the_last_whole_checkpoint(tmp_path):
+    wanted = 0
+    for stage, (victim, _, name, when, there) in enumerate(STAGES):
+        processes, pipes, _store = started(2, saves, tmp_path, wanted, stage)
+        for process in processes:
+            process.join(60)
+        assert processes[victim].exitcode == -signal.SIGKILL, (name, when)
+        other = pipes[1 - victim].recv()
+        if not there:  # it was waiting for the dead one, and heard that it is gone
+            assert isinstance(other, RankFailed) and "the checkpoint could not be written" in str(other), (name, when, other)
+        wanted += 2 if there else 1
+    on_ranks(2, saves, tmp_path, wanted)
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_leftovers_are_removed_with_a_line(tmp_path, capsys):
+    for name in ("step-00000003", ".step-00000004.77", ".step-00000005.78"):
+        (tmp_path / name).mkdir()
+    Checkpoints(tmp_path).clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert capsys.readouterr().err == (f"gpubound: {tmp_path}: removed what was half written when a run ended: step 4, 5.\n")
+    Checkpoints(tmp_path).clean()
+    assert not capsys.readouterr().err
+    shutil.rmtree(tmp_path)
+    Checkpoints(tmp_path).clean()
