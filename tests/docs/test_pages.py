@@ -16,7 +16,7 @@ from .blocks import PAGES, ROOT, blocks, prose
 DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src/gpubound").rglob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OTHERS_OPTIONS = {"--strict", "--dist", "--commit"}  # of mkdocs, pytest, git
+OTHERS_OPTIONS = {"--max-restarts", "--strict", "--dist", "--commit"}  # of torchrun, mkdocs, pytest, git
 
 
 def test_readme_is_short():

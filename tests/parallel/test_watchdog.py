@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 
 from gpubound.parallel import join
 from gpubound.parallel.watchdog import Watchdog, Whereabouts, judged
@@ -26,18 +27,20 @@ def freeze(ranks):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def standing_still(fate, folder, run):
+def standing_still(fate, folder, run, kind="cpu"):
     """Rank 1 meets its fate in step 3, where rank 0 waits for it."""
     rank = os.environ["RANK"]
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
-    with join("cpu", SOON) as ranks:
+    with join(kind, SOON) as ranks:
+        x = torch.ones(1, device=ranks.device)
         ranks.wait()
         ranks.at(3, "reading a micro-batch")
         if ranks.rank == 1:
             fate(ranks)
-        ranks.wait()
+        ranks.sum(x)
+        x.tolist()
 
 
 def note_of(folder, rank):
@@ -52,9 +55,19 @@ def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in
         assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
         said = note["message"]
         assert said.startswith("no step has ended within 2 s: rank 1 is reading a micro-batch in step 3, at tests/parallel/")
-        assert "(read_a_file_for_ever); the others are waiting in barrier in step 3, at tests/" in said
+        assert "(read_a_file_for_ever); the others are waiting in all_reduce in step 3, at tests/" in said
     assert "in standing_still\n    fate(ranks)\n" in (tmp_path / "stderr-1").read_text()
     assert (tmp_path / "stderr-0").read_text() == ""  # the process that started it speaks
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
+    """The other's host waits for its GPU, which waits for a GPU that was given nothing to do."""
+    processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cuda")
+    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    said = note_of(tmp_path, 0)["message"]
+    assert "(read_a_file_for_ever)" in said and "rank 0 is reading a micro-batch in step 3, at tests/" in said
 
 
 def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
