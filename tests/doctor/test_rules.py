@@ -127,7 +127,12 @@ CASES = {
         seen(steps(lambda l: op(l, "aten::_foreach_zero_", 0, run=300)), row("launch", "_foreach_zero_", ZERO)),
         seen(None, row("launch", "_foreach_zero_", at(41))),
     ),
-    "launch bound": ("launch_bound", None, seen(steps(quiet, run=2.0)), seen(steps(quiet, run=4.0))),
+    "launch bound": (
+        "launch_bound",
+        40,
+        seen(steps(quiet, run=2.0), row("launch", "_foreach_add_", STEP), row("launch", "zero_", ZERO, 0.5)),
+        seen(steps(quiet, run=4.0)),
+    ),
     "fp32": (
         "precision",
         20,

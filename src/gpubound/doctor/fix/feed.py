@@ -18,13 +18,13 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     outermost = [node for node in (loop, *source.above(loop)) if isinstance(node, (ast.For, ast.While))][-1]
     if not _is_known(source, scope, device, outermost.lineno):
         raise Refused(f"the device `{device}` is not known before line {outermost.lineno}")
-    if "gb" in {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)} and not _imports_gb(source):
+    if "gb" in {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)} and not imports_gb(source):
         raise Refused("the name gb is taken in this file")
     made = f"{source.indent(outermost)}{name} = gb.feed({name}, {device})"
     return [*imported(source, IMPORT), source.inserted_line(outermost.lineno, made)]
 
 
-def _imports_gb(source: SourceText) -> bool:
+def imports_gb(source: SourceText) -> bool:
     return IMPORT in (source.text(node) for node in source.tree.body)
 
 

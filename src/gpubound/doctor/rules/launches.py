@@ -14,6 +14,7 @@ FUSED = 2 / 3  # AdamW parameter by parameter passes over memory 21 times, fused
 ADDED = 4.0  # passes over memory for one that fills with zeros: that one, and three to add a gradient to it
 NORMS = frozenset({"linalg_vector_norm", "norm"})
 ZEROS = frozenset({"_foreach_zero_", "zero_", "fill_"})
+OPTIMIZERS = "torch/optim/"
 FUSIBLE = ("adam", "sgd", "adagrad")
 
 
@@ -54,7 +55,15 @@ def bound(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
     if ceiling - alone >= BOUND * prices.step_ms:
         launches = sum(call.kind == "launch" for call in evidence.tape.calls) / taped(evidence)
         said = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
-        yield Claim("launch_bound", Place(), launches, said, ms=ceiling - alone, certainty="replayed")
+        yield Claim("launch_bound", updating(evidence), launches, said, ms=ceiling - alone, certainty="replayed")
+
+
+def updating(evidence: Evidence) -> Place:
+    """The line that ends a step: the one from which an optimizer launches most."""
+    every = by_line(evidence, "launch")
+    lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
+    rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
+    return rows[0].place if rows else Place()
 
 
 RULES = (

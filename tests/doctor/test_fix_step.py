@@ -1,0 +1,105 @@
+"""gb.TrainStep as a patch: the patched copy computes the same losses, and what is no plain loop is left alone."""
+
+import runpy
+
+import pytest
+
+from gpubound.doctor.fix.repair import Target, repair
+
+SCRIPT = """\
+import torch
+from torch.nn import functional
+
+torch.manual_seed(0)
+data = [(torch.rand(4, 3), torch.rand(4, 1)) for _ in range(5)]
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+weight = 0.5  # of the loss
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+losses = []
+for epoch in range(3):
+    for step, (x, y) in enumerate(data):
+        x = x.to("cpu")
+        optimizer.zero_grad()
+        guess = model(x)
+        loss = weight * functional.mse_loss(guess, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+losses = [loss.item() for loss in losses]
+"""
+
+
+def proposed(tmp_path, text: str):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    line = next(n for n, words in enumerate(text.splitlines(), 1) if ".step()" in words)
+    return path, repair([Target("launch_bound", str(path), line)])
+
+
+def test_the_patched_copy_computes_the_same_losses(tmp_path):
+    path, made = proposed(tmp_path, SCRIPT)
+    assert not made.refused and not made.equal
+    before = runpy.run_path(str(path))["losses"]
+    made.apply()
+    text = path.read_text()
+    assert "loss = train_step([(x, y)]).loss\n        losses.append" in text and "backward()" not in text
+    assert 'lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1), precision="fp32")' in text
+    after = runpy.run_path(str(path))["losses"]
+    assert len(set(before)) == 15 and after == pytest.approx(before, rel=1e-5)
+
+
+def test_a_function_and_a_single_batch(tmp_path):
+    """The names of a function's own, a batch of one name, zero_grad at the end."""
+    text = """\
+import torch
+def train(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    for batch in data:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        kept.append(loss.item())
+    return kept
+torch.manual_seed(0)
+kept = train(torch.nn.Linear(3, 1), [torch.rand(4, 3) for _ in range(4)])
+"""
+    path, made = proposed(tmp_path, text)
+    before = runpy.run_path(str(path))["kept"]
+    made.apply()
+    assert "    def loss_of(model, batch):\n        loss = model(batch)" in path.read_text()
+    assert runpy.run_path(str(path))["kept"] == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "old, new, why",
+    [
+        ("losses = []\n", "losses = []\nscheduler = Schedule(optimizer)\n", "optimizer is used in another way in line 10"),
+        ("        optimizer.step()\n", "        clip(model)\n        optimizer.step()\n", "something stands between backward"),
+        (
+            "        optimizer.step()\n",
+            "        if step % 2:\n            optimizer.step()\n",
+            "does not stand in the body of a loop",
+        ),
+        ("optimizer.zero_grad()\n", "pass\n", "has no single zero_grad(), loss.backward(), optimizer.step()"),
+        ("weight * functional", "step * functional", "the forward reads step, which changes and is no part"),
+        ("weight * functional", "epoch * functional", "the forward reads epoch, which changes and is no part"),
+        ('x = x.to("cpu")', "weight = 1 / (step + 1)", "the forward reads weight, which changes and is no part"),
+        (
+            "guess = model(x)",
+            "guess = model(x + hidden)\n        hidden = guess.mean()",
+            "the forward reads hidden, which changes and is no part",
+        ),
+        ("losses.append(", "print(guess), losses.append(", "guess is used outside the forward, in line 18"),
+        ("guess = model(x)", "with half:\n            guess = model(x)", "stands more than plain assignments"),
+        ("model.parameters(), lr", "some(model), lr", "optimizer is not made of model.parameters()"),
+        ("weight = 0.5", "gb = weight = 0.5", "the name gb is taken in this file"),
+        ("weight = 0.5", "dtype = torch.bfloat16", "the file uses 16-bit numbers"),
+        ("losses.append(", "print(model[0].weight.grad), losses.append(", "line 18 uses gradients itself"),
+    ],
+)
+def test_what_is_no_plain_loop_is_refused(tmp_path, old, new, why):
+    assert old in SCRIPT
+    _, made = proposed(tmp_path, SCRIPT.replace(old, new))
+    assert not made.changes and why in next(iter(made.refused.values()))
