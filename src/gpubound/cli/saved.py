@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from .. import lora
@@ -31,7 +30,7 @@ from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_gene
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
-from ..train.checkpoint import STATE, TENSORS, Checkpoint, Checkpoints, open_checkpoint
+from ..train.checkpoint import STATE, Checkpoint, Checkpoints, open_checkpoint
 from ..train.objectives import objective_named
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
@@ -163,11 +162,10 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
     recipe = Recipe(model=facts["model"], seq=facts["seq"], lora=facts.get("lora", {}))
     if recipe.lora:
         check_base(recipe.model, base_of(recipe.model), found)
-    with safe_open(found.path / TENSORS, framework="pt", device=str(device)) as file:  # which holds moments and masters, too
-        names = list(file.keys())
-        for part in ("model.", "average."):
-            weights |= {name.removeprefix(part): file.get_tensor(name) for name in names if name.startswith(part)}
-        stored = file.get_tensor(next(name for name in names if name.startswith("model."))).dtype
+    tensors = found.tensors(device, begin=("model.", "average."))  # it holds moments and masters, too
+    for part in ("model.", "average."):
+        weights |= {name.removeprefix(part): t for name, t in tensors.items() if name.startswith(part)}
+    stored = next(t.dtype for name, t in tensors.items() if name.startswith("model."))
     model = build_model(recipe, tokenizer, device)
     if recipe.adapters is not None:
         recipe.adapters.add(model)

@@ -84,6 +84,7 @@ def prepare(
 
 
 def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+    checkpoints.clean()
     found = checkpoints.latest()
     if found is None and checkpoints.paths():  # a new run would remove them
         raise DataError(

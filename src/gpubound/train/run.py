@@ -160,7 +160,7 @@ class Run:
     def _return_to(self, step: int) -> None:
         """Take the weights that an earlier step of this phase had, and end the phase with them."""
         self.checkpoints.wait()
-        self._load(self.checkpoints.at(step).tensors())
+        self._load(self.checkpoints.at(step).tensors(like=self._state()))
         self.evaluations[self.done] = self.evaluations[step]
         self.over = True
 
@@ -180,7 +180,9 @@ class Run:
                 yield best
                 return
             with put_back(kept_state(self.model).values()):
-                tensors = self.checkpoints.at(best).tensors()
+                average = {name: torch.empty_like(t) for name, t in self.average.average.items()} if self.average else {}
+                like = joined(model=kept_state(self.model), average=average)
+                tensors = self.checkpoints.at(best).tensors(like=like, begin=("model.", "average."))
                 load_kept_state(self.model, _part(tensors, "model."))
                 with torch.no_grad():
                     for name, parameter in self.model.named_parameters():
@@ -225,8 +227,7 @@ class Run:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        average = self.average.average if self.average else {}
-        tensors = joined(model=kept_state(self.model), step=self.step.state_dict(), random=random, average=average)
+        tensors = self._state() | joined(random=random)
         facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
         facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base}
         loss = self.evaluations.get(self.done)
@@ -234,9 +235,14 @@ class Run:
         score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one
         self.checkpoints.snapshot(self.done, tensors, facts, score)
 
+    def _state(self) -> dict[str, Tensor]:
+        """All that moves from step to step, where it lies."""
+        average = self.average.average if self.average else {}
+        return joined(model=kept_state(self.model), step=self.step.state_dict(), average=average)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
-        facts, tensors = checkpoint.facts, checkpoint.tensors()
+        facts, tensors = checkpoint.facts, checkpoint.tensors(like=self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
