@@ -20,6 +20,7 @@ class Block(nn.Module):
 
     gradient_checkpointing = False
     apart = False  # whether the blocks of its model lie on several devices
+    gathered: Any = None  # runs a function with the block's weights there, where ranks share them (parallel/sharded.py)
 
     def __init__(
         self,
@@ -60,11 +61,13 @@ def run_blocks(
     for block in blocks:
         if getattr(block, "apart", False):
             x, pending, rope, mask = brought(block, (x, pending, rope, mask))
+        gathered = getattr(block, "gathered", None)
+        one = step if gathered is None else partial(gathered, step)
         if block.gradient_checkpointing and block.training:
-            again = partial(step, block, rope=rope, mask=mask)
+            again = partial(one, block, rope=rope, mask=mask)
             x, pending = block._gradient_checkpointing_func(again, x, pending)
         else:
-            x, pending = step(block, x, pending, rope, mask)
+            x, pending = one(block, x, pending, rope, mask)
     if getattr(final_norm, "apart", False):
         x, pending = brought(final_norm, (x, pending))
     return final_norm.add(x, pending)[0]

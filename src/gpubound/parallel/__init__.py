@@ -3,6 +3,7 @@
 ranks.py     which process this is, and how the processes of a run speak to each other
 meeting.py   how they find each other, and what must be alike
 launch.py    start a command as many processes
+sharded.py   a model of which each rank holds its rows
 failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
 wrapped.py   models that a script has wrapped for its ranks

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..trace import notice
+from .pieces import any_sharded
 from .ranks import ALONE, Ranks, ranks_of
 
 REFUSED = {
@@ -44,6 +45,8 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
         )
     for name, what in _wrappers(model):
         raise ValueError(f"model: {name or 'it'} is a {what}, whose parameters a step cannot take over; {REFUSED[what]}.")
+    if any_sharded(model.parameters()):
+        return model, ranks  # they know their ranks themselves
     if ranks.alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         notice(
             f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "

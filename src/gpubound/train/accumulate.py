@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from ..kernels.accumulate import close_sums, deliver_all, open_sums
 from ..kernels.aside import Side
 from ..kernels.record import drop_record, made_record
+from ..parallel import Ranks
 from .flat_buffers import FlatLayout, lay_out
 
 TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones are not worth the memory
@@ -78,6 +79,10 @@ class Accumulators:
         if self.opened:
             close_sums(self._parameters)
         self.opened = False
+
+    def share(self, ranks: Ranks) -> None:
+        """Make `gradient` the sum of all ranks' own."""
+        ranks.sum(self.gradient)
 
     def release(self) -> None:
         """Remove the hooks and main_grad. From now on gradients go to parameter.grad."""

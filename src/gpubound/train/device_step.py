@@ -12,6 +12,7 @@ wait only when that step is still running. Whoever reads one step late keeps the
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from ..device import products
 from ..layers.fp8 import renew
 from ..models.placing import put_back
-from ..parallel import Ranks
 from .accumulate import Accumulators
+from .holding import HoldsAll
 from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Fp8Weights, Precision
@@ -39,7 +40,7 @@ class DeviceStep:
     optimizer: FlatAdamW
     precision: Precision
     single: bool  # a step has one micro-batch
-    ranks: Ranks
+    held: HoldsAll
     fp8: Fp8Weights | None
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class DeviceStep:
     def add(self, batch: Any) -> None:
         """One micro-batch more: its loss, items and gradients are added to those before."""
         with torch.enable_grad(), products(self.precision.products):
-            total, items = self._loss_of(batch)
+            total, items = self.held.loss(partial(self._loss_of, batch))
             with nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()
             self.totals[0].add_(total.detach())
@@ -77,8 +78,8 @@ class DeviceStep:
         self.accumulators.finish()
         if self.fp8 is not None:
             renew(self.fp8.states)
-        for sums in (self.accumulators.gradient, self.totals):
-            self.ranks.sum(sums)
+        self.accumulators.share(self.held.ranks)
+        self.held.ranks.sum(self.totals)
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
     def calibrate(self, batch: Any) -> None:

@@ -261,6 +261,10 @@ class Weights:
         for _, flat, master in self.rounded:
             master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
 
+    def of_norm(self, gradient: Tensor) -> Tensor:
+        """What has the norm of the whole gradient: the flat gradient itself, where that is all of it."""
+        return gradient
+
     def finest(self) -> list[Tensor]:
         """The flat buffers that the update is kept in: the masters where there are any."""
         return [flat if master is None else master for flat, master in zip(self.flat, self.masters)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -36,7 +36,7 @@ class Foreign:
     def __init__(self, make: Callable[[list[Parameter]], Optimizer], graph: str):
         self.make, self.graph = make, graph
 
-    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
         """As AdamW's; and makes the optimizer, over fp32 stand-ins for the parameters."""
         precision.check_not_at_random("a torch optimizer")
         layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
@@ -93,7 +93,12 @@ class FlatForeign(FlatAdamW):
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
         """Decide, and scale the gradient. `carry_on` does the rest, outside of the step's own graph."""
         plan, report = plan_update(
-            gradient, totals, self.state, self.rates, clip=self.clip, growth_interval=self.growth_interval
+            self.weights.of_norm(gradient),
+            totals,
+            self.state,
+            self.rates,
+            clip=self.clip,
+            growth_interval=self.growth_interval,
         )
         gradient.mul_(plan[1])
         self.decision.copy_(torch.stack([plan[0].double(), report[4]]))

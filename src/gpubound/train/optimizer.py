@@ -50,7 +50,7 @@ class AdamW:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
 
-    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
         """Where the model's parameters will lie. What can be refused is refused here, before the model is touched."""
         return lay_out(model.named_parameters(), precision.dtype, self.decays, others=model.named_buffers())
 
@@ -97,7 +97,7 @@ class Muon:
         if isinstance(self.rest, AdamW8bit):
             raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
 
-    def lay_out(self, model: nn.Module, precision: Precision) -> FlatLayout:
+    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
         precision.check_not_at_random("Muon")
         named, takes = list(model.named_parameters()), self.chooser(model)
         layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
@@ -175,7 +175,7 @@ class FlatAdamW:
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
         """Clip, decide and update; the report of kernels.plan_update. `totals`: the sum of losses, the number of items."""
-        plan, report = plan_update(gradient, totals, self.state, self.rates, *self._constants())
+        plan, report = plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
         self.carry_out(gradient, plan, report)
         return report
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Captured
-from ..kernels.aside import Side
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..lora import early
@@ -27,16 +26,16 @@ from ..parallel import ALONE, Ranks
 from ..parallel.wrapped import unwrapped
 from ..trace import notice
 from ..words import readable
-from .accumulate import Accumulators
 from .device_step import DeviceStep, Loss, StepResult
-from .flat_buffers import Members, Weights
+from .flat_buffers import Members
 from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
+from .holding import holding
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
-from .replicas import begin_alike, check_replicas
+from .replicas import check_replicas
 from .schedule import Schedule, is_rate
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -85,9 +84,11 @@ class TrainStep:
         _check(model, accumulate, clip, graph, schedule)
         model, ranks = unwrapped(model, ranks)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
-        layout = config.lay_out(model, numbers)
-        check_replicas(layout, ranks)
-        self.memory = layout.bytes(numbers.masters) | {"moments": config.moment_bytes(layout)}
+        held = self._held = holding(model, ranks)
+        kept, graph = held.kept(numbers), held.graph(graph)
+        layout = config.lay_out(held, kept)
+        check_replicas(layout, held.ranks)
+        self.memory = layout.bytes(kept.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
@@ -95,20 +96,21 @@ class TrainStep:
         self._closed = False
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
+            undo.callback(held.release)
             undo.callback(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
                 undo.callback(_cast_inputs(model, numbers.dtype).remove)
-            accumulators = Accumulators(layout, Side(layout.device) if overlap and layout.device.type == "cuda" else None)
+            accumulators = held.accumulators(layout, overlap)
             undo.callback(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
             if self._fp8 is not None:
                 undo.callback(self._fp8.release)
-            begin_alike(model, ranks)
-            self._weights = Weights(layout, numbers.masters)  # last, behind whatever may be refused: it casts the parameters
-            self._optimizer = config.flat(self._weights, numbers, clip, schedule or Schedule(), seed)
+            held.begin_alike()
+            self._weights = held.weights(layout, kept.masters)  # last, behind whatever may be refused: it casts the parameters
+            self._optimizer = config.flat(self._weights, kept, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
-        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, ranks, self._fp8)
+        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -121,6 +123,7 @@ class TrainStep:
         batches = gather(micro_batches, self.accumulate)
         if not batches:
             return None
+        self._held.rest()
         self._members.check()
         self._weights.check()
         result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
@@ -156,7 +159,7 @@ class TrainStep:
             state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
         if self._fp8 is not None:
             state |= {f"fp8.{slot.name}": states[:, 0] for slot, states in zip(self._fp8.slots, self._fp8.states)}
-        return state
+        return self._held.said(state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
