@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpubound.errors import DataError
 from gpubound.parallel import join
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from gpubound.train.taking_up import taken_up
 from tests.parallel.processes import on_ranks
 
 ROWS = 8  # of a step, whatever the number of ranks
@@ -164,3 +165,32 @@ def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path,
         f"are intact. Free space or choose another folder."
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def parted(folder):
+    with join("cpu") as ranks:
+        tensors = made("shards", ranks.world)[0].state_dict() | {"scales": torch.tensor([1.0, 2.0 + ranks.rank])}
+        with pytest.raises(DataError) as error:
+            Checkpoints(folder, ranks=ranks).save(1, tensors, {}, wait=True)
+        return str(error.value)
+
+
+def test_what_each_rank_holds_otherwise_is_not_saved_as_if_it_were_one(tmp_path):
+    said = on_ranks(2, parted, tmp_path)
+    assert said[0] == said[1] and "written: rank 1: its scales is not rank 0's, and neither is a shard" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("masters_there", [True, False])
+def test_masters_of_replicas_are_the_weights_of_shards(tmp_path, masters_there):
+    """And the other way round: in either form the fp32 weight is taken up, not what was rounded."""
+    fine = torch.linspace(1, 2, 40).reshape(8, 5)
+    replicas = {"model.w": fine.bfloat16(), "step.master.w": fine.clone(), "step.m.w": -fine}
+    shards = {"model.w": fine.clone(), "step.m.w": -fine}
+    store = Checkpoints(tmp_path)
+    store.save(1, replicas if masters_there else shards, {}, wait=True)
+    live = {name: torch.zeros_like(t) for name, t in (shards if masters_there else replicas).items()}
+    got = taken_up(store.latest(), live)
+    wanted = shards if masters_there else replicas
+    assert got.keys() == live.keys() and all(got[name] is live[name] for name in live)
+    assert all(torch.equal(live[name], t) for name, t in wanted.items())

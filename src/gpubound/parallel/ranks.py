@@ -105,6 +105,8 @@ class Ranks:
             return work()
         try:
             result, wrong = work(), None
+        except RankError:  # which every rank raises
+            raise
         except Exception as error:  # said by all, below
             result, wrong = None, str(error)
         if failed := [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(wrong)) if why is not None]:

@@ -6,6 +6,7 @@ parts that it needs. What all ranks hold alike is written by one of them.
 
 import pickle
 import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..errors import DataError
+from ..errors import DataError, RankError
 from .pieces import Piece
 from .ranks import Ranks
 
@@ -54,6 +55,7 @@ def write(folder: Path, pieces: dict[str, Piece], ranks: Ranks) -> list[Path]:
 
     The error of a rank that cannot write is raised there. The others come back: they must ask it (Ranks.together).
     """
+    _check_alike(pieces, ranks)
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     planner = _Saving(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -64,6 +66,23 @@ def write(folder: Path, pieces: dict[str, Piece], ranks: Ranks) -> list[Path]:
         return []
     files = sorted(folder.glob(f"__{ranks.rank}_*"))
     return [*files, folder / TABLE] if ranks.first else files
+
+
+def _check_alike(pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+    """RankError where two ranks hold the whole of a tensor, and not the same: only one of them would be written."""
+    own = {name: _crc(piece.local) for name, piece in pieces.items() if piece.local.shape == piece.shape}
+    first: dict[str, tuple[int, int]] = {}
+    for rank, theirs in enumerate(ranks.gather(own)):
+        for name, crc in theirs.items():
+            if first.setdefault(name, (rank, crc))[1] != crc:
+                raise RankError(
+                    f"rank {rank}: its {name} is not rank {first[name][0]}'s, and neither is a shard: a checkpoint would hold "
+                    f"one of them; give it as a DTensor, or under a name of each rank's own"
+                )
+
+
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -61,21 +61,35 @@ class Checkpoint:
     facts: dict[str, Any]
     sharded: bool = False
 
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every tensor, by name."""
+        return _form(self.sharded).shapes(self.path)
+
     def tensors(
-        self, device: str | torch.device = "cpu", like: Mapping[str, Tensor] | None = None, begin: tuple[str, ...] = ("",)
+        self,
+        device: str | torch.device = "cpu",
+        like: Mapping[str, Tensor] | None = None,
+        begin: tuple[str, ...] = ("",),
+        but: Container[str] = (),
     ) -> dict[str, Tensor]:
-        """Every tensor whose name begins so. One of `like` with the same name and shape is filled where it lies, of a sharded
-        one what this rank has of it; the others are whole, on `device`."""
-        form, found, pieces = _form(self.sharded), dict[str, Tensor](), dict[str, Piece]()
-        for name, (shape, dtype) in form.shapes(self.path).items():
-            if name.startswith(begin):
+        """Every tensor whose name begins so, but for those named.
+
+        One of `like` with the same name and shape is filled where it lies, of a sharded one what this rank has of it. The
+        others are whole, on `device`.
+        """
+        found = dict[str, Tensor]()
+        for name, (shape, dtype) in self.shapes().items():
+            if name.startswith(begin) and name not in but:
                 known = (like or {}).get(name)
                 fits = known is not None and known.shape == shape
                 found[name] = known if fits else torch.empty(shape, dtype=dtype, device=device)  # type: ignore[assignment]
-                pieces[name] = piece_of(found[name])
-        with torch.no_grad():
-            form.read(self.path, pieces)
+        self.read(found)
         return found
+
+    @torch.no_grad()
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill these, of a sharded one what this rank has of it. Their shapes are those here."""
+        _form(self.sharded).read(self.path, {name: piece_of(t) for name, t in into.items()})
 
 
 class Checkpoints:

@@ -28,6 +28,7 @@ from .price import Price, price_of
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
 from .step import TrainStep
+from .taking_up import taken_up
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
@@ -160,7 +161,7 @@ class Run:
     def _return_to(self, step: int) -> None:
         """Take the weights that an earlier step of this phase had, and end the phase with them."""
         self.checkpoints.wait()
-        self._load(self.checkpoints.at(step).tensors(like=self._state()))
+        self._load(taken_up(self.checkpoints.at(step), self._state()))
         self.evaluations[self.done] = self.evaluations[step]
         self.over = True
 
@@ -242,7 +243,7 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
-        facts, tensors = checkpoint.facts, checkpoint.tensors(like=self._state())
+        facts, tensors = checkpoint.facts, taken_up(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
