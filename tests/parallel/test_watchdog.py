@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpubound.parallel import join
-from gpubound.parallel.watchdog import Watchdog, Whereabouts, judged
+from gpubound.parallel.watchdog import FOR_GPU, Watchdog, Whereabouts, judged
 from tests.parallel.processes import started
 
 SOON = timedelta(seconds=2)
@@ -40,6 +40,7 @@ def standing_still(fate, folder, run, kind="cpu"):
         if ranks.rank == 1:
             fate(ranks)
         ranks.sum(x)
+        ranks.at(3, FOR_GPU)
         x.tolist()
 
 
@@ -67,7 +68,7 @@ def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
     processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cuda")
     assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
     said = note_of(tmp_path, 0)["message"]
-    assert "(read_a_file_for_ever)" in said and "rank 0 is reading a micro-batch in step 3, at tests/" in said
+    assert "(read_a_file_for_ever); the others are waiting for the GPU in step 3, at tests/" in said
 
 
 def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
@@ -106,6 +107,9 @@ def place(step, beat, collective=None):
         # all wait for each other in different steps: the one that is not as far as the others
         ([place(7, 1, "all_reduce"), place(6, 1, "barrier")], [place(7, 2, "all_reduce"), place(6, 2, "barrier")], [1],
          "rank 1 is waiting in barrier in step 6, at a.py:6 (f); the others are waiting in all_reduce in step 7"),
+        # a GPU may wait for another's
+        ([Whereabouts(7, FOR_GPU, 1, "a", None), place(7, 1)], [Whereabouts(7, FOR_GPU, 2, "a", None), place(7, 2)], [1],
+         "rank 1 is saving in step 7, at a.py:7 (f); the others are waiting for the GPU in step 7, at a"),
         # nobody is behind: each is told
         ([place(7, 1), place(7, 1)], [place(7, 2), place(7, 2)], [0, 1],
          "rank 0 is saving in step 7, at a.py:7 (f); rank 1 is saving in step 7, at a.py:7 (f)"),

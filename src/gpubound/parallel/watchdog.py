@@ -27,6 +27,8 @@ from ..words import duration
 from .failing import HUNG, Failure, meeting_place, started_by_us
 
 LOOKS = 20  # within a time-out; every 5 s at most
+FOR_GPU = "waiting for the GPU"
+"""What a rank is doing that reads a result: its GPU may wait for another's, which no Python line shows."""
 FROZEN = 1.0  # seconds at least, and four looks, in which a thread that lives writes again
 ANSWER = timedelta(seconds=10)  # from the store, which does nothing else
 _TORCH = str(Path(torch.__file__).parent)
@@ -45,9 +47,14 @@ class Whereabouts:
     collective: str | None
     """What it waits for other ranks in."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether another rank may be what keeps it here."""
+        return self.collective is not None or self.doing == FOR_GPU
+
     def __str__(self) -> str:
-        waiting = f"waiting in {self.collective}" if self.collective else self.doing
-        return f"{waiting} in step {self.step:,}, at {self.line}"
+        doing = f"waiting in {self.collective}" if self.collective else self.doing
+        return f"{doing} in step {self.step:,}, at {self.line}"
 
 
 class Watchdog:
@@ -150,7 +157,7 @@ def judged(before: list[Whereabouts | None], now: list[Whereabouts | None], time
     frozen = [rank for rank, place in places.items() if (old := before[rank]) is not None and old.beat == place.beat]
     earliest = min(place.step for place in places.values())
     late = [rank for rank, place in places.items() if place.step == earliest]
-    busy = [rank for rank in late if places[rank].collective is None]
+    busy = [rank for rank in late if not places[rank].waits]
     behind = absent or frozen or busy or late
     listed = "; ".join(f"rank {rank} is {_told(places.get(rank), rank in frozen)}" for rank in behind[:4])
     listed += f"; so are {len(behind) - 4} more" if len(behind) > 4 else ""
