@@ -19,9 +19,12 @@ import tyro
 
 from ..doctor.evidence import Evidence
 from ..doctor.judge import judge
+from ..doctor.ranks import tell, tell_error
 from ..doctor.report import annotate, screen, write_reports
-from ..doctor.run import Itinerary, examine, examine_trace, rank
+from ..doctor.run import Itinerary, examine, examine_trace
 from ..doctor.script import Script
+from ..errors import GpuboundError
+from ..parallel.telling import numbers
 from ..trace import printable
 from . import arguments
 from .doctor_after import Gate, Mending
@@ -113,12 +116,20 @@ def main(argv: Sequence[str]) -> int:
         options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
         options.dry_run,
     )  # fmt: skip
+    rank, world = numbers()
+    if world > 1 and options.prove is not None:
+        raise ValueError(f"--prove: got {world} ranks, wanted one process: a proof starts the script itself, on one GPU.")
     held = Gate.of(options, options.baseline, options.allow)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        evidence = look(options, target, rest, module)
-    if rank() != 0:
+        try:
+            evidence = look(options, target, rest, module)
+        except (ValueError, GpuboundError) as error:
+            tell_error(error)
+            raise
+    found = tell(judge(evidence))
+    if rank != 0:
         return 0
-    mended = mending.of(judge(evidence), target, rest, module)
+    mended = mending.of(found, target, rest, module)
     verdict = mended.verdict
     files = []
     if options.out is not None or not options.json:

@@ -127,6 +127,7 @@ class Verdict:
     absent: dict[str, str]
     distortion: float | None  # how much slower the recorded steps were than the timed ones
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
+    ranks: Sequence[dict[str, Any]] = ()  # of a script on several: each one's step and shares
     lead_ms: float | None = None  # by so much the host is ahead of the device: it waits so long for a step's result
     version: int = VERSION
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -162,9 +161,3 @@ def _device(dry: bool) -> str:
 def _about(steps: Sequence[Phase]) -> dict[str, Any]:
     versions: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
     return versions | ({"profiler": True} if any(isinstance(phase, Taped) and phase.foreign for phase in steps) else {})
-
-
-def rank() -> int:
-    """Of this process among those that torchrun started; 0 reports."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0

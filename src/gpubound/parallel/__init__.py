@@ -6,6 +6,7 @@ launch.py    start a command as many processes
 sharded.py   a model of which each rank holds its rows
 failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
+telling.py   what they tell the first when their script is over
 wrapped.py   models that a script has wrapped for its ranks
 copies.py    copies of one worker that wait for nobody
 pieces.py    what a process holds of a tensor: all of it, or a shard

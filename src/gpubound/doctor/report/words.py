@@ -81,12 +81,22 @@ def machine(verdict: Verdict) -> str:
 
 def notes(verdict: Verdict) -> list[str]:
     """What a reader must know to read the numbers."""
-    found = []
+    found = [told_of_ranks(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
     if verdict.step_ms is None and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         found.append("Counts and lines only: prices need a GPU.")
     return found
+
+
+def told_of_ranks(verdict: Verdict) -> str:
+    """How far the ranks are apart."""
+    said = []
+    for name, words, unit in (("step_ms", "a step", " ms"), *((share, SHARES[share], " %") for share in SHARES)):
+        values = sorted(about[name] for about in verdict.ranks if about.get(name) is not None)
+        if values:
+            said.append(f"{words} {values[0]:.3g} to {values[-1]:.3g}{unit}")
+    return f"{len(verdict.ranks)} ranks looked at themselves" + (f": {', '.join(said)}; the bar is rank 0's." if said else ".")
 
 
 def without(verdict: Verdict) -> list[str]:
