@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from gpubound import device as facts
 from gpubound.cli import answers, main
@@ -49,6 +50,16 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
 
     code, _, err = run(*given, "--output", file, "--stop", "mat")
     assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_answer_as_one(ckpt, capsys):
+    given = ["generate", str(ckpt), "--batch", "1", "--max-new-tokens", "12"]
+    given += [word for text in PROMPTS for word in ("--prompt", text)]
+    assert main([*given, "--gpus", "1"]) == 0
+    one = capsys.readouterr().out
+    assert main([*given, "--gpus", "2"]) == 0 and capsys.readouterr().out == one
 
 
 @pytest.mark.parametrize(
