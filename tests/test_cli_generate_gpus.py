@@ -62,6 +62,38 @@ def test_two_gpus_answer_as_one(ckpt, capsys):
     assert main([*given, "--gpus", "2"]) == 0 and capsys.readouterr().out == one
 
 
+def begin_deadly(number, options, prompts, devices):
+    """A copy without a model, which one prompt ends."""
+
+    def work(first):
+        if prompts[first] == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [{"prompt": prompts[first], "tokens": [first], "text": prompts[first].upper()}]
+
+    return work
+
+
+def begin_harmless(number, options, prompts, devices):
+    return lambda first: [{"prompt": prompts[first], "tokens": [first], "text": prompts[first].upper()}]
+
+
+def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, monkeypatch, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\ndeadly\nfour\n")
+    given = (ckpt, "--file", tmp_path / "prompts.txt", "--batch", "1", "--gpus", "3", "--output", tmp_path / "answers.jsonl")
+    monkeypatch.setattr(answers, "begin", begin_deadly)
+    code, _, err = run(*given)
+    assert code == 2 and err.endswith(
+        "gpubound generate: not answered: prompt 3. The others are; with --output FILE, the same command goes on with what is "
+        "missing.\n"
+    )
+    assert [one["text"] for one in lines((tmp_path / "answers.jsonl").read_text())] == ["ONE", "TWO", "FOUR"]
+    monkeypatch.setattr(answers, "begin", begin_harmless)
+    code, _, err = run(*given)
+    there = lines((tmp_path / "answers.jsonl").read_text())
+    assert code == 0 and "1 of 4 prompts answered now" in err
+    assert [(one["number"], one["text"]) for one in there] == [(1, "ONE"), (2, "TWO"), (3, "DEADLY"), (4, "FOUR")]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -32,7 +32,7 @@ class GraphError(GpuboundError):
 
 
 class GenerateError(GpuboundError):
-    """A decoder computes something else than its model, or the model's logits are not finite."""
+    """A decoder computes something else than its model, the model's logits are not finite, or prompts were left unanswered."""
 
 
 class StallError(GpuboundError):

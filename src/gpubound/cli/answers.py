@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..device import look
-from ..errors import GpuboundError
+from ..errors import GenerateError
 from ..parallel.copies import Copies
 from ..trace import notice
 from .lines import Lines
@@ -50,10 +50,9 @@ def answer(options: "Generate", prompts: list[str]) -> int:
     finally:
         lines.close()
     if left:
-        numbers = ", ".join(named(first) for first in left[:5]) + (", ..." if len(left) > 5 else "")
-        raise GpuboundError(
-            f"{numbers} {'is' if numbers.startswith('prompt ') else 'are'} not answered: see above. The others are; with "
-            f"--output FILE, the same command goes on with what is missing."
+        missing = ", ".join(map(named, left[:5])) + (", ..." if len(left) > 5 else "")
+        raise GenerateError(
+            f"not answered: {missing}. The others are; with --output FILE, the same command goes on with what is missing."
         )
     return 0
 
