@@ -287,15 +287,32 @@ def test_a_folder_in_use_is_refused(config, tmp_path, capsys):
             assert said.count("\n") == 1 and [p.name for p in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_torchrun_is_refused(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for command in (["train", str(config)], ["demo", "--out", str(tmp_path / "run"), "--device", "cpu"]):
-        assert main(command) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == (
-            f"gpubound {command[0]}: WORLD_SIZE is 2, as torchrun sets it, and this command trains on one GPU; "
-            f"start it without torchrun."
-        )
-    assert not (tmp_path / "run").exists()
+def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpubound"]
+    options = ["--accumulate", "2", "--evaluate-every", "4", "--export", str(tmp_path / "model"), "--json"]
+    environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "train", str(config), *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    answer = json.loads(line)
+    assert answer["ranks"] == 2 and answer["finished"] and answer["verdict"].startswith("6 steps on 2 ranks, the first on CPU")
+    for once in ("parallel: ddp: each of 2 ranks holds ", "run: 94.5k parameters", "report: ", "export: "):
+        assert done.stderr.count(once) == 1, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6] and records[0]["tokens"] == 2 * 4 * 32
+    assert (tmp_path / "model" / "model.safetensors").exists() and (tmp_path / "run" / "report.html").exists()
+
+
+def test_what_several_processes_cannot_do_is_refused(config, capsys, monkeypatch):
+    monkeypatch.setattr("gpubound.cli.demo.launched", lambda: True)
+    assert main(["demo", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        "gpubound demo: demo: torchrun started several of it, and it shows one GPU; start it without torchrun.\n"
+    )
+    assert main(["train", str(config), "--parallel", "fsdp"]) == 2
+    assert capsys.readouterr().err == (
+        "gpubound train: recipe: parallel must be auto or ddp; fsdp is not trained by this command yet.\n"
+    )
 
 
 def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from gpubound.corpus import Corpus, python_stdlib_texts, train_tokenizer
+from gpubound.train.loop import Stop
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 
@@ -36,7 +37,7 @@ def recipe(corpus: Path | str, out: Path, **changes) -> Recipe:
 def train(recipe: Recipe, resume: bool = False, until: int | None = None):
     """(the run, its records); stopped by hand behind step `until`."""
     run, records = prepare(recipe, resume=resume, progress=False), []
-    stop = type("Stop", (), {"asked": None})()
+    stop = Stop()
 
     def on_record(record):
         records.append(record)

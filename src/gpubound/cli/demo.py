@@ -16,6 +16,7 @@ from ..corpus import Corpus
 from ..device import resolve
 from ..files import LOCK
 from ..monitor.tape import ABOUT, RunTape
+from ..parallel import launched
 from ..train.data import open_data
 from ..train.prepare import prepare as prepare_run
 from ..train.recipe import STDLIB, TORCH, Recipe
@@ -56,6 +57,8 @@ class Demo:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Demo, argv, "demo")
+    if launched():
+        raise ValueError("demo: torchrun started several of it, and it shows one GPU; start it without torchrun.")
     recipe = recipe_for(resolve(options.device), options)
     out, command = Path(options.out), ["gpubound", "demo", *argv]
     with alone(options.out):

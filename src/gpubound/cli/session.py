@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
+from ..parallel import ALONE, Ranks
 from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.run import HOPELESS, Run
@@ -35,10 +35,13 @@ from ..words import quantity
 
 
 @contextmanager
-def quietly(quiet: bool) -> Iterator[None]:
-    """Inside, if `quiet`, the library and this session say only what needs attention: warnings, fallbacks, failures."""
+def quietly(quiet: bool, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Inside, if `quiet`, the library and this session say only what needs attention: warnings, fallbacks, failures. Ranks
+    other than the first say nothing: it speaks for them, and tells their fallbacks."""
     before = trace.logger.level
-    if quiet:
+    if not ranks.first:
+        trace.logger.setLevel(logging.ERROR)
+    elif quiet:
         trace.logger.setLevel(logging.WARNING)
     try:
         yield
@@ -57,16 +60,12 @@ def say(text: str, needed: bool = False) -> None:
 
 
 @contextmanager
-def alone(out: str) -> Iterator[None]:
-    """Inside, this process is the only one that writes to the run's folder `out`. A full disk is one sentence."""
-    if (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
-        raise ValueError(
-            f"WORLD_SIZE is {world}, as torchrun sets it, and this command trains on one GPU; start it without torchrun."
-        )
+def alone(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Inside, this run is the only one that writes to the folder `out`, its first rank. A full disk is one sentence."""
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"out: {out} is a file; give a folder with --out.")
     try:
-        with locked(out):
+        with locked(out) if ranks.first else nullcontext():
             yield
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
@@ -80,7 +79,10 @@ def alone(out: str) -> Iterator[None]:
 def train(
     run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: RunTape | None = None
 ) -> "Outcome":
-    """Train `run` with a live line, a tape (`tape` if it has been begun), perhaps a logger. The best weights write `sample`."""
+    """Train `run` with a live line, a tape (`tape` if it has been begun), perhaps a logger. The best weights write `sample`.
+
+    Of several ranks this is the first one's; the others `follow`.
+    """
     config = dataclasses.asdict(run.recipe)
     tape = tape or RunTape.create(run.folder)
     tape.rewind(run.done)
@@ -98,7 +100,7 @@ def train(
     if scale.formula:
         say(scale.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
-    with Stop() as stop, open_log(log, run.folder, title, config) as logged, gauges, line as live:
+    with Stop(run.ranks) as stop, open_log(log, run.folder, title, config) as logged, gauges, line as live:
 
         def on_record(record: Record) -> None:
             record = scale.fill(record) | gauges.read()
@@ -109,6 +111,8 @@ def train(
 
         run.go(on_record, stop)
     outcome = judge(run, tape, stop)
+    run.ranks.of_first(outcome.failed)
+    hear(run.ranks)
     if sample and run.finished and not outcome.failed:
         with run.best_weights():
             tape.tell(sample=sample(run))
@@ -123,6 +127,24 @@ def train(
     say(f"{title}: {outcome.verdict}", needed=outcome.failed)
     say("\n".join(f"doctor: {line}" for line in said))
     return outcome
+
+
+def follow(run: Run) -> bool:
+    """What ranks other than the first do meanwhile; whether the training was not sound."""
+    with Stop(run.ranks) as stop:
+        run.go(lambda record: None, stop)
+    failed = run.ranks.of_first(None)
+    hear(run.ranks)
+    return failed
+
+
+def hear(ranks: Ranks) -> None:
+    """Tell the first rank the fallbacks that others alone have taken."""
+    for rank, taken in enumerate(ranks.gather(dict(fallbacks))):
+        for (what, why), times in taken.items():
+            if ranks.first and (what, why) not in fallbacks:
+                fallbacks[f"rank {rank}: {what}", why] += times
+                notice(f"fallback: rank {rank}: {what}: {why}", logging.WARNING)
 
 
 class Scale:
@@ -146,13 +168,14 @@ class Scale:
         layers = [f"{passes} · {number} layers · {self.work.width} wide · {seq} tokens" for passes, number in self.work.layers]
         self.formula = (
             f"share of the matrix rate = tokens/s · ({' + '.join(weights + layers)}) / "
-            f"{quantity(self.flops_per_s, 'FLOP/s')} ({kind}, measured on this machine)"
+            f"{'' if run.ranks.alone else f'{run.ranks.world} · '}{quantity(self.flops_per_s, 'FLOP/s')} "
+            f"({kind}, measured on this machine)"
         )
 
     def fill(self, record: Record) -> Record:
         if self.flops_per_s and "tokens_per_s" in record:
             flops = self.work.flops_per_token(self.run.stage.recipe.seq)
-            share = measure.mfu(record["tokens_per_s"], flops, self.flops_per_s)
+            share = measure.mfu(record["tokens_per_s"] / self.run.ranks.world, flops, self.flops_per_s)
             if share <= 1:
                 record["mfu"] = share
             else:  # the rate at this run's head is too low: measured again here, for the next run
@@ -187,7 +210,8 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
     losses = [float(r["loss"]) for r in steps]
     paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
     held_out, skipped = run.evaluations.get(run.done), sum(count for _, count in skipped_steps(steps))
-    parts = [f"{run.done:,} steps on {label(run.device)}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
+    where = label(run.device) if run.ranks.alone else f"{run.ranks.world} ranks, the first on {label(run.device)}"
+    parts = [f"{run.done:,} steps on {where}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
     if held_out is not None:
         parts.append(f"held out {held_out:.3f}")
     if run.best not in (None, run.done) and run.evaluations[run.best] != held_out:
@@ -213,6 +237,9 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
 
 def priced(run: Run, outcome: Outcome) -> Outcome:
     """What a step with adapters costs beside the frozen model's, behind the verdict. On a CPU nobody asks."""
+    if not run.ranks.alone:
+        notice("the price of the adapters is left out: it is measured by a process that trains alone.")
+        return outcome
     try:
         price = run.price()
     except (MeasureError, torch.OutOfMemoryError) as error:

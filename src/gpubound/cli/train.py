@@ -20,15 +20,17 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
+from ..device import resolve
 from ..models.registry import trainable
 from ..monitor.live import check_log
+from ..parallel import join, launched
 from ..train.prepare import prepare
 from ..train.recipe import Recipe
 from . import arguments
 from .compare import compare, keep, variants_of
 from .many import Many, again, start
 from .options import typed
-from .session import alone, finish, quietly, say, train
+from .session import alone, finish, follow, quietly, say, train
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
     starts = options.starts(recipe.device)
     if options.compare is not None:
-        if starts:
+        if starts or launched():
             raise ValueError(
                 "gpus: got --compare, too, which trains one variant after another on one GPU; leave one of them out."
             )
@@ -112,8 +114,15 @@ def main(argv: Sequence[str]) -> int:
         with alone(recipe.out):  # nobody else's logs are there
             pass
         return start("train", typed_in, options, Path(recipe.out, "ranks"), lambda: going_on(recipe, typed_in))
-    with quietly(options.quiet), alone(recipe.out):
-        run = prepare(recipe, resume=options.resume or options.begins_again, auto_batch=options.auto_batch)
+    kind = resolve(recipe.device).type
+    with join(kind, options.longest_step) as ranks, quietly(options.quiet, ranks), alone(recipe.out, ranks):
+        resume = options.resume or options.begins_again
+        run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks)
+        if not ranks.first:
+            failed = follow(run)
+            if export and not failed:
+                run.export(export, options.merge)
+            return 1 if failed else 0
         outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
             say_how_to_go_on(typed_in)
@@ -124,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
             say(f"export: {run.export(export, options.merge)}, the weights of step {run.best or run.done:,}")
     if options.json:
         steps = outcome.tape.steps()
-        about = {"out": recipe.out, "finished": run.finished, "failed": outcome.failed, "verdict": outcome.verdict}
+        about = {"out": recipe.out, "ranks": ranks.world, "finished": run.finished}
+        about |= {"failed": outcome.failed, "verdict": outcome.verdict}
         about |= {"last": steps[-1] if steps else {}, "report": str(report), "doctor": outcome.doctor.as_dict()}
         about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
         print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))

@@ -141,6 +141,29 @@ class Ranks:
 ALONE = Ranks()
 
 
+class Poll:
+    """A question that comes up once a step. Its answers go to the other ranks while the step runs: nobody waits for them."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self._under_way: tuple[Tensor, Any] | None = None
+
+    def most(self, number: int) -> int:
+        """The largest that any rank has given the time before; 0 at the first time. All ranks must call it as often.
+
+        A process that is alone hears itself at once.
+        """
+        if self.ranks.alone:
+            return number
+        before, given = self._under_way, torch.tensor(number)
+        self._under_way = given, dist.all_reduce(given, dist.ReduceOp.MAX, group=self.ranks.host, async_op=True)
+        if before is None:
+            return 0
+        answer, sent = before
+        sent.wait()
+        return int(answer)
+
+
 def launched() -> bool:
     """Whether torchrun, or something that sets the same variables, made this process one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()

@@ -13,6 +13,7 @@ from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Texts
 from ..errors import DataError
 from ..models.registry import is_named
+from ..parallel import ALONE, Ranks
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 
@@ -41,8 +42,22 @@ def _has_no_rows(recipe: Recipe) -> bool:
     return all(name in SOURCES or _is_corpus(name) for name in recipe.data)
 
 
-def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
-    """A corpus for each phase, all of one tokenizer: opened where `data` is one, else built into the run's folder, once."""
+def open_data(recipe: Recipe, folder: Path, progress: bool, ranks: Ranks = ALONE) -> list[Corpus]:
+    """A corpus for each phase, all of one tokenizer: opened where `data` is one, else built into the run's folder, once.
+
+    The first rank builds. The others wait for it and open what it has built.
+    """
+    corpora = _built(recipe, folder, progress) if ranks.first else []
+    ranks.wait()
+    return corpora or [Corpus.open(_place(name, own, folder)) for name, own in recipe.stages()]
+
+
+def _place(name: str, recipe: Recipe, folder: Path) -> Path:
+    """Where the corpus of a phase is, or is to be."""
+    return Path(recipe.data[0]) if _is_corpus(recipe.data[0]) else folder / "corpus" / name
+
+
+def _built(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
     stages = recipe.stages()
     opened = {name: Corpus.open(own.data[0]) for name, own in stages if _is_corpus(own.data[0])}
     tokenizer = known_tokenizer(recipe, list(opened.values()))
@@ -51,7 +66,7 @@ def open_data(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
             tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
             for name, own in stages:
                 if name not in opened:
-                    built = folder / "corpus" / name
+                    built = _place(name, own, folder)
                     opened[name] = Corpus.build(_texts(own), tokenizer, built, progress=progress, text_key=_key(own))
     return [opened[name] for name, _ in stages]
 
@@ -123,11 +138,13 @@ class Stage:
     training: Corpus
     held_out: Corpus
 
-    def feed(self, device: torch.device) -> CorpusFeed:
-        recipe = self.recipe
-        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=self._labels())
+    def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
+        """The training batches, of which the ranks take turns."""
+        recipe, turns = self.recipe, {"rank": ranks.rank, "world": ranks.world}
+        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=self._labels(), **turns)
 
     def held_out_feed(self, device: torch.device) -> CorpusFeed:
+        """The held-out batches, the same on every rank."""
         rows = self._held_out_rows()
         return self.held_out.batches(self.recipe.seq, rows, device, shuffle=False, labels=self._labels())
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..parallel import ALONE, Ranks
+from ..parallel.ranks import Poll
 from ..watch import Ledger, watch
 from .device_step import StepResult
 from .step import TrainStep
@@ -34,10 +36,12 @@ class Stop:
     """`with Stop() as stop:` turns Ctrl-C and SIGTERM into `stop.asked`, so that a run ends between two steps and saves itself.
 
     A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught; `stop.asked` may then be set by hand.
+    What one rank is asked, all of them do, at the same step: between two steps each calls `agreed`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = ALONE) -> None:
         self.asked: str | None = None
+        self._poll = Poll(ranks)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -45,6 +49,14 @@ class Stop:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._ask)
         return self
+
+    def agreed(self) -> bool:
+        """Whether the run ends here. Other ranks hear what this one was asked a step later, so that nobody waits for it."""
+        here = 0 if self.asked is None else signal.Signals.__members__.get(self.asked, 1)
+        number = self._poll.most(int(here))
+        if number and self.asked is None:
+            self.asked = signal.Signals(number).name
+        return number > 0
 
     def _ask(self, number: int, frame: Any) -> None:
         if self.asked:

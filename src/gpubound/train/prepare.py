@@ -18,17 +18,21 @@ from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
 from ..models.registry import family_of, is_named
+from ..parallel import ALONE, Ranks
 from ..place import place
 from ..trace import notice
+from . import chance
 from .adapters import base_of, check_base
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
+from .engine import choose
 from .precision import precision as precision_named
 from .recipe import PHASED, Recipe, check_model
 from .run import Run
 
 FREE = (
     "out", "keep", "keep_every", "save_every", "evaluate_every", "patience", "device", "graph", "recompute", "overlap",
+    "parallel",
 )  # fmt: skip
 """May differ in any part of a run: no weight of a step depends on it."""
 
@@ -39,14 +43,17 @@ def prepare(
     auto_batch: bool = False,
     progress: bool = True,
     corpora: list[Corpus] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Run:
     """Build what the recipe names; with `resume`, go on from the newest whole checkpoint in its folder.
 
     `auto_batch` takes the largest micro-batch that fits, and so many fewer of them that a step has as many tokens as before.
-    `corpora` are the phases' own, when `open_data` has opened them already.
+    `corpora` are the phases' own, when `open_data` has opened them already. `ranks` share every step; all of them make this
+    call.
     """
+    check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
     check_model(recipe.model)
     check_data(recipe)
     if recipe.adapters is not None:
@@ -62,25 +69,36 @@ def prepare(
             check_base(recipe.model, base, found)
     stages = [
         Stage(name, own, *hold_out(corpus, own.validation))
-        for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress))
+        for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress, ranks))
     ]
     tokenizer = recipe.extended(stages[0].training.tokenizer())
     for stage in stages:
         stage.check_rows()
     if auto_batch and found is None:
-        stages[0] = fitted(stages, tokenizer, device)
+        stages[0] = fitted(stages, tokenizer, device, ranks)
         recipe = stages[0].recipe
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, tokenizer, device)
     placement = place(model, device)
     if recipe.adapters is not None:
         recipe.adapters.add(model)
-    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base)
+    choose(recipe, model, device, ranks)
+    chance.part(ranks, recipe.seed)
+    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
         run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
     return run
+
+
+def check_shared(recipe: Recipe, ranks: Ranks) -> None:
+    """ValueError for what ranks cannot share, or were not told alike."""
+    for _, own in recipe.stages():
+        ranks.share(own.accumulate)
+    if not ranks.alone and ":" in recipe.device:
+        raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
+    ranks.alike("recipe", asdict(recipe))
 
 
 def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
@@ -117,8 +135,8 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> n
     return model
 
 
-def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> Stage:
-    """The only stage, with the largest micro-batch that fits beside this model."""
+def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device, ranks: Ranks = ALONE) -> Stage:
+    """The only stage, with the largest micro-batch that fits beside this model, on every rank."""
     if device.type != "cuda":
         raise ValueError("auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself.")
     if len(stages) > 1:
@@ -145,24 +163,29 @@ def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device) -> S
         finally:
             step.close()
 
-    return replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device))
+    return replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device, ranks))
 
 
-def largest_micro_batch(recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device) -> Recipe:
+def largest_micro_batch(
+    recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device, ranks: Ranks = ALONE
+) -> Recipe:
     """`recipe` with the largest micro-batch for which `attempt` does not run out of memory, and as many tokens a step.
 
-    Only divisors of the rows of a step are tried, largest first: accumulation makes up for the rest exactly.
+    Only divisors of a rank's rows of a step are tried, largest first: accumulation makes up for the rest exactly.
     """
     rows = recipe.micro_batch * recipe.accumulate
-    for size in (n for n in range(rows, 0, -1) if rows % n == 0):
+    for size in (n for n in range(rows // ranks.world, 0, -1) if rows % (n * ranks.world) == 0):
         tried = replace(recipe, micro_batch=size, accumulate=rows // size)
+        fits = True
         try:
-            attempt(tried)
+            attempt(replace(tried, accumulate=ranks.share(tried.accumulate)))
         except torch.OutOfMemoryError:
-            continue
+            fits = False
         finally:
             gc.collect()  # a step and its model refer to each other
             torch.cuda.empty_cache()
+        if not ranks.all(fits):
+            continue
         notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
         return tried
     raise DeviceError(

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..corpus.tokenizer import SPECIALS, Tokenizer
 from ..models.registry import is_named, presets
+from ..parallel import ALONE, Ranks
 from ..words import hint, shown
 from .adapters import Lora
 from .graphs import MODES as GRAPH_MODES
@@ -23,6 +24,8 @@ from .step import TrainStep
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
+
+PARALLEL = ("auto", "ddp")
 
 PHASED = (
     "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
@@ -71,7 +74,7 @@ class Recipe:
     micro_batch: int = 8
     """Rows that the model computes at once."""
     accumulate: int = 1
-    """Micro-batches in an optimizer step."""
+    """Micro-batches in an optimizer step, of all GPUs together: four on two GPUs are two each."""
     steps: int = 1000
     """Optimizer steps."""
     optimizer: str = "adamw"
@@ -115,6 +118,8 @@ class Recipe:
     """Steps between two checkpoints that are never removed; 0: none."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
+    parallel: str = "auto"
+    """How several GPUs share a run: ddp (each holds the whole model), or auto, which says what that takes of a GPU's memory."""
     seed: int = 0
     """Seed of the first weights and of the order of the data."""
     phases: tuple[dict[str, Any], ...] = ()
@@ -139,6 +144,9 @@ class Recipe:
             raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
         if self.graph not in GRAPH_MODES:
             raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
+        if self.parallel not in PARALLEL:
+            why = "fsdp is not trained by this command yet" if self.parallel == "fsdp" else f"got {self.parallel!r}"
+            raise ValueError(f"recipe: parallel must be {' or '.join(PARALLEL)}; {why}.")
         if self.patience and not self.evaluate_every:
             raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
         if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
@@ -200,18 +208,19 @@ class Recipe:
             tokenizer = own.new_objective().extended(tokenizer)
         return tokenizer
 
-    def make_step(self, model: nn.Module, objective: Objective, device: torch.device) -> TrainStep:
-        """The optimizer step of this recipe; with a byte budget for recomputing, without any yet."""
+    def make_step(self, model: nn.Module, objective: Objective, device: torch.device, ranks: Ranks = ALONE) -> TrainStep:
+        """This rank's part of the optimizer step; with a byte budget for recomputing, without any yet."""
         return TrainStep(
             model,
             objective,
             self.numbers,
-            accumulate=self.accumulate,
+            accumulate=ranks.share(self.accumulate),
             clip=self.clip,
             precision=self.precision_on(device),
             graph=self.graph,
             schedule=self.rates,
             recompute="cheap" if self.budget is not None else self.recompute,
+            ranks=ranks,
             overlap=self.overlap,
             seed=self.seed,
         )

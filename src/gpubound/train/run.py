@@ -18,7 +18,9 @@ from .. import lora
 from ..corpus import Tokenizer
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
+from ..parallel import ALONE, Ranks
 from ..place import Placement
+from . import chance
 from .adapters import kept_state, load_kept_state
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
@@ -47,6 +49,7 @@ class Run:
     placement: Placement
     checkpoints: Checkpoints
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
+    ranks: Ranks = ALONE  # all of them make every call, and do the same at the same step
     phase: int = 0
     began: int = 0  # the last step before this phase
     over: bool = False  # this phase has ended, early or not
@@ -76,9 +79,9 @@ class Run:
         if hasattr(self, "step"):
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
-        self.feed, self.held_out = self.stage.feed(self.device), self.stage.held_out_feed(self.device)
+        self.feed, self.held_out = self.stage.feed(self.device, self.ranks), self.stage.held_out_feed(self.device)
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
-        self.step = self.stage.recipe.make_step(self.model, self.objective, self.device)
+        self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
         if (budget := self.recipe.budget) is not None:
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
         self.average = Average(self.model, self.step, self.recipe.ema) if self.recipe.ema else None
@@ -95,7 +98,7 @@ class Run:
 
         Each step's record goes to `on_record` before a checkpoint of it is written. A run that has diverged is not saved.
         """
-        stop = stop or Stop()
+        stop = stop or Stop(self.ranks)
         while not self.finished and not self.diverged:
             if self.over:
                 if self.average:
@@ -104,15 +107,17 @@ class Run:
             self._train(on_record, stop)
             if not self.diverged:
                 self.save(wait=True)
-            if stop.asked:
+            if stop.agreed():
                 break
+        self.ranks.rest()
         return self.done
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """This phase, from where it is."""
         recipe, last = self.stage.recipe, self.began + self.stage.recipe.steps
         loop = Loop(self.step, self._heard(on_record))
-        while self.done < last and not (self.over or self.diverged or stop.asked):
+        while self.done < last and not (self.over or self.diverged or stop.agreed()):
+            self.ranks.at(self.done + 1, "training")
             loop.launch(self.done + 1, self.feed)  # hands out the record of the step before, so that step may be written
             self.checkpoints.write()
             self.done += 1
@@ -142,7 +147,8 @@ class Run:
 
     def _evaluate(self, loop: Loop) -> bool:
         """Note the held-out loss; True when it is this phase's best. Out of patience, go back to the best and end the phase."""
-        measured = self.validate()
+        self.ranks.at(self.done, "evaluating")
+        measured = self.ranks.of_first(self.validate())  # one rank's, or they might part over the last bit
         self.evaluations[self.done] = measured["held_out"]
         loop.note(**measured)
         if self.best == self.done:
@@ -192,6 +198,7 @@ class Run:
 
     def price(self) -> Price:
         """What the adapters of a finished run cost. No step can follow."""
+        assert self.ranks.alone, "the other ranks take no part in it"
         at, recipe = self.feed.state_dict(), self.stage.recipe
         batches = [self.feed.take()] * recipe.accumulate
         self.feed.load_state_dict(at)
@@ -202,33 +209,36 @@ class Run:
     def export(self, path: str | Path, merge: bool = False) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder.
 
-        Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of.
+        Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of. The first rank
+        writes.
         """
         with self.best_weights():
-            family, adapters, model = family_of(self.recipe.model), self.recipe.adapters, self.model
-            if adapters and not merge:
-                lora.save(model, path)
-                self.tokenizer.save(path)
-                return Path(path)
-            if adapters:
-                model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(model))
-            return family.save(model, path, self.tokenizer)
+            self.ranks.together(lambda: self._write(Path(path), merge) if self.ranks.first else None)
+        return Path(path)
+
+    def _write(self, path: Path, merge: bool) -> None:
+        family, adapters, model = family_of(self.recipe.model), self.recipe.adapters, self.model
+        if adapters and not merge:
+            lora.save(model, path)
+            self.tokenizer.save(path)
+            return
+        if adapters:
+            model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(model))
+        family.save(model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
         now = (self.done, self.phase, self.over)
         if now != self._saved:
             self._saved = now
+            self.ranks.at(self.done, "saving")
             self._snapshot()
         if wait:
             self.checkpoints.write()
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
-        random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors = self._state() | joined(random=random)
+        tensors = self._state() | joined(random=chance.states(self.ranks, self.device))
         facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
         facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base}
         loss = self.evaluations.get(self.done)
@@ -247,9 +257,7 @@ class Run:
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
-        torch.set_rng_state(tensors["random.cpu"])
-        if self.device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+        chance.restore(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:

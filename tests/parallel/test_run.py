@@ -1,0 +1,151 @@
+"""Runs of the train command's own kind on several ranks: beside one rank, resumed on another number of them, stopped by one."""
+
+import dataclasses
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpubound import device as facts
+from gpubound.parallel import join
+from gpubound.train import chance
+from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.loop import Stop
+from gpubound.train.prepare import check_shared, prepare
+from tests.parallel.processes import on_ranks
+from tests.train.runs import build_corpus, recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def trained(todo, resume=False, asked_at=None, rank_asked=0):
+    """What every rank knows of a run; at step `asked_at` rank `rank_asked` alone is asked to stop."""
+    facts.interpreted = lambda: False  # the process is this test's
+    with join("cpu") as ranks:
+        run, records, stop = prepare(todo, resume, progress=False, ranks=ranks), [], Stop(ranks)
+
+        def on_record(record):
+            records.append(record)
+            if record["step"] == asked_at and ranks.rank == rank_asked:
+                stop.asked = "SIGINT"
+
+        run.go(on_record, stop)
+        weights = zlib.crc32(torch.cat([p.detach().flatten() for p in run.model.parameters()]).numpy().tobytes())
+        found = {
+            "losses": {r["step"]: r["loss"] for r in records}, "tokens": [r["tokens"] for r in records], "done": run.done,
+            "evaluations": run.evaluations, "best": run.best, "over": run.over, "asked": stop.asked,
+            "feed": run.feed.state_dict(), "weights": weights, "saved": run.checkpoints.latest().step,
+        }  # fmt: skip
+        if run.finished:
+            run.evaluations = run.evaluations | {10: 0.0}  # the best one is not the last
+            run.export(run.folder / "hf")
+        return found
+
+
+def assert_near(found, wanted):
+    """fp32 sums in another order: 1e-6 of a loss near 5."""
+    assert found.keys() == wanted.keys()
+    assert all(found[step] == pytest.approx(wanted[step], rel=1e-6) for step in wanted), (found, wanted)
+
+
+def assert_alike(ranks):
+    """Bit for bit."""
+    assert all(other == ranks[0] for other in ranks[1:]), ranks
+
+
+@pytest.fixture(scope="module")
+def todo(corpus, tmp_path_factory):
+    """Into the second epoch, with an average, evaluations and checkpoints."""
+    common = {"accumulate": 4, "steps": 14, "ema": 0.9, "evaluate_every": 5, "save_every": 4}
+    return recipe(corpus, tmp_path_factory.mktemp("whole"), **common)
+
+
+@pytest.fixture(scope="module")
+def alone(todo):
+    (found,) = on_ranks(1, trained, todo)
+    assert found["feed"]["epoch"] == 1 and found["evaluations"].keys() == {5, 10, 14} and found["done"] == 14
+    return found
+
+
+def test_four_ranks_take_the_steps_that_one_takes_and_know_the_same(todo, alone, tmp_path):
+    ranks = on_ranks(4, trained, dataclasses.replace(todo, out=str(tmp_path)))
+    assert_alike(ranks)
+    assert_near(ranks[0]["losses"], alone["losses"])
+    assert_near(ranks[0]["evaluations"], alone["evaluations"])
+    for what in ("tokens", "feed", "done", "saved", "best"):
+        assert ranks[0][what] == alone[what], what
+    exported, saved = load_file(tmp_path / "hf" / "model.safetensors"), Checkpoints(tmp_path / "checkpoints").at(10).tensors()
+    same = [torch.equal(tensor, saved[f"average.{name}"]) for name, tensor in exported.items() if f"average.{name}" in saved]
+    assert same and all(same), "the best weights' average is what is exported"
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
+    """1 -> 2 -> 1: the losses of the run that nobody stopped. Of two ranks one alone is asked, and both stop at one step."""
+    parts = dataclasses.replace(todo, out=str(tmp_path))
+    (first,) = on_ranks(1, trained, parts, False, 3)
+    second = on_ranks(2, trained, parts, True, 7, 1)
+    (third,) = on_ranks(1, trained, parts, True)
+    assert_alike(second)
+    assert 3 <= first["done"] < 7 < second[0]["done"] == second[0]["saved"] <= 11 and third["done"] == 14
+    assert second[0]["asked"] == "SIGINT" and not second[0]["over"]
+    assert_near(first["losses"] | second[0]["losses"] | third["losses"], alone["losses"])
+    assert_near(third["evaluations"], alone["evaluations"])
+    assert third["feed"] == alone["feed"]
+
+
+def drawn(folder):
+    """What each rank draws after it has saved its random numbers, and after it has taken them up again."""
+    with join("cpu") as ranks:
+        torch.manual_seed(0)
+        chance.part(ranks, 0)
+        states = chance.states(ranks, ranks.device)
+        before = torch.rand(1).item()
+        chance.restore(states, ranks, ranks.device, 0, 0)
+        assert torch.rand(1).item() == before
+        if ranks.first:
+            torch.save(states, f"{folder}/2.pt")
+        return before
+
+
+def redrawn(path):
+    with join("cpu") as ranks:
+        chance.restore(torch.load(path), ranks, ranks.device, 0, 5)
+        return torch.rand(1).item()
+
+
+def test_each_rank_has_random_numbers_of_its_own_which_are_kept(tmp_path):
+    two = on_ranks(2, drawn, str(tmp_path))
+    three = on_ranks(3, redrawn, str(tmp_path / "2.pt"))
+    assert three[:2] == two and len(set(three)) == 3, "the third begins anew"
+    torch.manual_seed(0)
+    assert two[0] == torch.rand(1).item(), "the first has those of a run that is alone"
+
+
+CHANGES = [
+    ({"accumulate": 3}, "accumulate: got 3 micro-batches in a step, wanted a multiple of the 2 ranks"),
+    ({"device": "cuda:1"}, "device: got 'cuda:1', one GPU, for 2 ranks; leave it out: each takes its own."),
+    ({"seed": 1}, "recipe: rank 1 has another one than rank 0: lr is 0.2, rank 0's 0.1."),
+]
+
+
+def refused(out):
+    said = []
+    with join("cpu") as ranks:
+        for changes, _ in CHANGES:
+            todo = recipe("", out, **({"accumulate": 2} | changes))
+            try:
+                check_shared(dataclasses.replace(todo, lr=0.1 * (1 + ranks.rank)) if todo.seed else todo, ranks)
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_ranks_cannot_share_is_refused_on_all_of_them(tmp_path):
+    for said in on_ranks(2, refused, tmp_path):
+        assert [words[: len(sentence)] for words, (_, sentence) in zip(said, CHANGES, strict=True)] == [s for _, s in CHANGES]
