@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gpubound.doctor.finding import Finding, Verdict
+from gpubound.doctor.recorded import Recorded
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.github import annotate
 from gpubound.doctor.report.perfetto import perfetto
@@ -94,7 +95,7 @@ def test_nothing_that_a_name_holds_steers_a_reader():
 
 def test_a_trace_has_every_event_on_its_track_and_the_lines_as_slices():
     tape, located = looped(steps=2)
-    events = json.loads(perfetto(tape, located))["traceEvents"]
+    events = json.loads(perfetto(Recorded(tape, located)))["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]
     on = {track: [e for e in slices if names[e["pid"], e["tid"]] == track] for track in set(names.values())}
@@ -111,7 +112,7 @@ def test_a_trace_has_every_event_on_its_track_and_the_lines_as_slices():
 
 def test_a_trace_whose_idleness_cannot_be_told_says_so():
     tape = Synthetic().graph(hidden=True).launch().sync().step().tape()
-    found = json.loads(perfetto(tape))
+    found = json.loads(perfetto(Recorded(tape)))
     assert "not told: " in found["otherData"]["idle"] and any(e["name"] == "cudaGraphLaunch" for e in found["traceEvents"])
 
 
@@ -120,7 +121,7 @@ def test_the_files_of_a_run(tmp_path):
     home = replace(ITEM, file="/home/somebody/deep/project/train.py")
     located = {call: replace(place, site=home) for call, place in located.items()}
     verdict = verdict_of(replace(FINDING, site=home))
-    paths = write_reports(tmp_path / "new" / "out", verdict, tape, located)
+    paths = write_reports(tmp_path / "new" / "out", verdict, Recorded(tape, located))
     assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif", "doctor.trace.json"]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     assert Verdict.from_dict(json.loads(texts[0])) == Verdict.from_dict(verdict.as_dict())

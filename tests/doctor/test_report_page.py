@@ -13,6 +13,7 @@ import pytest
 
 from gpubound.doctor.gaps import analyse
 from gpubound.doctor.prove import Proof
+from gpubound.doctor.recorded import Recorded
 from gpubound.doctor.replay import Replay
 from gpubound.doctor.report import page as page_module
 from gpubound.doctor.report.page import page, snippet
@@ -124,7 +125,7 @@ def test_the_page_in_a_browser(tmp_path):
     )
     proof = Proof((4.0, 4.2, 4.1), (2.0, 2.1, 2.2), Ratio(2.0, 1.9, 2.1), 60, 0.0, 0.0, 0.0)
     places = {"loader": Place(verdict.findings[0].site)}
-    written = page(verdict, tape, located, proof, "-old()\n+new()", places)
+    written = page(verdict, Recorded(tape, located, places), proof, "-old()\n+new()")
     text = html.escape(written.encode("utf-8", "replace").decode())
     frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in WIDTHS)
     cases, wanted = zip(*(priced(one) for one in (tape, backward())))
@@ -149,13 +150,13 @@ def test_the_page_in_a_browser(tmp_path):
 def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch):
     tape, located = looped(steps=12)
     verdict = judged(tape, located)
-    assert "this page holds 12 of 12 recorded steps" in page(verdict, tape, located)
+    assert "this page holds 12 of 12 recorded steps" in page(verdict, Recorded(tape, located))
     assert "<td>phase: timing</td><td>steps 20, seconds 1.5</td>" in page(verdict)
     monkeypatch.setattr(page_module, "MOST", 9000)
-    cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, tape, located))
+    cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, Recorded(tape, located)))
     assert cut and 1 <= int(cut[1]) < 12
     monkeypatch.setattr(page_module, "MOST", 1000)
-    none = page(verdict, tape, located)
+    none = page(verdict, Recorded(tape, located))
     assert "too many for a page" in none and 'id="doctor"' not in none and "train.py:88" in none
 
 
@@ -163,10 +164,10 @@ def test_a_tape_without_prices_says_why_there_is_no_what_if():
     tape, located = looped()
     verdict = judged(tape, located)
     lost = replace(tape, work=tuple(replace(work, correlation=0) for work in tape.work))
-    assert "No what-if: " in page(verdict, lost, located) and 'id="time"' in page(verdict, lost, located)
+    assert "No what-if: " in page(verdict, Recorded(lost, located)) and 'id="time"' in page(verdict, Recorded(lost, located))
     verdict = replace(verdict, bar=verdict.bar | {"late": {"sync": 24.0}})  # a leaf may be called as a method of dict is: copy
     guessed = replace(verdict, findings=[replace(f, certainty="estimate") for f in verdict.findings])
-    boxes = [page(each, tape, located).count("<input") for each in (verdict, guessed)]
+    boxes = [page(each, Recorded(tape, located)).count("<input") for each in (verdict, guessed)]
     assert boxes == [4, 0], "a box replays, so a price that is no replay's has none"
     assert 'type="checkbox"' not in page(verdict) and "train.py:88" in page(verdict)
 

@@ -134,9 +134,7 @@ def main(argv: Sequence[str]) -> int:
     files = []
     if options.out is not None or not options.json:
         folder = Path(options.out or ".doctor")
-        written = write_reports(
-            folder, verdict, evidence.tape, evidence.located, mended.proof, mended.diff, places=evidence.places
-        )
+        written = write_reports(folder, verdict, evidence.recording, mended.proof, mended.diff)
         files = [str(path) for path in written]
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))

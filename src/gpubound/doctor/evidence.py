@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 from ..watch.rows import LedgerRow
 from ..watch.site import Place
+from .recorded import Recorded
 from .tape import Tape
 
 
@@ -29,6 +31,10 @@ class Evidence:
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
     absent: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def recording(self) -> Recorded | None:
+        return None if self.tape is None else Recorded(self.tape, self.located, self.places)
 
     @property
     def ms(self) -> float | None:

@@ -127,7 +127,7 @@ class Verdict:
     absent: dict[str, str]
     distortion: float | None  # how much slower the recorded steps were than the timed ones
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
-    ranks: Sequence[dict[str, Any]] = ()  # of a script on several: each one's step and shares
+    ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
     lead_ms: float | None = None  # by so much the host is ahead of the device: it waits so long for a step's result
     version: int = VERSION
 
@@ -142,7 +142,9 @@ class Verdict:
             raise DataError(f"a verdict has version {VERSION}, got {version!r}; let this gpubound's doctor write it again.")
         try:
             lists = {name: [Finding.from_dict(each) for each in content[name]] for name in _LISTS}
-            later = {each.name for each in fields(cls) if each.default is not MISSING} - content.keys()  # than the file
+            later = {
+                each.name for each in fields(cls) if (each.default, each.default_factory) != (MISSING, MISSING)
+            } - content.keys()  # than the file
             return cls(**{each.name: content[each.name] for each in fields(cls) if each.name not in later} | lists)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the verdict is damaged ({type(error).__name__}: {error}); write it again.") from error

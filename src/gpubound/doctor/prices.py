@@ -9,8 +9,7 @@ from statistics import median
 
 from ..errors import MeasureError
 from .evidence import Evidence
-from .gaps import Bar, analyse
-from .order import HostOrder
+from .gaps import Bar
 from .replay import Replay
 from .tape import Span
 
@@ -26,14 +25,12 @@ class Prices:
         self.bar: Bar | None = None
         self.replay: Replay | None = None
         self.refused = ""
-        tape = evidence.tape
-        if tape is None:
+        if evidence.recording is None:
             self.refused = "no tape was recorded"
         else:
             try:
-                order = HostOrder(tape)
-                self.bar = analyse(tape, order)
-                self.replay = Replay(tape, order)
+                self.bar = evidence.recording.bar
+                self.replay = evidence.recording.replay
             except MeasureError as error:
                 self.refused = str(error)
         # A host that is ahead ends its recorded steps too soon; the replay plays until it runs at the device's pace.

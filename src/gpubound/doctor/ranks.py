@@ -58,7 +58,7 @@ def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdic
         together_ms=_most(verdict.together_ms for verdict in verdicts.values()),
         counts={name: max(v.counts[name] for v in verdicts.values() if name in v.counts) for name in first.counts},
         absent=first.absent | {f"rank {rank}": why for rank, why in sorted(failed.items())},
-        ranks=tuple(_about(rank, verdict) for rank, verdict in sorted(verdicts.items())),
+        ranks=[_about(rank, verdict) for rank, verdict in sorted(verdicts.items())],
     )
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...files import write_whole
 from ...pages import write_page
-from ...watch.site import Place
 from ..finding import Verdict
 from ..prove import Proof
-from ..tape import Tape
+from ..recorded import Recorded
 from .page import page
 from .perfetto import perfetto
 from .sarif import sarif
@@ -20,20 +18,14 @@ JSON, PAGE, SARIF, TRACE = "doctor.json", "doctor.html", "doctor.sarif", "doctor
 
 
 def write_reports(
-    folder: Path,
-    verdict: Verdict,
-    tape: Tape | None = None,
-    located: Mapping[int, Place] | None = None,
-    proof: Proof | None = None,
-    patch: str = "",
-    places: Mapping[str, Place] | None = None,
+    folder: Path, verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
-    """Write doctor.json, doctor.html and doctor.sarif, and with a tape doctor.trace.json for Perfetto; returns their paths.
-    The arguments are those of `page`."""
+    """Write doctor.json, doctor.html and doctor.sarif, and of a recording doctor.trace.json for Perfetto; returns their paths.
+    `proof` and `patch` are the page's."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
-    write_page(folder / PAGE, page(verdict, tape, located, proof, patch, places))
+    write_page(folder / PAGE, page(verdict, recording, proof, patch))
     write_whole(folder / SARIF, sarif(verdict) + "\n")
-    if tape is not None:
-        write_whole(folder / TRACE, perfetto(tape, located))
-    return [folder / name for name in (JSON, PAGE, SARIF, *([TRACE] if tape is not None else []))]
+    if recording is not None:
+        write_whole(folder / TRACE, perfetto(recording))
+    return [folder / name for name in (JSON, PAGE, SARIF, *([TRACE] if recording is not None else []))]

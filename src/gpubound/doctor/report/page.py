@@ -21,13 +21,11 @@ from jinja2 import Template
 from ...errors import MeasureError
 from ...pages import environment
 from ...trace import printable
-from ...watch.site import Place
 from ..finding import Finding, Verdict
-from ..gaps import Gap, analyse
+from ..gaps import Gap
 from ..judge import HARMLESS
-from ..order import HostOrder
 from ..prove import Proof
-from ..replay import Replay
+from ..recorded import Recorded
 from ..tape import Call, Mark, Span, Tape, Work
 from .whatif import picks, program
 from .words import (
@@ -51,17 +49,9 @@ AROUND = 2  # lines of source above and below
 ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 
-def page(
-    verdict: Verdict,
-    tape: Tape | None = None,
-    located: Mapping[int, Place] | None = None,
-    proof: Proof | None = None,
-    patch: str = "",
-    places: Mapping[str, Place] | None = None,
-) -> str:
-    """The whole page. `located` says which line made a call of the tape, `places` where a span of a name comes from. `proof`,
-    of this `patch`, gets a tab of its own."""
-    packed = Payload() if tape is None else _packed(verdict, tape, located or {}, places or {})
+def page(verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = "") -> str:
+    """The whole page. `proof`, of this `patch`, gets a tab of its own."""
+    packed = Payload() if recording is None else _packed(verdict, recording)
     return _template().render(
         verdict=verdict,
         notes=notes(verdict),
@@ -144,34 +134,23 @@ def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
 # What the page's script gets.
 
 
-def _packed(verdict: Verdict, tape: Tape, located: Mapping[int, Place], places: Mapping[str, Place]) -> Payload:
-    steps = count = max(len(tape.steps), 1)
+def _packed(verdict: Verdict, recording: Recorded) -> Payload:
+    steps = count = max(len(recording.tape.steps), 1)
     while True:
-        part, lines = _cut(tape, count, located)
-        content, found = _content(verdict, part, lines, places)
+        part = recording.cut(count)
+        content, found = _content(verdict, part)
         text = base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
         if len(text) <= MOST:
             return replace(found, text=text, extent=f"{count} of {steps} recorded steps")
         if count == 1:
-            events = len(part.calls) + len(part.work) + len(part.spans)
+            events = len(part.tape.calls) + len(part.tape.work) + len(part.tape.spans)
             return Payload(missing=(f"No timeline and no what-if: one step has {events:,} events, too many for a page.",))
         count = max(min(count * MOST // len(text), count - 1), 1)
 
 
-def _cut(tape: Tape, count: int, located: Mapping[int, Place]) -> tuple[Tape, Mapping[int, Place]]:
-    """The first `count` steps, and `located` by the calls' places among those."""
-    if count >= len(tape.steps):
-        return tape, located
-    part = tape.cut(0, count)
-    places = {id(tape.calls[call]): place for call, place in located.items()}
-    return part, {n: places[id(call)] for n, call in enumerate(part.calls) if id(call) in places}
-
-
-def _content(
-    verdict: Verdict, tape: Tape, located: Mapping[int, Place], places: Mapping[str, Place]
-) -> tuple[dict[str, Any], Payload]:
-    order = HostOrder(tape)
-    sites = {call: site for call, place in located.items() if (site := place.site or place.built)}
+def _content(verdict: Verdict, recording: Recorded) -> tuple[dict[str, Any], Payload]:
+    tape, places = recording.tape, recording.places
+    sites = {call: site for call, place in recording.located.items() if (site := place.site or place.built)}
     named = {span.name: site for span in tape.spans if span.name in places and (site := places[span.name].site)}
     number = {site: n for n, site in enumerate(dict.fromkeys([*sites.values(), *named.values()]))}
     content: dict[str, Any] = {
@@ -186,11 +165,11 @@ def _content(
     lines = {(site.file, site.line): n for site, n in number.items()}
     zoom = tuple(lines.get((s.file, s.line), f.kind) if (s := f.line) else f.kind for f in verdict.findings)
     try:
-        bar = analyse(tape, order)
+        bar = recording.bar
         content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
         content["scale"] = (verdict.step_ms or bar.step_ms) / bar.step_ms  # a recorded step is slower than a timed one
-        chosen = picks(tape, verdict.findings, located)
-        content["program"] = program(Replay(tape, order), chosen)
+        chosen = picks(tape, verdict.findings, recording.located)
+        content["program"] = program(recording.replay, chosen)
     except MeasureError as error:
         return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom)
     return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)

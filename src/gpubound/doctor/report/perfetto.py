@@ -12,7 +12,8 @@ from typing import Any
 
 from ...errors import MeasureError
 from ...watch.site import Place
-from ..gaps import Gap, analyse
+from ..gaps import Gap
+from ..recorded import Recorded
 from ..tape import Tape
 from .words import LEAVES, SHARES, clean
 
@@ -22,15 +23,15 @@ STEPS, GAPS = 1, 1  # a track of the host, and one of each device
 KINDS = ("lines", "calls", "spans")
 
 
-def perfetto(tape: Tape, located: Mapping[int, Place] | None = None) -> str:
-    """`located` says which line made a call of the tape."""
+def perfetto(recording: Recorded) -> str:
+    tape = recording.tape
     about: dict[str, str] = {}
     gaps: tuple[Gap, ...] = ()
     try:
-        gaps = analyse(tape).gaps
+        gaps = recording.bar.gaps
     except MeasureError as error:
         about["idle"] = f"not told: {error}"
-    events = [*_host(tape, located or {}), *_devices(tape), *_idle(gaps)]
+    events = [*_host(tape, recording.located), *_devices(tape), *_idle(gaps)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":"))
 
 
