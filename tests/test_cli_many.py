@@ -14,6 +14,7 @@ from gpubound.errors import DataError
 from gpubound.parallel import join, launch
 from gpubound.parallel.failing import Failure, failure_from
 from gpubound.parallel.launch import End
+from gpubound.train.loop import Stop
 from tests.parallel.processes import on_ranks, started
 
 from . import tiny_recipe
@@ -175,3 +176,20 @@ def test_under_somebody_elses_torchrun_one_rank_speaks(tmp_path):
     assert "".join(said).removeprefix("gpubound train: ").removeprefix("rank 1: ").removeprefix("rank 2: ") == (
         "rows: they are damaged; restore them.\n"
     )
+
+
+def orphaned():
+    """As Linux does it to a rank whose starter is killed: once for each thread of it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "gpubound-test"
+
+    def command(argv):
+        with Stop() as stop:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGHUP)
+        return 0 if stop.asked == "SIGTERM" else 1
+
+    return cli.guarded("train", command, [])
+
+
+def test_a_rank_whose_starter_is_gone_is_asked_to_end_once():
+    assert on_ranks(1, orphaned) == [0]

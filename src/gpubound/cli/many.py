@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from ..device import look
 from ..errors import DeviceError
@@ -135,6 +136,15 @@ def _say(name: str, failure: Failure, error: Exception, ours: bool) -> None:
 
 
 def _follow() -> None:
-    """End as by Ctrl-C, after a checkpoint, when the process that started this one is gone: nobody else would end it."""
+    """End as by Ctrl-C, after a checkpoint, when the process that started this one is gone: nobody else would end it.
+
+    Linux tells of each of its threads that ends, and a second Ctrl-C would mean: now. So only the first is heard.
+    """
+
+    def gone(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGHUP, gone)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGHUP)
