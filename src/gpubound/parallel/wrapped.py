@@ -47,13 +47,17 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
         raise ValueError(f"model: {name or 'it'} is a {what}, whose parameters a step cannot take over; {REFUSED[what]}.")
     if any_sharded(model.parameters()):
         return model, ranks  # they know their ranks themselves
-    if ranks.alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    return model, ranks
+
+
+def tell_if_alone(ranks: Ranks) -> None:
+    """A line where a step has no others, though this is one of several processes: each would train a model of its own."""
+    if ranks.alone and dist.is_initialized() and dist.get_world_size() > 1:
         notice(
             f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "
             f"give ranks=, from gpubound.parallel.join.",
             logging.WARNING,
         )
-    return model, ranks
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from ..layers import fp8
 from ..lora import early
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks
-from ..parallel.wrapped import unwrapped
+from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..trace import notice
 from ..words import readable
 from .device_step import DeviceStep, Loss, StepResult
@@ -85,6 +85,7 @@ class TrainStep:
         model, ranks = unwrapped(model, ranks)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         held = self._held = holding(model, ranks)
+        tell_if_alone(held.ranks)
         kept, graph = held.kept(numbers), held.graph(graph)
         layout = config.lay_out(held, kept)
         check_replicas(layout, held.ranks)
