@@ -6,7 +6,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.errors import RankError
-from gpubound.parallel import ALONE, join
+from gpubound.parallel import ALONE, join, reduction
 from gpubound.train.replicas import assert_alike
 from tests.parallel.processes import RankFailed, on_ranks
 
@@ -44,18 +44,24 @@ def trained(world: int, each: int, options: dict):
     """Three steps of `world` ranks with `each` micro-batches a step; the weights, losses and norms of rank 0."""
     with join("cpu") if world > 1 else nothing() as ranks:
         torch.manual_seed(ranks.rank)  # the first rank's weights are everyone's
+        reduction.BUCKET = WIDTH * WORDS  # elements: several sums a step; at world 1 there is none
         model = Tied()
         config = gb.AdamW(lr=1e-2, weight_decay=0.1)
         step = gb.TrainStep(model, loss, config, accumulate=each, clip=0.5, precision="fp32", ranks=ranks, **options)
-        reports = []
+        reports, sums = [], reduction_of(step)
         for number in range(STEPS):
             mine = [window(number, ranks.rank + ranks.world * i) for i in range(each)]
             said = step(mine).read()
             reports.append((said.loss, said.grad_norm, said.tokens))
-        assert_alike(model.named_parameters(), ranks)
+        step.assert_alike()
+        assert ranks.alone or sum(bucket.ready < reduction.LATE for bucket in sums.buckets) > 1
         captured = len(step.captured)
         step.close()
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, reports, captured
+
+
+def reduction_of(step):
+    return step._graphs.step.reduction
 
 
 class nothing:

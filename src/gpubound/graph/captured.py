@@ -15,6 +15,7 @@ from ..trace import count, notice
 from .certify import Certificate, certify
 from .held import StaticInputs
 from .prepare import prepare
+from .runner import open_gate
 from .vary import spoil
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
@@ -30,6 +31,7 @@ class CaptureOptions:
     other_inputs: Sequence[tuple] | None
     tolerance: float
     clone: bool
+    gate: Callable[[], None]
 
 
 class Captured:
@@ -99,7 +101,7 @@ class Captured:
         """Capture and certify; only then let go of the graph before."""
         options = self._options
         others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
-        work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup)
+        work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup, options.gate)
         try:
             certificate = certify(work, others, options.tolerance) if options.verify else None
         except BaseException:
@@ -116,6 +118,7 @@ class Captured:
         )
         self.device, self.mode, self.pool = work.device, work.runner.mode, work.runner.pool
         self._last = [buffer.detach().clone() for buffer in inputs.buffers] if self._poisons else []
+        work.runner.gate = open_gate
         work.release()
 
     def _give(self) -> Any:
@@ -135,6 +138,7 @@ def capture(
     other_inputs: Sequence[tuple] | None = None,
     tolerance: float = 0.0,
     clone: bool = False,
+    gate: Callable[[], None] = open_gate,
 ) -> Captured:
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself. On a CPU the same checks surround eager calls.
 
@@ -154,6 +158,8 @@ def capture(
     other_inputs  inputs for the certificate where invented values would not do: a list of argument tuples, one per round
     tolerance     the largest difference allowed between replay and eager, relative to the largest value; 0: equal bits
     clone         return copies of the outputs, which the next call does not overwrite
+    gate          called before fn is run or replayed, until the certificate is there; what it raises ends the capture. For an
+                  fn that waits for other processes, each of which must capture it at the same time
 
     >>> import torch
     >>> double = capture(lambda x: x * 2, torch.ones(3))
@@ -178,7 +184,8 @@ def capture(
         isinstance(other_inputs, (list, tuple)) and other_inputs and all(isinstance(given, tuple) for given in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, poison, warmup, other_inputs, tolerance, clone))
+    options = CaptureOptions(pool, state, verify, poison, warmup, other_inputs, tolerance, clone, gate)
+    return Captured(fn, example_inputs, options)
 
 
 def name_of(fn: Callable) -> str:

@@ -17,12 +17,16 @@ from .runner import runner_for
 from .vary import fill_results, scribble
 
 
-def prepare(name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int) -> "Recording":
+def prepare(
+    name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int, gate: Callable[[], None]
+) -> "Recording":
     """The recorded graph of `fn`, and what it needs. The state is as it was before, also when an error ends this."""
     before = Reach(fn, state)
     device = choose_device(inputs, before)
     refuse_autocast(name, device)
-    rehearsal = Rehearsal(name, fn, inputs, before, runner_for(device, pool), device)
+    runner = runner_for(device, pool)
+    runner.gate = gate
+    rehearsal = Rehearsal(name, fn, inputs, before, runner, device)
     rehearsal.perform(warmup)
     with rehearsal.undone_on_error():
         rehearsal.reach = Reach(fn, state)

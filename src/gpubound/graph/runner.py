@@ -20,6 +20,10 @@ from .reach import storage_key
 _WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
 
 
+def open_gate() -> None:
+    """What a runner calls before each run or replay where nobody else is asked."""
+
+
 class EagerRunner:
     """The CPU's form: a replay is a call on the static inputs, its results copied into the static outputs.
 
@@ -32,10 +36,11 @@ class EagerRunner:
     memory_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.gate = device, open_gate
         self.grad_enabled = torch.is_grad_enabled()
 
     def run(self, call: Callable[[], Any]) -> Any:
+        self.gate()
         with torch.set_grad_enabled(self.grad_enabled), _without_autocast(self.device):
             return call()
 
@@ -95,11 +100,12 @@ class GraphRunner:
     binds_gradients = True  # the graph writes into the very gradients that the capture made
 
     def __init__(self, device: torch.device, pool: Any) -> None:
-        self.device, self.stream = device, capture_stream(device)
+        self.device, self.stream, self.gate = device, capture_stream(device), open_gate
         self.pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         self.memory_bytes = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
+        self.gate()
         with torch.cuda.device(self.device), warnings.catch_warnings():
             # Optimizers built with capturable=True warn when they step outside a capture, which our warm-up is.
             warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
@@ -180,6 +186,7 @@ class GraphRunner:
                 empty.capture_end()
 
     def replay(self) -> None:
+        self.gate()
         self.graph.replay()
 
 

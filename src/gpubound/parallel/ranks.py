@@ -56,6 +56,19 @@ class Ranks:
         if not self.alone:
             dist.all_reduce(tensor, group=self.group)
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Any]:
+        """Begin to add up over all ranks, in place, beside what the device does next; what it returns makes the device wait."""
+        if self.alone:
+            return _nothing
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def take_largest(self, tensor: Tensor) -> None:
+        """The largest over all ranks, in place, on the device. No host waits."""
+        if not self.alone:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
     def spread(self, tensor: Tensor) -> None:
         """Make it the first rank's, in place, on the device. No host waits."""
         if not self.alone:
@@ -136,6 +149,10 @@ class Ranks:
                 f"them; give accumulate {-(-accumulate // self.world) * self.world}, or another number of ranks."
             )
         return accumulate // self.world
+
+
+def _nothing() -> None:
+    pass
 
 
 ALONE = Ranks()

@@ -1,6 +1,7 @@
 """The step itself: what the device does, from zeroed accumulators to updated weights. Straight-line code, run or captured.
 
-It comes in parts, `begin`, `add` and `update`, so that graphs of the last two serve windows of any length and shapes.
+It comes in parts, `begin`, `add` and `update`, so that graphs of the last two serve windows of any length and shapes; and the
+update in two, `sum` over all ranks and `apply`, for a graph that holds none of what ranks wait for each other in.
 Each micro-batch's loss is a sum over its items and goes backward undivided. The number of items of all micro-batches is known
 when the last forward is done, and the one division by it is folded into the update's own factor (kernels/adamw.py). So an
 uneven window is exact, nothing need be counted in advance, and the division costs nothing.
@@ -9,8 +10,8 @@ Its report is seven numbers on the device. Each step also sends them to pinned m
 wait only when that step is still running. Whoever reads one step late keeps the device busy meanwhile (docs/training.md).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
-from ..layers.fp8 import renew
 from ..models.placing import put_back
+from ..parallel import Ranks
 from .accumulate import Accumulators
 from .holding import HoldsAll
 from .objectives import Objective
@@ -47,52 +48,84 @@ class DeviceStep:
         self.device = self.accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.one = torch.ones((), device=self.device)
+        self.reduction = self.accumulators.reduction(self.ranks, [self.totals], [] if self.fp8 is None else [self.fp8.seen])
         # Compiled code would hold on to whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.held.ranks
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""
         self.begin()
-        for batch in batches:
-            self.add(batch)
+        for number, batch in enumerate(batches, 1):
+            self.add(batch, last=number == len(batches))
         return self.update()
 
     def begin(self) -> None:
         """A new window. A single micro-batch writes its gradients over the last ones; of several, all add to zeros."""
         self.accumulators.begin() if self.single and not self._compiled else self.accumulators.zero()
         self.totals.zero_()
+        self.reduction.begin()
 
-    def add(self, batch: Any) -> None:
-        """One micro-batch more: its loss, items and gradients are added to those before."""
+    def add(self, batch: Any, last: bool = False) -> None:
+        """One micro-batch more: its loss, items and gradients are added to those before. `last`: sums over ranks may begin."""
         with torch.enable_grad(), products(self.precision.products):
             total, items = self.held.loss(partial(self._loss_of, batch))
-            with nullcontext() if (side := self.accumulators.side) is None else side.open():
+            listening = self.reduction.listening() if last else nullcontext()
+            with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()
             self.totals[0].add_(total.detach())
             self.totals[1].add_(items)
         if self.fp8 is not None:
             self.fp8.forget()
 
-    def update(self) -> Tensor:
-        """The window is whole: the weights take their step."""
+    def finish(self) -> None:
+        """This process has added all of its micro-batches."""
         self.accumulators.finish()
         if self.fp8 is not None:
-            renew(self.fp8.states)
-        self.accumulators.share(self.held.ranks)
-        self.held.ranks.sum(self.totals)
+            self.fp8.look()
+
+    def sum(self) -> None:
+        """What it has becomes what all ranks have together."""
+        self.reduction.finish()
+
+    def apply(self) -> Tensor:
+        """The weights take their step."""
+        if self.fp8 is not None:
+            self.fp8.renew()
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
-    def calibrate(self, batch: Any) -> None:
-        """Find fp8's first scales in one batch, forward and backward. What a step depends on is left as it was."""
-        assert self.fp8 is not None
+    def update(self) -> Tensor:
+        """The window is whole: the weights take the step of all ranks."""
+        self.finish()
+        self.sum()
+        return self.apply()
+
+    def prepare(self, batch: Any) -> None:
+        """Before the first step: what one batch shows, forward and backward. What a step depends on is left as it was.
+
+        That is fp8's first scales, and, of several ranks, the order in which backward finishes parameters.
+        """
+        if self.fp8 is not None and not self.fp8.calibrated:
+            with self._trying(), self.fp8.calibrating():
+                self.add(batch)
+            self.ranks.take_largest(self.fp8.states)
+        if self.reduction.learns:
+            with self._trying(), put_back([] if self.fp8 is None else [self.fp8.states]):
+                self.reduction.learn(lambda: self.add(batch, last=True))
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), put_back(self.model.buffers()), self.fp8.calibrating():
+        with torch.random.fork_rng(devices), put_back(self.model.buffers()):
             self.accumulators.zero()
-            self.add(batch)
+            yield
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step writes, beside the model's own buffers."""
-        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states]
+        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.seen]
         masters = [master for _, _, master in optimizer.weights.rounded]
         own = [self.accumulators.gradient, self.totals, optimizer.state]
         return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]

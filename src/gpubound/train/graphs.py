@@ -19,12 +19,16 @@ from ..errors import GraphError
 from ..feed import Feed
 from ..feed.leaves import Path, flatten, name
 from ..graph import Captured, capture
+from ..graph.runner import open_gate
+from ..parallel import ALONE
+from ..parallel.together import refusal, together
 from ..trace import fallback
 from .device_step import DeviceStep
 from .objectives import Objective
 
 MODES = ("auto", "require", "off")
-UPDATE = "update"
+WHOLE, PART = "a step of one micro-batch", "a micro-batch"
+UPDATE, APPLY = "the update", "the update behind the sums over ranks"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
 # A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
@@ -95,6 +99,10 @@ class WindowGraphs:
 
     auto captures on a GPU alone. require always goes through capture(), which on a CPU makes the same checks, without a graph.
     A step of one micro-batch is one graph; of more, a graph that every micro-batch is a replay of, and one for the update.
+
+    Where ranks share the step, their sums are inside only of what all capture at once, at the first step (together.py). If one
+    rank cannot have that, none has it, and the sums run between graphs, which a rank then captures by itself, as it does for a
+    shape that only it meets later. The sums come in the same order in each of these ways, so ranks may differ in theirs.
     """
 
     def __init__(self, step: DeviceStep, mode: str):
@@ -102,32 +110,87 @@ class WindowGraphs:
         self.captured: list[Captured] = []
         self._off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
-        self._known: dict[Any, Captured | None] = {}  # by a micro-batch's key, or UPDATE; None: it cannot be captured
+        self._first = True  # all ranks take their first step
+        self._known: dict[Any, Captured] = {}  # by what it holds, and a micro-batch's key
+        self._broken: dict[Any, Exception] = {}  # what cannot be captured
+        self._told: list[Exception | None] = []  # of these, in a row of fallbacks
 
     def run(self, window: list[MicroBatch]) -> Tensor:
-        step = self.step
-        if step.fp8 is not None and not step.fp8.calibrated:
-            step.calibrate(window[0].whole())
-        graphs = [self._graph_of(batch.key, partial(self._capture, batch)) for batch in window]
-        if None in graphs:
+        step, first = self.step, self._first
+        self._first = False
+        if first:
+            step.prepare(window[0].whole())
+        if self._off:
             return step.run([batch.whole() for batch in window])
-        if step.single:
-            return graphs[0](*window[0].tensors)
-        step.begin()
-        for batch, graph in zip(window, graphs):
+        if step.single and (whole := self._whole(window[0], first)) is not None:
+            return whole(*window[0].tensors)
+        if (step.single and step.ranks.alone) or not self._parts(window, first):
+            return step.run([batch.whole() for batch in window])
+        if not step.single:
+            step.begin()
+        for batch in window:
             self._check_adding()
-            graph(*batch.tensors)
-        # Captured at its first time here: only behind real gradients does its certificate see weights move.
-        update = self._graph_of(UPDATE, partial(self._graph, step.update))
-        if update is None:  # a step is graphs or calls, so that nobody takes the times of one for those of the other
-            self._off = True
-            self.drop()
-            return step.update()
-        return update()
+            self._known[PART, batch.key](*batch.tensors)
+        return self._update(first)
+
+    def _whole(self, batch: MicroBatch, first: bool) -> Captured | None:
+        """The graph of a whole step of this one micro-batch."""
+        key, step = (WHOLE, batch.key), self.step
+
+        def train_step(*leaves: Tensor) -> Tensor:
+            with step.reduction.completed():
+                return step.run([batch.whole(leaves)])
+
+        if step.ranks.alone or first:
+            self._try(key, lambda: self._at_once(train_step, batch))
+            self._have([key], last=step.ranks.alone)
+        return self._known.get(key)
+
+    def _parts(self, window: list[MicroBatch], first: bool) -> bool:
+        """Whether each micro-batch has a graph, without sums over ranks."""
+        step, keys = self.step, [(PART, batch.key) for batch in window]
+        for batch, key in zip(window, keys):
+
+            def micro_batch(*leaves: Tensor, batch: MicroBatch = batch) -> None:
+                if step.single:
+                    step.begin()
+                step.add(batch.whole(leaves))
+                if step.single:
+                    step.finish()
+
+            if key not in self._known:
+                self._check_adding()
+            self._try(key, partial(self._graph, micro_batch, batch))
+        return self._have(keys, first)
+
+    def _update(self, first: bool) -> Tensor:
+        """The update's graph, captured at its first time: only behind real gradients does its certificate see weights move."""
+        step = self.step
+
+        def update() -> Tensor:
+            with step.reduction.completed():
+                return step.update()
+
+        if step.ranks.alone or (first and not step.single):
+            self._try(UPDATE, lambda: self._at_once(update))
+            if not self._have([UPDATE], last=step.ranks.alone) and step.ranks.alone:
+                return self._give_up(step.update)
+        if UPDATE in self._known:
+            return self._known[UPDATE]()
+        step.finish()
+        step.sum()
+        self._try(APPLY, partial(self._graph, step.apply))
+        return self._known[APPLY]() if self._have([APPLY], first) else self._give_up(step.apply)
+
+    def _give_up(self, calls: Callable[[], Tensor]) -> Tensor:
+        """A step is graphs or calls, so that nobody takes the times of one for those of the other."""
+        self._off = True
+        self.drop()
+        return calls()
 
     def _check_adding(self) -> None:
-        """A micro-batch's graph adds, as it was recorded: where a sum waits to be written, it would add to the last one."""
-        if self.step.accumulators.opened:
+        """Of several, a micro-batch's graph adds: where a sum waits to be written, it would add to the last window's."""
+        if self.step.accumulators.opened and not self.step.single:
             raise GraphError(
                 "train step: the gradient sums were opened to be written, but the graph of a micro-batch adds to them; "
                 "begin the window with zero()."
@@ -137,43 +200,46 @@ class WindowGraphs:
         self._known.clear()
         self.captured.clear()
 
-    def _graph_of(self, key: Any, capturing: Callable[[], Captured]) -> Any:
-        """The graph of a whole step, a micro-batch or the update, captured at its first time; None to run it call by call."""
-        if self._off:
-            return None
-        if key not in self._known:
-            try:
-                self._known[key] = capturing()
-            except (GraphError, torch.OutOfMemoryError) as error:
-                if self._required:
-                    raise
-                fallback("train step as one graph", str(error))
-                self._known[key] = None
-        return self._known[key]
+    def _try(self, key: Any, capturing: Callable[[], Captured]) -> None:
+        """Capture it at its first time, if that can be."""
+        if key in self._known or key in self._broken:
+            return
+        try:
+            self._known[key] = capturing()
+            self.captured.append(self._known[key])
+        except (GraphError, torch.OutOfMemoryError) as error:
+            self._broken[key] = error
 
-    def _capture(self, batch: MicroBatch) -> Captured:
-        if len(self.captured) - (UPDATE in self._known) >= MOST:
-            raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
+    def _have(self, keys: Sequence[Any], first: bool = False, last: bool = True) -> bool:
+        """Whether there are graphs for all of `keys`; at the first step, on all ranks. `last`: no other way has graphs."""
+        error = next((self._broken[key] for key in keys if key in self._broken), None)
+        said = refusal(self.step.ranks if first else ALONE, None if error is None else str(error))
+        if said is None:
+            return True
+        if self._required and last:
+            raise error or GraphError(said)
+        if error is None or error not in self._told:
+            fallback("train step as one graph", said)
+            self._told.append(error)
+        if first and not self.step.ranks.alone:
+            self._off = True
+            self.drop()
+        return False
+
+    def _at_once(self, part: Callable, batch: MicroBatch | None = None) -> Captured:
+        """A graph with sums over ranks inside, which all ranks capture at once."""
+        return together(self.step.ranks, lambda go: self._graph(part, batch, go))
+
+    def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step
-        if isinstance(step.loss, Objective):
+        if batch is not None and sum(key not in (UPDATE, APPLY) for key in self._known) >= MOST:
+            raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
+        if batch is not None and isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole())
-
-        def train_step(*leaves: Tensor) -> Tensor:
-            return step.run([batch.whole(leaves)])
-
-        def micro_batch(*leaves: Tensor) -> None:
-            step.add(batch.whole(leaves))
-
-        if step.single:
-            return self._graph(train_step, *batch.tensors)
-        self._check_adding()
-        return self._graph(micro_batch, *batch.tensors)
-
-    def _graph(self, part: Callable, *tensors: Tensor) -> Captured:
+        tensors = () if batch is None else batch.tensors
         pool = self.captured[0].pool if self.captured else None
-        state = [self.step.model, *self.step.state()]
-        self.captured.append(capture(part, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True))
-        return self.captured[-1]
+        state = [step.model, *step.state()]
+        return capture(part, *tensors, pool=pool, state=state, tolerance=self._tolerance(), clone=True, gate=gate)
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""

@@ -6,7 +6,7 @@ ranks. Three things do: gradients are summed as backward goes, the norm is that 
 DTensor. The rows are fp32, and are rounded as they are gathered: they are the masters.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..errors import GraphError
 from ..kernels.aside import Side
 from ..parallel import Ranks
 from ..parallel.pieces import any_sharded
+from ..parallel.reduction import Reduction
 from ..trace import fallback
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
@@ -69,6 +70,10 @@ class HoldsAll:
     def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state as others see them."""
         return state
+
+    def common(self, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Of these tensors, those that should be the same on every rank."""
+        return named
 
     def release(self) -> None:
         """Leave the model as it was."""
@@ -148,6 +153,9 @@ class HoldsRows(HoldsAll):
             for key, tensor in state.items()
         }
 
+    def common(self, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in named if name == "state"]
+
     def release(self) -> None:
         self.sharded.release()
 
@@ -177,8 +185,9 @@ class SumsOfRows(Accumulators):
     def finish(self) -> None:
         """Everything has been added."""
 
-    def share(self, ranks: Ranks) -> None:
-        """It is the ranks' sum already."""
+    def reduction(self, ranks: Ranks, sums: Sequence[Tensor], largest: Sequence[Tensor]) -> Reduction:
+        """`gradient` is the ranks' sum already."""
+        return Reduction(ranks, self.gradient[:0], [], [], (), self.settle, lambda work: work(), sums, largest)
 
     def release(self) -> None:
         for piece, _ in self._homes:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..kernels.record import drop_record, made_record
-from ..layers.fp8 import SMALLEST, Fp8, new_states
+from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
 from ..layers.stacked import multiply_by_records
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
@@ -72,6 +72,7 @@ class Fp8Weights:
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
+        self.seen = self.states[..., 1].clone()  # the largest magnitudes of a step, side by side for a sum over ranks
         self.calibrated = self._calibrating = False
         self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
         for slot, format in zip(self.slots, self._formats):
@@ -82,6 +83,15 @@ class Fp8Weights:
         """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
         for format in self._formats:
             format.forget()
+
+    def look(self) -> None:
+        """Read off what this process's micro-batches have seen."""
+        self.seen.copy_(self.states[..., 1])
+
+    def renew(self) -> None:
+        """New scales from `seen`, which by now may be all ranks'."""
+        self.states[..., 1].copy_(self.seen)
+        renew(self.states)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

@@ -28,9 +28,16 @@ def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def begin_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the first one's parameters and buffers."""
+    """Give every rank the first one's parameters and buffers, and random numbers of its own.
+
+    Two ranks with one seed would drop out the same elements and draw the same noise. A captured step draws from the same
+    generator, which torch gives it anew at each replay, so a seed or a state that is set later holds there, too.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         ranks.spread(tensor)
+    seed = ranks.of_first(torch.initial_seed())
+    if not ranks.first:
+        torch.manual_seed((seed + ranks.rank) % (1 << 63))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
-from .replicas import check_replicas
+from .replicas import assert_alike, check_replicas
 from .schedule import Schedule, is_rate
 
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -88,6 +88,8 @@ class TrainStep:
         tell_if_alone(held.ranks)
         kept, graph = held.kept(numbers), held.graph(graph)
         layout = config.lay_out(held, kept)
+        alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
+        held.ranks.alike("TrainStep", alike | {"optimizer": type(config).__name__})
         check_replicas(layout, held.ranks)
         self.memory = layout.bytes(kept.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
@@ -148,6 +150,15 @@ class TrainStep:
         """The captured graphs, each with its certificate: one of the step, or one of a micro-batch and one of the update.
         Each further shape of micro-batch adds one."""
         return self._graphs.captured
+
+    def assert_alike(self) -> None:
+        """RankError, on every rank, where one's weights or optimizer state have other bits than the first's.
+
+        All ranks must call it behind the same step. It waits for the device: a matter of milliseconds, for now and then.
+        """
+        weights = [(slot.name, slot.parameter) for slot in self._weights.layout.slots]
+        state = [(name, tensor) for name, tensor in self.state_dict().items() if tensor.dim()]
+        assert_alike(self._held.common([*weights, *state]), self._held.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next step needs besides the model's own state_dict: moments and masters by parameter name, and counters.
