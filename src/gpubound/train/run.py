@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from .. import lora
 from ..corpus import Tokenizer
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
-from ..parallel import ALONE, Ranks
+from ..models.storing import stored_state
+from ..parallel import ALONE, Ranks, pieces
 from ..place import Placement
 from . import chance
 from .adapters import kept_state, load_kept_state
@@ -213,17 +215,21 @@ class Run:
         writes.
         """
         with self.best_weights():
-            self.ranks.together(lambda: self._write(Path(path), merge) if self.ranks.first else None)
+            if self.recipe.adapters is not None:
+                self.ranks.together(lambda: self._write_adapted(Path(path), merge) if self.ranks.first else None)
+            else:
+                save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer)
+                pieces.export(save, stored_state(self.model), self.ranks)
         return Path(path)
 
-    def _write(self, path: Path, merge: bool) -> None:
-        family, adapters, model = family_of(self.recipe.model), self.recipe.adapters, self.model
-        if adapters and not merge:
-            lora.save(model, path)
+    def _write_adapted(self, path: Path, merge: bool) -> None:
+        if not merge:
+            lora.save(self.model, path)
             self.tokenizer.save(path)
             return
-        if adapters:
-            model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(model))
+        adapters, family = self.recipe.adapters, family_of(self.recipe.model)
+        assert adapters is not None
+        model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(self.model))
         family.save(model, path, self.tokenizer)
 
     def save(self, wait: bool = False) -> None:
