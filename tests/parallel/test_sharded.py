@@ -1,26 +1,33 @@
 """Ranks that each hold their rows of every parameter take the steps that one process takes with all of it."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gpubound as gb
+from gpubound.errors import GraphError
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
+from gpubound.train.optimizer import AdamW8bit, Muon
 from gpubound.train.recompute import blocks_of
+from gpubound.train.run import Average
 from tests.parallel.processes import on_ranks
 
 STEPS, WORDS = 3, 26
 ADAMW = gb.AdamW(lr=1e-2, weight_decay=0.1, eps=1e-4)  # with 1e-8 a gradient of nothing but noise moves by the rate
 
+SGD = partial(torch.optim.SGD, lr=0.3)
 
-def llama(tied: bool = True) -> nn.Module:
+
+def llama(seed: int) -> nn.Module:
     """26 words and 6 rows of a key: over 4 ranks the last one has fewer rows of the table, and none of the key."""
-    torch.manual_seed(5)
-    return Decoder(DecoderConfig(24, 40, 2, 4, 1, WORDS, tied=tied))
+    torch.manual_seed(seed)
+    return Decoder(DecoderConfig(24, 40, 2, 4, 1, WORDS, tied=True))
 
 
 def batch(step: int, number: int) -> dict[str, torch.Tensor]:
@@ -34,17 +41,20 @@ def batch(step: int, number: int) -> dict[str, torch.Tensor]:
 def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", **options):
     """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds."""
     with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
-        model = llama()
+        model = llama(ranks.rank)  # the first rank's weights are everyone's
         if world > 1:
             shard(model, blocks_of(model), ranks, DTYPES[precision])
         step = gb.TrainStep(
             model, "next_token", optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
+        average = Average(model, step, 0.9)
         reports = []
         for number in range(STEPS):
             said = step([batch(number, ranks.rank + world * i) for i in range(each)]).read()
+            average.update()
             reports.append((said.loss, said.grad_norm, said.tokens, said.skipped))
         state = {name: whole(tensor) for name, tensor in step.state_dict().items()}
+        state |= {f"average.{name}": whole(tensor) for name, tensor in average.average.items()}
         step.close()
         return {name: whole(tensor) for name, tensor in model.state_dict().items()}, reports, state, step.memory
 
@@ -73,3 +83,99 @@ def test_ranks_that_share_the_rows_are_one_process(world, each):
         for part in ("weights", "gradient", "moments"):
             padding = len(weights) * 64 * 4 * (2 if part == "moments" else 1)  # each begins at a multiple of 64
             assert their_memory[part] <= memory[part] / world + padding
+
+
+@pytest.mark.parametrize(
+    "precision, optimizer, recompute, off",
+    [("bf16", ADAMW, "cheap", 0.2), ("fp32", AdamW8bit(1e-2, eps=1e-4), "cheap", 0.2), ("fp32", ADAMW, "blocks", 1e-4)],
+    ids=["bf16", "8 bits", "recompute"],
+)
+def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, recompute, off):
+    """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256
+    numbers begin elsewhere."""
+    weights, reports, _, _ = trained(1, 2, optimizer, precision, recompute=recompute)
+    began = {name: tensor.numpy() for name, tensor in llama(0).state_dict().items()}
+    ranks = on_ranks(2, partial(trained, recompute=recompute), 2, 1, optimizer, precision)
+    for theirs, said, _, _ in ranks:
+        for one, other in zip(reports, said):
+            assert other[:2] == pytest.approx(one[:2], rel=max(off / 10, 1e-5)) and other[2:] == one[2:]
+        apart = sum(((theirs[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
+        moved = sum(((began[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
+        assert apart < off * moved
+
+
+class Own(nn.Module):
+    """A user's: a bias of 3, so that of 4 ranks one has nothing of it, and layers of one class that are called as modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.last = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7)), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.blocks(x)))
+
+
+def own_loss(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def rows_of(step, rank):
+    g = torch.Generator().manual_seed(10 * step + rank)
+    n = 2 + rank  # ranks have different numbers of items: the mean over all is not the mean of their means
+    return torch.randn(n, 5, generator=g), torch.randint(3, (n,), generator=g)
+
+
+def own(optimizer, recast=False, graph="auto"):
+    with join("cpu") as ranks:
+        torch.manual_seed(0)
+        model = Own()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if recast else MixedPrecisionPolicy()
+        for block in (*model.blocks, model):
+            fully_shard(block, mp_policy=policy)
+        said = ""
+        try:
+            step = gb.TrainStep(model, own_loss, optimizer, precision="fp32", graph=graph)
+        except (ValueError, GraphError) as error:
+            said = str(error)
+            step = None
+        losses = [step(rows_of(number, ranks.rank)).read().loss for number in range(STEPS)] if step else []
+        if step:
+            step.close()
+        return losses, {name: whole(p) for name, p in model.named_parameters()}, said
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_users_own_sharded_model_takes_the_steps_of_plain_torch(world):
+    torch.manual_seed(0)
+    model, wanted = Own().double(), []
+    for number in range(STEPS):
+        x, y = (torch.cat(parts) for parts in zip(*(rows_of(number, rank) for rank in range(world))))
+        mean = nn.functional.cross_entropy(model(x.double()), y)
+        wanted.append(mean.item())
+        for p, grad in zip(model.parameters(), torch.autograd.grad(mean, list(model.parameters()))):
+            p.data -= 0.3 * grad
+    for losses, weights, said in on_ranks(world, own, SGD):
+        assert not said and losses == pytest.approx(wanted, rel=1e-5)
+        equal({name: whole(p) for name, p in model.named_parameters()}, weights, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ((Muon(),), "TrainStep: Muon makes whole matrices orthogonal, and this model is sharded: a rank has some rows"),
+        (
+            (torch.optim.Adafactor,),
+            "TrainStep: Adafactor looks at whole matrices, or at all of them, and this model is",
+        ),
+        (("adamw", True), "parameters: fully_shard of blocks.0.weight computes in torch.bfloat16, sums gradients in torch.bfl"),
+        (
+            ("adamw", False, "require"),
+            "TrainStep: the model is sharded, and its gathering of weights is not captured; take",
+        ),
+    ],
+    ids=["muon", "adafactor", "numbers", "graph"],
+)
+def test_what_cannot_train_in_shards_is_refused_with_the_way_out(given, sentence):
+    for _, _, said in on_ranks(2, own, *given):
+        assert said.startswith(sentence)

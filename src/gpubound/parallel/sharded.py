@@ -31,7 +31,7 @@ def shard(
     dtype  what the model computes in; the rows themselves are fp32
     keep   whether a gathered block stays until backward has used it: less traffic, and more memory
 
-    A model on the meta device stays there: each rank makes room for its rows alone (`to_empty`), then their values.
+    The rows are those of the first rank's weights.
     """
     for name, parameter in model.named_parameters():
         record = record_of(parameter)
@@ -43,6 +43,9 @@ def shard(
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     model.to(torch.float32)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            ranks.spread(tensor)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head is used as soon as it is there
@@ -151,6 +154,11 @@ class DealtModel:
     def within(self, work: Callable[[], Result]) -> Result:
         """work() with the outermost parameters there, as in the model's own forward: a loss may use its head, say."""
         return self._model.gathered(work)
+
+    def end_to_end(self, tensor: Tensor) -> DTensor:
+        """What has as many numbers on every rank, and is of no parameter, as one tensor."""
+        p = self.pieces[0].parameter
+        return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False)
 
     def release(self) -> None:
         """FSDP's own mean over the ranks again."""

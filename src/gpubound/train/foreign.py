@@ -27,6 +27,7 @@ from .precision import Precision, read, spelled
 from .schedule import is_rate
 
 PREFIX, CLASS = "optimizer.", "optimizer.class"  # of the names of its state
+LOOKS_FARTHER = ("Adafactor", "LBFGS", "Muon")  # of torch.optim: those whose update of an element depends on others
 NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
 
 
@@ -47,6 +48,12 @@ class Foreign:
         if self.graph == "require" and (why := _not_capturable(self.optimizer)):
             raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
         return layout
+
+    @property
+    def whole(self) -> str | None:
+        """Why it must see whole matrices, as far as is known."""
+        name = type(self.optimizer).__name__
+        return f"{name} looks at whole matrices, or at all of them" if name in LOOKS_FARTHER else None
 
     def moment_bytes(self, layout: FlatLayout) -> int:
         """None that are known: what it keeps it makes at its first step."""

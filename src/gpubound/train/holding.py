@@ -16,12 +16,15 @@ from torch.nn import Parameter
 
 from ..errors import GraphError
 from ..kernels.aside import Side
+from ..lora.pairs import Adapters
 from ..parallel import Ranks
 from ..parallel.pieces import any_sharded
 from ..parallel.reduction import Reduction
-from ..trace import fallback
+from ..trace import fallback, notice
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
+from .foreign import Foreign
+from .optimizer import AdamW, Muon
 from .precision import Precision
 from .replicas import begin_alike
 
@@ -47,6 +50,9 @@ class HoldsAll:
     def kept(self, numbers: Precision) -> Precision:
         """What the flat buffers are kept in."""
         return numbers
+
+    def check_optimizer(self, config: AdamW | Muon | Foreign) -> None:
+        """ValueError where it needs more than this."""
 
     def graph(self, mode: str) -> str:
         return mode
@@ -99,6 +105,11 @@ class HoldsRows(HoldsAll):
                 f"TrainStep: precision={name!r} needs whole weights on each rank, and this model is sharded; take "
                 f"precision='bf16', or train replicas."
             )
+        if any(isinstance(module, Adapters) for module in self.model.modules()):
+            raise ValueError(
+                "TrainStep: the model has low-rank adapters, which add to products of the parameters that sharding replaced; "
+                "train it on replicas, or merge them before fully_shard."
+            )
         for piece in self.pieces:
             if not piece.rows.requires_grad:
                 continue
@@ -110,6 +121,14 @@ class HoldsRows(HoldsAll):
                     f"MixedPrecisionPolicy(param_dtype={numbers.dtype}, reduce_dtype=torch.float32)."
                 )
         return replace(numbers, dtype=torch.float32, masters=False)
+
+    def check_optimizer(self, config: AdamW | Muon | Foreign) -> None:
+        if config.whole:
+            raise ValueError(
+                f"TrainStep: {config.whole}, and this model is sharded: a rank has some rows; take AdamW, or train replicas."
+            )
+        if isinstance(config, Foreign):
+            notice("train: the optimizer is given this rank's rows: right for one that updates each element by itself.")
 
     def graph(self, mode: str) -> str:
         why = "the model is sharded, and its gathering of weights is not captured"
@@ -147,6 +166,7 @@ class HoldsRows(HoldsAll):
         return self.sharded.within(apart)
 
     def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        state = {key: self.sharded.end_to_end(t) if key.startswith("scale.") else t for key, t in state.items()}
         by_name = {piece.name: piece for piece in self.pieces}
         return {
             key: piece.whole(tensor) if (piece := by_name.get(key.partition(".")[2])) is not None else tensor

@@ -9,7 +9,7 @@ norm, one clip, one schedule, one skip.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
     decays: Callable[[str, Parameter], bool] = matrices
+    whole: ClassVar[str | None] = None  # why it must see whole matrices
 
     def __post_init__(self):
         if not all(map(is_rate, (self.lr, self.eps, self.weight_decay))):
@@ -84,6 +85,7 @@ class Muon:
     iterations: int = 5
     takes: Callable[[str, Parameter], bool] | None = None
     rest: AdamW = field(default_factory=AdamW)
+    whole: ClassVar[str | None] = "Muon makes whole matrices orthogonal"
 
     def __post_init__(self):
         rates = is_rate(self.lr) and is_rate(self.weight_decay)

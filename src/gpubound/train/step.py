@@ -90,6 +90,7 @@ class TrainStep:
         layout = config.lay_out(held, kept)
         alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
         held.ranks.alike("TrainStep", alike | {"optimizer": type(config).__name__})
+        held.check_optimizer(config)
         check_replicas(layout, held.ranks)
         self.memory = layout.bytes(kept.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
