@@ -1,9 +1,12 @@
 """--gpus: what it refuses, and what a rank says and leaves when it fails."""
 
+import gc
 import json
 import os
 import signal
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -20,6 +23,19 @@ from tests.parallel.processes import on_ranks, started
 from . import tiny_recipe
 
 on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
+
+
+# torch leaves the files open that it gave to processes which have ended
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected():
+    """While those warnings are ignored."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize(
@@ -193,3 +209,25 @@ def orphaned():
 
 def test_a_rank_whose_starter_is_gone_is_asked_to_end_once():
     assert on_ranks(1, orphaned) == [0]
+
+
+def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config, tmp_path, capfd, monkeypatch):
+    """Two real processes under torch's agent; the keyboard is a thread that waits for the first steps."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # or they would take two minutes
+    options = ["train", str(config), "--accumulate", "2", "--steps", "5000", "--gpus", "2"]
+    tape = tmp_path / "run" / "steps.jsonl"
+
+    def press():
+        until = time.monotonic() + 240
+        while not (tape.exists() and tape.stat().st_size) and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    keyboard = threading.Thread(target=press)
+    keyboard.start()
+    assert cli.main(options) == 0
+    keyboard.join()
+    said = capfd.readouterr().err
+    assert "steps on 2 ranks" in said and "stopped by SIGINT, checkpoint of step " in said
+    assert f"go on with: gpubound {' '.join(options)} --resume\n" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")) and not (tmp_path / "run" / "ranks").exists()
