@@ -309,10 +309,8 @@ def test_what_several_processes_cannot_do_is_refused(config, capsys, monkeypatch
     assert capsys.readouterr().err == (
         "gpubound demo: demo: torchrun started several of it, and it shows one GPU; start it without torchrun.\n"
     )
-    assert main(["train", str(config), "--parallel", "fsdp"]) == 2
-    assert capsys.readouterr().err == (
-        "gpubound train: recipe: parallel must be auto or ddp; fsdp is not trained by this command yet.\n"
-    )
+    assert main(["train", str(config), "--parallel", "tensor"]) == 2
+    assert capsys.readouterr().err == "gpubound train: recipe: parallel must be one of auto, ddp, fsdp, got 'tensor'.\n"
 
 
 def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):

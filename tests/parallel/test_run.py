@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from gpubound import device as facts
 from gpubound.parallel import join
+from gpubound.parallel.pieces import gathered
 from gpubound.train import chance
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.loop import Stop
@@ -36,7 +38,8 @@ def trained(todo, resume=False, asked_at=None, rank_asked=0):
                 stop.asked = "SIGINT"
 
         run.go(on_record, stop)
-        weights = zlib.crc32(torch.cat([p.detach().flatten() for p in run.model.parameters()]).cpu().numpy().tobytes())
+        whole = [p.detach().flatten() for _, p in gathered(dict(run.model.named_parameters()))]
+        weights = zlib.crc32(torch.cat(whole).cpu().numpy().tobytes())
         found = {
             "losses": {r["step"]: r["loss"] for r in records}, "tokens": [r["tokens"] for r in records], "done": run.done,
             "evaluations": run.evaluations, "best": run.best, "over": run.over, "asked": stop.asked,
@@ -97,6 +100,24 @@ def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
     assert_near(first["losses"] | second[0]["losses"] | third["losses"], alone["losses"])
     assert_near(third["evaluations"], alone["evaluations"])
     assert third["feed"] == alone["feed"]
+
+
+def test_sharded_ranks_take_the_same_steps_and_replicas_and_one_process_go_on_with_them(todo, alone, tmp_path):
+    """fsdp -> ddp -> one process: losses, held-out ones of the average, and what is exported."""
+    parts = dataclasses.replace(todo, out=str(tmp_path), parallel="fsdp", keep=10)
+    first = on_ranks(2, trained, parts, False, 6)
+    second = on_ranks(2, trained, dataclasses.replace(parts, parallel="ddp"), True, 9)
+    third = on_ranks(2, trained, parts, True)
+    for ranks in (first, second, third):
+        assert_alike(ranks)
+    assert first[0]["done"] < second[0]["done"] < third[0]["done"] == 14
+    assert_near(first[0]["losses"] | second[0]["losses"] | third[0]["losses"], alone["losses"], rel=2e-6)
+    assert_near(third[0]["evaluations"], alone["evaluations"], rel=2e-6)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    wanted = load_file(Path(todo.out) / "hf" / "model.safetensors")
+    assert exported.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.gpu

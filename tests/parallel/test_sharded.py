@@ -47,14 +47,14 @@ def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", **options)
         step = gb.TrainStep(
             model, "next_token", optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
-        average = Average(model, step, 0.9)
+        average = Average(step, 0.9)
         reports = []
         for number in range(STEPS):
             said = step([batch(number, ranks.rank + world * i) for i in range(each)]).read()
             average.update()
             reports.append((said.loss, said.grad_norm, said.tokens, said.skipped))
         state = {name: whole(tensor) for name, tensor in step.state_dict().items()}
-        state |= {f"average.{name}": whole(tensor) for name, tensor in average.average.items()}
+        state |= {f"average.{name}": whole(tensor) for name, tensor in average.state().items()}
         step.close()
         return {name: whole(tensor) for name, tensor in model.state_dict().items()}, reports, state, step.memory
 

@@ -269,6 +269,15 @@ class Weights:
         """The flat buffers that the update is kept in: the masters where there are any."""
         return [flat if master is None else master for flat, master in zip(self.flat, self.masters)]
 
+    def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(a weight, the same where the update is kept: its master if it has one), by the parameter's name."""
+        groups = zip(self.layout.groups, self.finest())
+        return {
+            slot.name: (slot.parameter.detach(), slot.view(finest, group.start))
+            for group, finest in groups
+            for slot in self.layout.slots_of(group)
+        }
+
     def round_masters(self) -> None:
         """The 16-bit weights from their masters, as after an update."""
         for _, flat, master in self.rounded:

@@ -8,7 +8,7 @@ DTensor. The rows are fp32, and are rounded as they are gathered: they are the m
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from .precision import Precision
 from .replicas import begin_alike
 
 Loss = tuple[Tensor, Tensor | int]
+Result = TypeVar("Result")
 
 
 class HoldsAll:
@@ -72,6 +73,10 @@ class HoldsAll:
     def loss(self, lossy: Callable[[], Loss]) -> Loss:
         """lossy(), which asks the model for a loss: (sum, number)."""
         return lossy()
+
+    def within(self, work: Callable[[], Result]) -> Result:
+        """work(), which asks the model for anything else, outside of a step."""
+        return work()
 
     def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state as others see them."""
@@ -164,6 +169,12 @@ class HoldsRows(HoldsAll):
             return total.clone(), items  # FSDP hangs a hook on it, which a view may lose
 
         return self.sharded.within(apart)
+
+    def within(self, work: Callable[[], Result]) -> Result:
+        try:
+            return self.sharded.within(work)
+        finally:
+            self.rest()
 
     def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         state = {key: self.sharded.end_to_end(t) if key.startswith("scale.") else t for key, t in state.items()}

@@ -25,7 +25,7 @@ from . import chance
 from .adapters import base_of, check_base
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
-from .engine import choose
+from .engine import share_out
 from .precision import precision as precision_named
 from .recipe import PHASED, Recipe, check_model
 from .run import Run
@@ -74,6 +74,10 @@ def prepare(
     tokenizer = recipe.extended(stages[0].training.tokenizer())
     for stage in stages:
         stage.check_rows()
+    if auto_batch and recipe.parallel == "fsdp":
+        raise ValueError(
+            "auto_batch: it tries whole models, got parallel: fsdp; give --micro-batch yourself (gpubound plan proposes one)."
+        )
     if auto_batch and found is None:
         stages[0] = fitted(stages, tokenizer, device, ranks)
         recipe = stages[0].recipe
@@ -82,7 +86,7 @@ def prepare(
     placement = place(model, device)
     if recipe.adapters is not None:
         recipe.adapters.add(model)
-    choose(recipe, model, device, ranks)
+    share_out(recipe, model, device, ranks)
     chance.part(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks)
     run.enter(found.facts["phase"] if found else 0)

@@ -25,7 +25,7 @@ from .step import TrainStep
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 
-PARALLEL = ("auto", "ddp")
+PARALLEL = ("auto", "ddp", "fsdp")
 
 PHASED = (
     "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
@@ -119,7 +119,8 @@ class Recipe:
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     parallel: str = "auto"
-    """How several GPUs share a run: ddp (each holds the whole model), or auto, which says what that takes of a GPU's memory."""
+    """How several GPUs share a run: ddp (each holds the whole model), fsdp (each holds a part of every weight), or auto: ddp
+    where its weights, gradient and moments leave a fifth of a GPU's memory for the rest. A line says which, and why."""
     seed: int = 0
     """Seed of the first weights and of the order of the data."""
     phases: tuple[dict[str, Any], ...] = ()
@@ -145,8 +146,7 @@ class Recipe:
         if self.graph not in GRAPH_MODES:
             raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
         if self.parallel not in PARALLEL:
-            why = "fsdp is not trained by this command yet" if self.parallel == "fsdp" else f"got {self.parallel!r}"
-            raise ValueError(f"recipe: parallel must be {' or '.join(PARALLEL)}; {why}.")
+            raise ValueError(f"recipe: parallel must be one of {', '.join(PARALLEL)}, got {self.parallel!r}.")
         if self.patience and not self.evaluate_every:
             raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
         if self.keep_every and (not self.save_every or self.keep_every % self.save_every):

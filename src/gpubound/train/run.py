@@ -86,7 +86,7 @@ class Run:
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
         if (budget := self.recipe.budget) is not None:
             recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
-        self.average = Average(self.model, self.step, self.recipe.ema) if self.recipe.ema else None
+        self.average = Average(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def _rehearse(self) -> None:
         """Forward and backward of one micro-batch, as a step does them. The next step begins its sums anew."""
@@ -178,7 +178,8 @@ class Run:
         """What the objective says of the first held-out batches, always the same ones."""
         self.held_out.seek(0)
         with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
-            return self.objective.validate(self.model, islice(self.held_out, EVALUATION_BATCHES))
+            held_out = islice(self.held_out, EVALUATION_BATCHES)
+            return self.step.within(lambda: self.objective.validate(self.model, held_out))
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:
@@ -189,7 +190,7 @@ class Run:
                 yield best
                 return
             with put_back(kept_state(self.model).values()):
-                average = {name: torch.empty_like(t) for name, t in self.average.average.items()} if self.average else {}
+                average = {name: torch.empty_like(t) for name, t in self.average.state().items()} if self.average else {}
                 like = joined(model=kept_state(self.model), average=average)
                 tensors = self.checkpoints.at(best).tensors(like=like, begin=("model.", "average."))
                 load_kept_state(self.model, _part(tensors, "model."))
@@ -238,6 +239,7 @@ class Run:
         if now != self._saved:
             self._saved = now
             self.ranks.at(self.done, "saving")
+            self.step.assert_alike()
             self._snapshot()
         if wait:
             self.checkpoints.write()
@@ -254,7 +256,7 @@ class Run:
 
     def _state(self) -> dict[str, Tensor]:
         """All that moves from step to step, where it lies."""
-        average = self.average.average if self.average else {}
+        average = self.average.state() if self.average else {}
         return joined(model=kept_state(self.model), step=self.step.state_dict(), average=average)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -289,13 +291,11 @@ class Average:
     too. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
     """
 
-    def __init__(self, model: nn.Module, step: TrainStep, decay: float):
-        state = step.state_dict()
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.decay, self.updates = decay, 0
-        self._weights = [p.detach() for p in named.values()]
-        self._finest = [state.get(f"master.{name}", p.detach()) for name, p in named.items()]
-        self.average = {name: w.float().clone() for name, w in zip(named, self._finest)}
+    def __init__(self, step: TrainStep, decay: float):
+        self.decay, self.updates, self._step = decay, 0, step
+        named = step.weights
+        self._weights, self._finest = map(list, zip(*named.values()))
+        self.average = {name: finest.float().clone() for name, (_, finest) in named.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -315,7 +315,12 @@ class Average:
         """Make the average the weights, for good."""
         torch._foreach_copy_(self._weights, list(self.average.values()))
 
+    def state(self) -> dict[str, Tensor]:
+        """The average as a checkpoint has it, where it lies."""
+        said = self._step.said(joined(average=self.average))
+        return {name: said[f"average.{name}"] for name in self.average}
+
     def load(self, average: dict[str, Tensor], updates: int) -> None:
         self.updates = updates
-        for name, tensor in self.average.items():
+        for name, tensor in self.state().items():
             tensor.copy_(average[name])

@@ -12,7 +12,7 @@ frozen parameters and buffers stay as they are. `close()` takes everything off a
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas
 from .schedule import Schedule, is_rate
 
+Result = TypeVar("Result")
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
@@ -193,6 +194,19 @@ class TrainStep:
         self._weights.round_masters()
         if self._fp8 is not None:
             self._fp8.loaded()
+
+    @property
+    def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(a trained weight, its fp32 master or itself) by name, where they lie: of a sharded model this rank's rows."""
+        return self._weights.by_name()
+
+    def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors like those of `weights`, named part.NAME, as `state_dict` gives them: rows as part of the whole tensor."""
+        return self._held.said(state)
+
+    def within(self, work: Callable[[], Result]) -> Result:
+        """work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
+        return self._held.within(work)
 
     def close(self) -> None:
         """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""
