@@ -4,19 +4,36 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.parallel import join
-from gpubound.plan.setting import Setting, outlined
+from gpubound.models.llama.decoder import DecoderConfig
+from gpubound.parallel import Ranks, join
+from gpubound.plan.setting import Outline, Setting
 from gpubound.plan.wire import Collective, collectives
-from gpubound.train import AdamW
+from gpubound.train import AdamW, TrainStep
 from tests.parallel.processes import on_ranks
 
-CONFIG = DecoderConfig(32, 48, 3, 2, 1, 64)
-WORLD = 2
+WORLD, WIDTH = 2, 64
+CONFIG = DecoderConfig(WIDTH, 48, 3, 2, 1, 64)  # three blocks, whose parameters are those of Blocks here
+OUTLINE = Outline(CONFIG, WIDTH * WIDTH + WIDTH, 32 * WIDTH, 0)
 KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+
+
+class Blocks(nn.Module):
+    """As many blocks as the config says, a linear layer each, above a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(CONFIG.layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class Collectives(TorchDispatchMode):
@@ -35,33 +52,45 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def llama() -> torch.nn.Module:
-    """transformers' model of the same shape."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    c = CONFIG
-    config = LlamaConfig(
-        hidden_size=c.hidden, intermediate_size=c.intermediate, num_hidden_layers=c.layers, num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads, vocab_size=c.vocabulary, tie_word_embeddings=c.tied, use_cache=False,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-
-
 def sharded(accumulate: int, deferred: bool) -> dict[str, int]:
     """What torch's own fully_shard sends in a step of `accumulate` micro-batches."""
-    with join("cpu"):
-        torch.manual_seed(0)
-        model = llama().train()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.model.layers:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        ids = torch.randint(CONFIG.vocabulary, (1, 8))
-        with Collectives() as seen:
-            for number in range(accumulate):
-                model.set_requires_gradient_sync(not deferred or number == accumulate - 1)
-                model(ids).logits.float().logsumexp(-1).sum().backward()
-        return dict(seen.bytes)
+    model = Blocks()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    with Collectives() as seen:
+        for number in range(accumulate):
+            model.set_requires_gradient_sync(not deferred or number == accumulate - 1)
+            model(torch.arange(32)).float().sum().backward()
+    return dict(seen.bytes)
+
+
+def replicated(accumulate: int, ranks: Ranks) -> dict[str, int]:
+    """What a TrainStep on replicas sends in a step, but for how it begins."""
+    step = TrainStep(
+        Blocks(), lambda m, x: (m(x).sum(), len(x)), torch.optim.SGD, accumulate=accumulate, precision="fp32", graph="off",
+        ranks=ranks,
+    )  # fmt: skip
+    with Collectives() as seen:
+        step([torch.arange(32)] * accumulate)
+    return dict(seen.bytes)
+
+
+WAYS = ((1, False), (2, False), (2, True))  # micro-batches of a sharded step; whether they are summed once
+
+
+def sent() -> tuple[dict[str, int], list[dict[str, int]]]:
+    with join("cpu") as ranks:
+        return replicated(2, ranks), [sharded(*way) for way in WAYS]
+
+
+def test_a_step_sends_what_its_collectives_are_given():
+    """A run on two ranks, its own TrainStep of replicas and torch's fully_shard, counted at torch's dispatcher."""
+    losses = 2 * 8  # beside the gradient: the sum of the losses and their number, in fp64
+    replicas = {"all-reduce": totals(collectives(setting(accumulate=2)))["all-reduce"] + losses}
+    shards = [totals(collectives(setting(accumulate=n, sharded=True, deferred=once))) for n, once in WAYS]
+    assert on_ranks(WORLD, sent) == [(replicas, shards)] * WORLD
 
 
 def totals(calls: list[Collective]) -> dict[str, int]:
@@ -72,14 +101,7 @@ def totals(calls: list[Collective]) -> dict[str, int]:
 
 
 def setting(**options) -> Setting:
-    return Setting(outlined(Decoder(CONFIG, device="meta")), AdamW(), "bf16", 8, 1, world=WORLD, **options)
-
-
-@pytest.mark.parametrize(("accumulate", "deferred"), [(1, False), (2, False), (2, True)])
-def test_a_sharded_step_sends_what_fully_shard_sends(accumulate, deferred):
-    counted = on_ranks(WORLD, sharded, accumulate, deferred)
-    predicted = totals(collectives(setting(accumulate=accumulate, sharded=True, deferred=deferred)))
-    assert counted == [predicted] * WORLD
+    return Setting(OUTLINE, AdamW(), "bf16", 8, 1, world=WORLD, **options)
 
 
 def ring(world: int, size: int) -> list[int]:

@@ -23,6 +23,7 @@ from ..plan.setting import Setting
 from ..train.recipe import Recipe
 from ..words import in_words, quantity, readable
 from . import arguments
+from .options import RECIPE
 from .train import from_file
 
 
@@ -72,8 +73,9 @@ class Planned(Recipe):
 def main(argv: Sequence[str]) -> int:
     argv = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    given = from_file(file).recipe() if file is not None else Recipe()
-    options = arguments(Planned, argv, "plan", Planned(**vars(given)))
+    given = from_file(file) if file is not None else None
+    known = Recipe() if given is None else given.recipe()
+    options = arguments(Planned, argv, "plan", Planned(**vars(known), gpus=getattr(given, "gpus", None) or 1))
     if options.check:
         return checked(options)
     for name in ("gpus", "node", "most", "nvlink", "network", "memory"):
@@ -98,10 +100,11 @@ def main(argv: Sequence[str]) -> int:
         least = f"at least {shown.bytes / GIB:.1f} GiB of {total / GIB:.0f} a GPU"
         print(f"\nnothing fits: {least}; take more GPUs, shorter rows or a smaller model.")
         return 1
-    print(f"\nbest: gpubound train {file or f'--model {options.model}'} {shlex.join(best.options)}")
+    print(f"\nbest: {shlex.join(best.command(train_options(file, known, options)))}")
     return 0
 
 
+CUT = {"micro_batch", "accumulate", "recompute", "parallel"}  # what a proposal chooses
 ABOUT = [
     f"assumed: replicas sum their gradient beside the last backward, but for its last {readable(LAST_BUCKET)}; sharded ranks "
     f"gather and sum beside the blocks",
@@ -110,6 +113,15 @@ ABOUT = [
     "checked: on one GPU alone, by gpubound plan --check; no prediction for several has met a run yet",
     f"fits: at most {1 - FREE:.0%} of the memory is used",
 ]
+
+
+def train_options(file: str | None, known: Recipe, options: Planned) -> list[str]:
+    """What gpubound train takes for this recipe, but for what a proposal says: the file, and what overrides it."""
+    words = [] if file is None else [file]
+    for name in (name for name in RECIPE if name not in CUT):
+        if (value := getattr(options, name)) != getattr(known, name):
+            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
 
 
 def headline(options: Planned, setting: Setting, card: str) -> str:

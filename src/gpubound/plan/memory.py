@@ -60,7 +60,7 @@ def in_loss(setting: Setting) -> int:
 def in_block(setting: Setting) -> int:
     """One block's gradients at their widest, in the MLP; and the block's own kept tensors, where it is computed again."""
     c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens
-    again = tokens * c.intermediate * s >= LEAST_BYTES and setting.recompute != "none"
+    again = tokens * c.intermediate * s >= LEAST_BYTES and setting.recompute != "none" and not setting.sharded
     wide = 4 if again else 3  # of the result, of gate and up, and the result once more
     made = sum(block_keeps(setting).values()) if setting.recomputed == c.layers else 0
     return made + tokens * s * (2 * c.hidden + wide * c.intermediate)

@@ -75,7 +75,7 @@ def pass_bytes(setting: Setting) -> float:
     h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
     forward = 2 * 4 * h + 2 * (q + kv + kv) + 3 * f
     backward = 2 * 4 * h + 2 * (q + kv + kv) + 5 * f
-    if setting.recompute != "none" and not setting.numbers.fp8:
+    if setting.recompute != "none" and not setting.sharded and not setting.numbers.fp8:
         backward += 2 * 2 * h * (tokens * h * s >= LEAST_BYTES) + f * (tokens * f * s >= LEAST_BYTES)
     elements = c.layers * (forward + backward) + setting.recomputed * forward
     rounded = 4 * (2 * h + q + (q + 2 * kv) + 2 * h) if setting.numbers.fp8 else 0  # read in 16 bits, written twice in 8

@@ -85,7 +85,15 @@ class Proposal:
         setting = self.setting
         cut = ["--micro-batch", str(setting.rows), "--accumulate", str(setting.accumulate * setting.world)]
         cut += ["--recompute", setting.recompute]
-        return cut if setting.world == 1 else [*cut, "--gpus", str(setting.world), "--parallel", self.sharing]
+        return cut if setting.world == 1 else [*cut, "--parallel", self.sharing]
+
+    def command(self, train: list[str]) -> list[str]:
+        """The whole command line, of what stands behind `gpubound train`. On several nodes, torchrun's on each of them."""
+        world, node = self.setting.world, self.network.node
+        if world <= node:
+            return ["gpubound", "train", *train, *self.options, *(["--gpus", str(world)] if world > 1 else [])]
+        nodes = ["--nnodes", str(-(-world // node)), "--nproc-per-node", str(node)]
+        return ["torchrun", *nodes, "-m", "gpubound", "train", *train, *self.options]
 
     def as_dict(self) -> dict:
         setting = self.setting
@@ -136,7 +144,7 @@ def every_way(base: Setting, limit: int) -> Iterator[Setting]:
     rows = base.rows * base.accumulate
     for micro in divisors(rows):
         for shared in sharings(replace(base, rows=micro, accumulate=rows // micro)):
-            for recompute in ("none", "cheap", "blocks"):
+            for recompute in ("cheap", "blocks") if shared.sharded else ("none", "cheap", "blocks"):  # shards know no "none"
                 yield replace(shared, recompute=recompute)
             some = fewest(shared, limit)
             if 0 < some.recomputed < some.config.layers:
