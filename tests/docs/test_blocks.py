@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -30,12 +31,18 @@ def followed() -> dict[str, list[dict]]:
     found: dict[str, list[dict]] = {page.name: [] for page in RUN}
     for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
         command = [sys.executable, str(Path(__file__).parent / "follow.py"), *map(str, pages)]
-        done = subprocess.run(command, capture_output=True, text=True, env=plain_environment(), timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, env=with_commands(), timeout=600)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
         assert done.returncode == any(result["wrong"] for result in results), done.stderr[-4000:]
         for result in results:
             found[result["page"]].append(result)
     return found
+
+
+def with_commands() -> dict[str, str]:
+    """A page's shell finds `gpubound` beside this Python, whether or not its environment is activated."""
+    there = plain_environment()
+    return there | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), there.get("PATH", "")])}
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)

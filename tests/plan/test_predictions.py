@@ -93,7 +93,6 @@ def test_more_rows_take_more_memory_and_recomputing_and_sharding_take_less():
     assert gib(rows=2) < gib(rows=4) < gib(rows=8)
     assert gib(recompute="blocks") < gib(recompute="12") < gib(recompute="cheap") < gib(recompute="none")
     assert gib(sharded=True, world=64) < gib(sharded=True) < gib(world=8)
-    assert gib(sharded=True) < gib(sharded=True, deferred=True)
     assert gib() < gib(average=True) and gib(optimizer=AdamW8bit()) < gib()
 
 

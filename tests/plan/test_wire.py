@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def sharded(accumulate: int, deferred: bool) -> dict[str, int]:
+def sharded(accumulate: int) -> dict[str, int]:
     """What torch's own fully_shard sends in a step of `accumulate` micro-batches."""
     model = Blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,8 +60,7 @@ def sharded(accumulate: int, deferred: bool) -> dict[str, int]:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     with Collectives() as seen:
-        for number in range(accumulate):
-            model.set_requires_gradient_sync(not deferred or number == accumulate - 1)
+        for _ in range(accumulate):
             model(torch.arange(32)).float().sum().backward()
     return dict(seen.bytes)
 
@@ -78,19 +77,16 @@ def replicated(accumulate: int, ranks: Ranks) -> dict[str, int]:
     return dict(seen.bytes)
 
 
-WAYS = ((1, False), (2, False), (2, True))  # micro-batches of a sharded step; whether they are summed once
-
-
 def sent() -> tuple[dict[str, int], list[dict[str, int]]]:
     with join("cpu") as ranks:
-        return replicated(2, ranks), [sharded(*way) for way in WAYS]
+        return replicated(2, ranks), [sharded(1), sharded(2)]
 
 
 def test_a_step_sends_what_its_collectives_are_given():
     """A run on two ranks, its own TrainStep of replicas and torch's fully_shard, counted at torch's dispatcher."""
     losses = 2 * 8  # beside the gradient: the sum of the losses and their number, in fp64
     replicas = {"all-reduce": totals(collectives(setting(accumulate=2)))["all-reduce"] + losses}
-    shards = [totals(collectives(setting(accumulate=n, sharded=True, deferred=once))) for n, once in WAYS]
+    shards = [totals(collectives(setting(accumulate=n, sharded=True))) for n in (1, 2)]
     assert on_ranks(WORLD, sent) == [(replicas, shards)] * WORLD
 
 

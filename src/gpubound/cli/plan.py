@@ -132,16 +132,16 @@ def headline(options: Planned, setting: Setting, card: str) -> str:
 
 
 def table(found: list[Proposal], best: Proposal | None) -> str:
-    head = f"{'':9}{'sharing':19}{'micro':>6}{'acc':>6} {'recompute':10}{'GiB':>7}{'fits':>6}{'sent':>10}{'step':>10}"
+    head = f"{'':9}{'sharing':9}{'micro':>6}{'acc':>6} {'recompute':10}{'GiB':>7}{'fits':>6}{'sent':>10}{'step':>10}"
     head += f"{'tok/s':>9}{'MFU':>6}  bound by"
     return "\n".join([head, *(f"{'best' if p is best else '':9}{row(p)}" for p in found)])
 
 
 def row(p: Proposal) -> str:
     s = p.setting
-    sharing = f"{p.sharing or 'one GPU'}{', summed once' if s.deferred else ''}"
+    sharing = p.sharing or "one GPU"
     sent = readable(sum(call.sent(s.world) for call in p.wire)) if p.wire else "-"
-    cut = f"{sharing:19}{s.rows:>6}{s.accumulate * s.world:>6} {s.recompute:10}"
+    cut = f"{sharing:9}{s.rows:>6}{s.accumulate * s.world:>6} {s.recompute:10}"
     size = f"{p.bytes / GIB:>7.1f}{'yes' if p.fits else 'no':>6}"
     pace = f"{in_words(p.step_s):>10}{quantity(p.tokens_per_s):>9}{p.mfu:>6.0%}"
     return f"{cut}{size}{sent:>10}{pace}  {p.bottleneck}"

@@ -20,7 +20,7 @@ OUTSIDE = ("CUDA context", "NCCL buffers")  # of no allocator: torch.cuda.memory
 def memory(setting: Setting) -> dict[str, int]:
     """Bytes by part."""
     layout, numbers, c = setting.layout, setting.numbers, setting.config
-    parts = layout.bytes(numbers.masters) | {"moments": setting.optimizer.moment_bytes(layout)}
+    parts = layout.bytes(numbers.masters and not setting.sharded) | {"moments": setting.optimizer.moment_bytes(layout)}
     parts["average of the weights"] = 4 * layout.size if setting.average else 0
     parts["weights in 8 bits"] = 2 * c.layers * setting.outline.in_block if numbers.fp8 else 0
     parts |= gathered(setting)
@@ -46,8 +46,7 @@ def gathered(setting: Setting) -> dict[str, int]:
         return {}
     s, outline = setting.numbers.dtype.itemsize, setting.outline
     together = 2 * outline.in_block + outline.outside
-    held = outline.parameters if setting.deferred else together
-    return {"gathered weights": s * together, "gradients before they are summed": 4 * held}
+    return {"gathered weights": s * together, "gradients before they are summed": 4 * together}
 
 
 def in_loss(setting: Setting) -> int:

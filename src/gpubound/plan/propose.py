@@ -98,7 +98,7 @@ class Proposal:
     def as_dict(self) -> dict:
         setting = self.setting
         return {
-            "options": self.options, "fits": self.fits, "parallel": self.sharing or None, "deferred": setting.deferred,
+            "options": self.options, "fits": self.fits, "parallel": self.sharing or None,
             "micro_batch": setting.rows, "accumulate": setting.accumulate * setting.world, "recompute": setting.recompute,
             "bytes_per_gpu": self.bytes, "memory": self.memory,
             "sent_bytes_per_gpu": round(sum(call.sent(setting.world) for call in self.wire)),
@@ -117,7 +117,7 @@ def proposals(recipe: Recipe, world: int, card: Card, network: Network, total: i
     asked = base if recipe.budget is None else fewest(base, recipe.budget)
     kinds: dict[tuple, list[Proposal]] = {}
     for setting in every_way(base, limit):
-        kind = setting.sharded, setting.deferred, setting.recompute if not setting.recompute.isdecimal() else "count"
+        kind = setting.sharded, setting.recompute if not setting.recompute.isdecimal() else "count"
         kinds.setdefault(kind, []).append(propose(setting))
     return propose(asked), ranked([ranked(kind)[0] for kind in kinds.values()])
 
@@ -160,8 +160,6 @@ def sharings(setting: Setting) -> Iterable[Setting]:
     yield replace(setting, sharded=False)
     if setting.world > 1 and not isinstance(setting.optimizer, Muon):  # which wants whole matrices
         yield replace(setting, sharded=True)
-        if setting.accumulate > 1:
-            yield replace(setting, sharded=True, deferred=True)
 
 
 def fewest(setting: Setting, limit: int) -> Setting:

@@ -51,8 +51,6 @@ class Setting:
     world: int = 1
     sharded: bool = False
     """fsdp: every rank holds its part of the weights. Without it, ddp: every rank holds all."""
-    deferred: bool = False
-    """Of fsdp: gradients are kept whole, and summed over the ranks once a step instead of once a micro-batch."""
 
     @property
     def config(self) -> DecoderConfig:
@@ -88,14 +86,14 @@ class Setting:
         """The flat buffers of one rank, but for the few bytes between two parameters."""
         of_muon = -(-self.outline.by_muon // self.parts)
         of_adamw = -(-(self.outline.parameters - self.outline.by_muon) // self.parts)
-        dtype = self.numbers.dtype
+        dtype = torch.float32 if self.sharded else self.numbers.dtype  # shards are their own masters
         groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
         groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
         return FlatLayout((), tuple(groups), META)
 
 
 def setting_of(recipe: Recipe, world: int = 1) -> Setting:
-    """The recipe as it stands, on `world` replicas. Nothing but a model folder's config.json is read."""
+    """The recipe as it stands, on `world` GPUs. Nothing but a model folder's config.json is read."""
     refuse_unknown(recipe)
     outline = outline_of(recipe)
     rows = recipe.micro_batch * recipe.accumulate
@@ -121,6 +119,7 @@ def setting_of(recipe: Recipe, world: int = 1) -> Setting:
         recipe.graph != "off",
         bool(recipe.ema),
         world,
+        recipe.parallel == "fsdp" and world > 1,
     )
 
 

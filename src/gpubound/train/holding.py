@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from ..errors import GraphError
 from ..kernels.aside import Side
+from ..layers.vocabulary import head_of
 from ..lora.pairs import Adapters
 from ..parallel import Ranks
 from ..parallel.pieces import any_sharded
@@ -44,6 +45,10 @@ class HoldsAll:
 
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
         return self.model.named_buffers()
+
+    def get_output_embeddings(self) -> Any:
+        """The model's head, where it says which that is: Muon leaves it to AdamW."""
+        return head_of(self.model)
 
     def modules(self) -> Iterator[nn.Module]:
         return self.model.modules()
