@@ -67,6 +67,7 @@ def started(world: int, work: Callable, *args: Any) -> tuple[list[Any], list[Any
 
 def _rank(pipe: Any, variables: dict[str, Any], work: Callable, args: tuple) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.pop("TRITON_INTERPRET", None)  # the definitions: ten times faster, and what ranks add to them is the same
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: what is not written holds NaN
     try:

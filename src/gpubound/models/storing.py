@@ -101,7 +101,7 @@ def write_model(
 def stored_state(model: Any) -> dict[str, Tensor]:
     """The tensors that a model's folder has, in their order."""
     state = plain_state(model)
-    if model.config.tied:
+    if getattr(getattr(model, "config", None), "tied", False):
         del state["lm_head.weight"]  # the same tensor as the embedding
     return state
 
