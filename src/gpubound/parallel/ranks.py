@@ -26,6 +26,11 @@ Result = TypeVar("Result")
 ENGINES = {"cuda": "nccl", "cpu": "gloo"}
 
 
+# Groups are never freed. That joins gloo's threads, and one that lets go of a tensor just then waits for the interpreter, which
+# the joining thread holds: torch 2.13 hung in one of ten programs that ended right behind a collective.
+_ENDED: list[Any] = []
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes of this run, seen from one of them."""
@@ -131,7 +136,9 @@ class Ranks:
         if self.alone:
             return self
         members = dist.get_process_group_ranks(self.host)
-        return replace(self, host=dist.new_group(members, TIMEOUT, "gloo", use_local_synchronization=True))
+        host = dist.new_group(members, TIMEOUT, "gloo", use_local_synchronization=True)
+        _ENDED.append(host)
+        return replace(self, host=host)
 
     def alike(self, what: str, values: dict[str, Any]) -> None:
         """ValueError, the same on every rank, where one's `values` are not the first's: it was started in another way."""
@@ -240,4 +247,5 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
         yield Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     finally:
         watchdog.close()
+    _ENDED.extend((dist.group.WORLD, host))
     dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is
