@@ -158,6 +158,8 @@ class TrainStep:
 
         All ranks must call it behind the same step. It waits for the device: a matter of milliseconds, for now and then.
         """
+        if self._held.ranks.alone:
+            return
         weights = [(slot.name, slot.parameter) for slot in self._weights.layout.slots]
         state = [(name, tensor) for name, tensor in self.state_dict().items() if tensor.dim()]
         assert_alike(self._held.common([*weights, *state]), self._held.ranks)
