@@ -1,6 +1,5 @@
 """--gpus: what it refuses, and what a rank says and leaves when it fails."""
 
-import gc
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from gpubound.parallel import join, launch
 from gpubound.parallel.failing import Failure, failure_from
 from gpubound.parallel.launch import End
 from gpubound.train.loop import Stop
+from tests.parallel import agent
 from tests.parallel.processes import on_ranks, started
 
 from . import tiny_recipe
@@ -25,17 +25,7 @@ from . import tiny_recipe
 on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
-# torch leaves the files open that it gave to processes which have ended
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collected():
-    """While those warnings are ignored."""
-    yield
-    gc.collect()
+pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a fixture
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The agent that starts the ranks: one failure of many, restarts, signals, logs. Shells are the ranks: they start at once."""
 
-import gc
 import json
 import os
 import shlex
@@ -12,18 +11,9 @@ import pytest
 
 from gpubound.parallel.failing import HUNG, KILLED, RAISED, REFUSED, UNSOUND, Failure, first_of
 from gpubound.parallel.launch import launch
+from tests.parallel import agent
 
-# torch leaves the files open that it gave to processes which have ended
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collected():
-    """While those warnings are ignored."""
-    yield
-    gc.collect()
+pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a fixture
 
 
 def note(rank, said, kind, code):
