@@ -19,13 +19,12 @@ from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .bench_train import Case, Goal, peers_here
+from .bench_train import SAME_LOSS, Case, Goal, peers_here
 from .harness import Bench, chosen
 from .ranks_worker import CONTENDERS
 from .workers import Team, Worker, started, take_turns
 
 ONE = "one GPU"
-SAME_LOSS = 2e-2  # bf16 beside bf16 and fp32, at the first step
 Each = partial(Worker, module="benchmarks.ranks_worker")
 
 

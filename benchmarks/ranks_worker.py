@@ -12,42 +12,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gpubound.parallel import Ranks, join
-from gpubound.place import place
-from gpubound.train import AdamW, TrainStep
 
+from . import train_worker
 from .serving import Contender, Job, Step, job_given, serve
 from .train_worker import BATCHES, CLIP, llama, token_batches, use_liger
 
 Contends = Callable[[Job, Ranks], Contender]
 
 
-def batches_of(job: Job, ranks: Ranks) -> list[dict[str, Tensor]]:
-    """Eight batches; each rank begins at another one."""
-    batches = token_batches(job)
-    first = ranks.rank * BATCHES // ranks.world
-    return batches[first:] + batches[:first]
-
-
 def ours(job: Job, ranks: Ranks) -> Contender:
-    """Replicas: our step on a placed model."""
-    model, batches = llama(job, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32), batches_of(job, ranks)
-    steps: list[TrainStep] = []
-
-    def start() -> Step:
-        place(model, ranks.device)
-        config = AdamW(lr=job.lr, decays=lambda name, parameter: True)  # as the peers' optimizers do
-        options = {"accumulate": job.accumulate, "clip": CLIP, "precision": "bf16", "recompute": job.recompute}
-        step = TrainStep(model, "causal_lm", config, ranks=ranks, **options)
-        steps.append(step)
-        window = [batches[i % BATCHES] for i in range(job.accumulate)]
-        return lambda: step(window).loss
-
-    return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured))
+    """Replicas: the step of a single GPU, on all of them."""
+    return train_worker.ours(job, ranks=ranks)
 
 
 def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> Contender:
     """The usual loop around a wrapped model: batches resident, gradients sent with the last micro-batch, fused AdamW."""
-    model, batches = llama(job, dtype), batches_of(job, ranks)
+    model, batches = llama(job, dtype), token_batches(job, ranks)
     parameters = sum(p.numel() for p in model.parameters())
 
     def start() -> Step:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.feed import feed
+from gpubound.parallel import ALONE, Ranks
 from gpubound.place import place
 from gpubound.train import AdamW, TrainStep
 
@@ -30,10 +31,12 @@ def llama(job: Job, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype).train()
 
 
-def token_batches(job: Job) -> list[dict[str, Tensor]]:
+def token_batches(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Tensor]]:
+    """The same eight for everyone; each rank begins at another one."""
     g = torch.Generator().manual_seed(1)
     ids = [torch.randint(SHAPES[job.shape].vocab, (job.micro, job.seq), generator=g).to(job.device) for _ in range(BATCHES)]
-    return [{"input_ids": i, "labels": i} for i in ids]
+    first = ranks.rank * BATCHES // ranks.world
+    return [{"input_ids": i, "labels": i} for i in ids[first:] + ids[:first]]
 
 
 def as_it_is(model: nn.Module) -> nn.Module:
@@ -43,9 +46,15 @@ def as_it_is(model: nn.Module) -> nn.Module:
 FEW_TOKENS = 4096  # a micro-batch so small that its launches bound it: weight gradients go on a second stream
 
 
-def ours(job: Job, precision: str = "bf16", attach: Attach = as_it_is, more: dict[str, Tensor] | None = None) -> Contender:
+def ours(
+    job: Job,
+    precision: str = "bf16",
+    attach: Attach = as_it_is,
+    more: dict[str, Tensor] | None = None,
+    ranks: Ranks = ALONE,
+) -> Contender:
     """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens."""
-    model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job)
+    model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job, ranks)
     batches = [batch | (more or {}) for batch in batches]
     steps: list[TrainStep] = []
 
@@ -59,6 +68,7 @@ def ours(job: Job, precision: str = "bf16", attach: Attach = as_it_is, more: dic
             "precision": precision,
             "recompute": job.recompute,
             "overlap": job.micro * job.seq < FEW_TOKENS,
+            "ranks": ranks,
         }
         step = TrainStep(trained, "causal_lm", config, **options)
         steps.append(step)
