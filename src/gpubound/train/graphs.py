@@ -21,7 +21,7 @@ from ..feed.leaves import Path, flatten, name
 from ..graph import Captured, capture
 from ..graph.runner import open_gate
 from ..parallel import ALONE
-from ..parallel.together import refusal, together
+from ..parallel.attempt import all_or_none, refusal
 from ..trace import fallback
 from .device_step import DeviceStep
 from .objectives import Objective
@@ -100,7 +100,7 @@ class WindowGraphs:
     auto captures on a GPU alone. require always goes through capture(), which on a CPU makes the same checks, without a graph.
     A step of one micro-batch is one graph; of more, a graph that every micro-batch is a replay of, and one for the update.
 
-    Where ranks share the step, their sums are inside only of what all capture at once, at the first step (together.py). If one
+    Where ranks share the step, their sums are inside only of what all capture at once, at the first step (attempt.py). If one
     rank cannot have that, none has it, and the sums run between graphs, which a rank then captures by itself, as it does for a
     shape that only it meets later. The sums come in the same order in each of these ways, so ranks may differ in theirs.
     """
@@ -228,7 +228,7 @@ class WindowGraphs:
 
     def _at_once(self, part: Callable, batch: MicroBatch | None = None) -> Captured:
         """A graph with sums over ranks inside, which all ranks capture at once."""
-        return together(self.step.ranks, lambda go: self._graph(part, batch, go))
+        return all_or_none(self.step.ranks, lambda go: self._graph(part, batch, go))
 
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step

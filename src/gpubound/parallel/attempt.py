@@ -16,7 +16,7 @@ GOES, DONE = "goes", "done"
 T = TypeVar("T")
 
 
-def together(ranks: Ranks, attempt: Callable[[Callable[[], None]], T]) -> T:
+def all_or_none(ranks: Ranks, attempt: Callable[[Callable[[], None]], T]) -> T:
     """`attempt(go)`, which calls `go` before each call that waits for other ranks: its result, or on every rank an error."""
     over = False
 
