@@ -47,7 +47,8 @@ def on_ranks(world: int, work: Callable, *args: Any, seconds: float = SECONDS) -
 
 def started(world: int, work: Callable, *args: Any) -> tuple[list[Any], list[Any], Any]:
     """(processes, the pipes of their results, the store where they meet: keep it while they run). For tests that kill them."""
-    context = multiprocessing.get_context("forkserver")
+    # What has asked for a GPU cannot be forked, and where there is one, tests/conftest.py has asked.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.parallel.preload"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
