@@ -87,6 +87,11 @@ kept = train(torch.nn.Linear(3, 1), [torch.rand(4, 3) for _ in range(4)])
         ("weight * functional", "epoch * functional", "the forward reads epoch, which changes and is no part"),
         ('x = x.to("cpu")', "weight = 1 / (step + 1)", "the forward reads weight, which changes and is no part"),
         (
+            'enumerate(data):\n        x = x.to("cpu")',
+            "zip(range(5), data):\n        x = x * step",
+            "the forward reads x, which changes and is no part",
+        ),
+        (
             "guess = model(x)",
             "guess = model(x + hidden)\n        hidden = guess.mean()",
             "the forward reads hidden, which changes and is no part",

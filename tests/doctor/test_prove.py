@@ -13,6 +13,7 @@ from gpubound.doctor import prove as proving
 from gpubound.doctor.prove import Proof, SeededRun, difference, judged, prove, run_once
 from gpubound.doctor.seeded import Recorder, SeededJob, run
 from gpubound.errors import MeasureError
+from gpubound.train.graphs import WindowGraphs
 
 HELPER = "SCALE = 1.0\n"
 SCRIPT = """\
@@ -203,3 +204,43 @@ def test_steps_are_the_doctor_s(tmp_path):
         run(SeededJob(str(tmp_path / "gan.py"), [], {}, "", marker=marker), recorder)
         counted.append((len(recorder.ends), len(recorder.losses)))
     assert counted == [(6, 12), (1, 12)]
+
+
+TRAINED = """\
+import torch
+import gpubound as gb
+
+model = torch.nn.Linear(2, 1)
+step = gb.TrainStep(
+    model, lambda model, batch: (model(batch).square().sum(), 4.0), lambda p: torch.optim.Adam(p, lr=0.1),
+    precision="fp32", graph="require",
+)
+for _ in range(6):
+    step([torch.ones(4, 2)])
+assert step([torch.ones(4, 2)]) is not None and step(iter(())) is None
+"""
+
+
+def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatch):
+    """Its first call rehearses and certifies the graph; then replays, for which a stand-in speaks, call nothing that is heard."""
+    (tmp_path / "trained.py").write_text(TRAINED)
+    heard, original = [], WindowGraphs.run
+
+    def counted(name: str, call):
+        return lambda *args, **kwargs: (heard.append(name), call(*args, **kwargs))[1]
+
+    def captured(graphs: WindowGraphs, window: list) -> torch.Tensor:
+        if len(recorder.ends):
+            return torch.arange(7.0) + len(recorder.ends)
+        return original(graphs, window)
+
+    monkeypatch.setattr(torch.autograd, "backward", counted("backward", torch.autograd.backward))
+    monkeypatch.setattr(torch.optim.Adam, "step", counted("step", torch.optim.Adam.step))
+    monkeypatch.setattr(WindowGraphs, "run", captured)
+    for steps in (0, 4):
+        recorder = Recorder(steps, enough=lambda: ended.append(len(recorder.losses)))
+        ended: list[int] = []
+        run(SeededJob(str(tmp_path / "trained.py"), [], {}, "", steps=steps), recorder)
+        assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        assert min(heard.count("backward"), heard.count("step")) > 2
+    assert ended == [4]  # a run that ends with its last step has that step's loss

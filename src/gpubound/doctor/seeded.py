@@ -4,7 +4,8 @@
 
 The job names the script, its arguments, files to read in place of the script's own, a seed and a number of steps. The result
 goes into the file that the job names. The script is run, and its steps are counted, as the doctor does both. A loss is what
-backward is called on. It is kept on the device until the end, so that the run waits no more than it would.
+backward is called on, or what a gb.TrainStep gives. It is kept on the device until the end, so that the run waits no more than
+it would.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from ..watch import pretend
 from ..watch.unseen import replaced
 from .script import Script
-from .steps import Steps
+from .steps import Steps, TrainSteps
 
 LOSSES = 100_000  # of one run: more of them say no more
 
@@ -61,6 +62,7 @@ class Recorder:
         self.steps, self.enough = steps, enough
         self.ends: list[Any] = []
         self.losses: list[torch.Tensor] = []
+        self.train_steps = TrainSteps(lambda _, result: self.lost(result.loss))
 
     def stepped(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -75,15 +77,21 @@ class Recorder:
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
-                if loss.numel() == 1 and len(self.losses) < LOSSES:
-                    self.losses.append(loss.detach().clone())
+                if not self.train_steps.inside:
+                    self.lost(loss)
             return original(tensors, *args, **kwargs)
 
         return run
 
+    def lost(self, loss: torch.Tensor) -> None:
+        if loss.numel() == 1 and len(self.losses) < LOSSES:
+            self.losses.append(loss.detach().clone())
+
     @contextmanager
     def listening(self, marker: str = "") -> Iterator[None]:
-        with Steps(self.stepped, marker), replaced(torch.autograd, "backward", self.backward):
+        """Steps listen last, outside: a loss is recorded before its step's end, which may be the end of the run."""
+        losses = replaced(torch.autograd, "backward", self.backward)
+        with self.train_steps.listening(), losses, Steps(self.stepped, marker):
             yield
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Finds the steps of a script: what ends one is an `Optimizer.step`, or whatever the user names."""
+"""Finds the steps of a script: what ends one is an `Optimizer.step`, a call of gb.TrainStep, or whatever the user names."""
 
 from __future__ import annotations
 
 import functools
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -15,27 +15,62 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..train.device_step import StepResult
+from ..train.step import TrainStep
 from ..watch.unseen import replaced
+
+
+class TrainSteps:
+    """Calls `made` after every call of a gb.TrainStep that made a step. `inside` says whether one is being made.
+
+    A replayed graph calls neither Optimizer.step nor backward. The step that is captured calls both several times: it is
+    rehearsed and certified. So what is called inside says nothing of how many steps there were.
+    """
+
+    def __init__(self, made: Callable[[TrainStep, StepResult], None]):
+        self._made = made
+        self.inside = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with replaced(TrainStep, "__call__", self._whole):
+            yield
+
+    def _whole(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def whole(train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
+            self.inside = True
+            try:
+                result = original(train_step, *args, **kwargs)
+            finally:
+                self.inside = False
+            if result is not None:  # None: its batches have come to their end
+                self._made(train_step, result)
+            return result
+
+        return whole
 
 
 class Steps:
     """Calls `ended` after every step, in the process that opened it: a forked worker's steps are its own.
 
-    With several optimizers, as of a GAN or one a parameter, the first that steps is the one that counts. `marker` names what
-    ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
+    With several optimizers, as of a GAN or one a parameter, the first that steps is the one that counts; a TrainStep is one of
+    them. `marker` names what ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
     """
 
     def __init__(self, ended: Callable[[], None], marker: str = ""):
         self._ended, self._marker = ended, marker
-        self._leader: weakref.ref[Optimizer] | None = None
+        self._leader: weakref.ref[Optimizer | TrainStep] | None = None
+        self._train_steps = TrainSteps(lambda train_step, _: self._updated(train_step))
         self._ending = ExitStack()
 
     def __enter__(self) -> Steps:
         self._process = os.getpid()
         module, colon, function = self._marker.partition(":")
         if not self._marker:
-            handle = register_optimizer_step_post_hook(self._updated)
+            handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._updated(optimizer))
             self._ending.callback(handle.remove)
+            self._ending.enter_context(self._train_steps.listening())
         elif colon:
             owner, name = _function(module, function, self._marker)
             self._ending.enter_context(replaced(owner, name, self._counted))
@@ -46,7 +81,9 @@ class Steps:
     def __exit__(self, *error: object) -> None:
         self._ending.close()
 
-    def _updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _updated(self, optimizer: Optimizer | TrainStep) -> None:
+        if self._train_steps.inside:
+            return
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         if self._leader() is optimizer:

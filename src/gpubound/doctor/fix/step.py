@@ -148,6 +148,10 @@ def _drawn(loop: ast.For | ast.While) -> tuple[set[str], set[str]]:
         return _stored(loop.target), _stored(loop.target)
     if over == "enumerate" and isinstance(loop.target, ast.Tuple):
         return _stored(loop.target), _stored(loop.target.elts[0])
+    if over == "zip" and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
+        pairs = zip(loop.target.elts, loop.iter.args)
+        ranges = [target for target, drawn in pairs if isinstance(drawn, ast.Call) and name_of(drawn.func) == "range"]
+        return _stored(loop.target), set().union(*map(_stored, ranges))
     return _stored(loop.target), set()
 
 
