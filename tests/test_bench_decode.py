@@ -7,8 +7,21 @@ import time
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_cache, decode_peers, decode_stages, decode_start, shapes
-from benchmarks.bench_decode import GOALS, busy, host_us, measure_speed
+from benchmarks import (
+    bench_decode,
+    decode_cache,
+    decode_first,
+    decode_host,
+    decode_peers,
+    decode_speed,
+    decode_stages,
+    decode_start,
+    decode_turns,
+    shapes,
+)
+from benchmarks.decode_goals import GOALS, Goal
+from benchmarks.decode_host import busy, host_us
+from benchmarks.decode_speed import measure_speed
 from benchmarks.harness import Bench
 from gpubound import decoder, device as facts, measure
 from gpubound.cli import guarded
@@ -22,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def short(monkeypatch):
     """The reference kernels, and 12 new tokens instead of 256."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
-    for module in (bench_decode, decode_peers, decode_start):
+    for module in (decode_host, decode_speed, decode_turns, decode_peers, decode_start):
         monkeypatch.setattr(module, "NEW", 12)
 
 
@@ -54,7 +67,7 @@ def test_the_gap_tells_chance_from_another_model(model):
 
 
 def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys):
-    monkeypatch.setitem(GOALS, "tiny", bench_decode.Goal({2: (1e-3, 2e-3)}))
+    monkeypatch.setitem(GOALS, "tiny", Goal({2: (1e-3, 2e-3)}))
     measure_speed(bench, "tiny", model, 2, ["eager", "graph"], rounds=3, read_bytes_per_s=1e12)
     lines = {line.peer_name: line for line in bench.lines}
     assert lines.keys() == {"eager", "graph", "budget", "roofline"} and not bench.wrong
@@ -117,10 +130,10 @@ def test_the_hosts_time_leaves_the_waiting_out(model):
     launch, receive = made.graphs.launch, made.slots.receive
     made.graphs.launch = lambda *what: (time.sleep(0.02), launch(*what))
     made.slots.receive = lambda *what: (time.sleep(0.01), receive(*what))[1]
-    cycle_us = host_us(made, [[1, 2, 3]], 1) * bench_decode.HOST_K
+    cycle_us = host_us(made, [[1, 2, 3]], 1) * decode_host.HOST_K
     assert cycle_us >= 10_000
     made.slots.receive = receive
-    assert host_us(made, [[1, 2, 3]], 1) * bench_decode.HOST_K < cycle_us
+    assert host_us(made, [[1, 2, 3]], 1) * decode_host.HOST_K < cycle_us
 
 
 def test_busy_threads_end():
@@ -137,14 +150,14 @@ def test_a_fresh_process_tells_what_it_found(monkeypatch):
     ended = subprocess.CompletedProcess([], 7, stdout="killed\n")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: ended)
     with pytest.raises(MeasureError) as error:
-        bench_decode.started("tiny", CPU, "cache")
+        decode_first.started("tiny", CPU, "cache")
     assert str(error.value) == "its fresh process ended with 7 and no figures; its own message is above."
 
 
 def test_what_start_found_becomes_lines(bench, monkeypatch):
     told = {"first_token_s": 0.5, "built_s": 0.4, "path": "", "beyond_bytes": 50e6, "syncs": 1}
-    monkeypatch.setattr(bench_decode, "started", lambda *what: told)
-    bench_decode.measure_start(bench, "350m")
+    monkeypatch.setattr(decode_first, "started", lambda *what: told)
+    decode_first.measure_start(bench, "350m")
     found = {(line.case.removeprefix("350m "), line.unit): (line.ratio, line.gate) for line in bench.lines}
     assert found == {
         ("first token, fresh process, empty Triton cache", "s"): (2.0, None),
@@ -157,9 +170,9 @@ def test_what_start_found_becomes_lines(bench, monkeypatch):
 def test_on_the_cpu_by_medians_and_by_best_rounds(bench, monkeypatch):
     """The rounds of a pretended clock: ours take 1, 2 and 6 s, theirs 4, 3 and 9."""
     monkeypatch.setattr(
-        bench_decode, "take_turns", lambda works, ids, rounds: {"ours": [1.0, 2.0, 6.0], "eager": [4.0, 3.0, 9.0]}
+        decode_speed, "take_turns", lambda works, ids, rounds: {"ours": [1.0, 2.0, 6.0], "eager": [4.0, 3.0, 9.0]}
     )
-    bench_decode.measure_cpu(bench, "tiny", [2], rounds=3, read_bytes_per_s=1e12)
+    decode_speed.measure_cpu(bench, "tiny", [2], rounds=3, read_bytes_per_s=1e12)
     lines = {(line.case, line.peer_name): (line.ours, line.ratio) for line in bench.lines if line.peer_name != "roofline"}
     assert not bench.wrong and lines == {
         (f"tiny {dtype} on the CPU batch 2{end}", "eager"): found
@@ -171,7 +184,7 @@ def test_on_the_cpu_by_medians_and_by_best_rounds(bench, monkeypatch):
 
 
 def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(bench_decode, "build_model", lambda name, device, dtype: pytest.fail(name))
+    monkeypatch.setattr(decode_speed, "build_model", lambda name, device, dtype: pytest.fail(name))
     with pytest.raises(pytest.fail.Exception, match="135m"):
         guarded("bench", bench_decode.main, ["--parts", "cpu"])
 
