@@ -37,6 +37,11 @@ def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
     return *arguments[:at], dependent, *arguments[at + 1 :]
 
 
+def shared(devices: int, rank: int = 0) -> tuple:
+    """A step's product of which each device has a part."""
+    return adapted("add_product", rank, True, devices, dependent=2, at=4)
+
+
 def curve(*form: Any) -> Any:
     from gpubound.kernels import Curve
 
@@ -61,6 +66,8 @@ def example_of(op: str, *shape: Any) -> tuple:
 
 # Cases that take kernels or plans which an op's self-test does not.
 MORE = {
+    "add_product that devices share": ("add_product", lambda: shared(2)),
+    "add_product that three devices share, with adapters": ("add_product", lambda: shared(3, 16)),
     "add_product with adapters": ("add_product", lambda: adapted("add_product", 16, True, dependent=1, at=4)),
     "norm_gate_up with adapters": (
         "norm_gate_up",

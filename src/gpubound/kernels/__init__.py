@@ -42,6 +42,7 @@ from .lora import (
     lora_product as lora_product,
     lora_up as lora_up,
 )
+from .mail import send_words as send_words, take_words as take_words
 from .nf4 import dequantize_nf4 as dequantize_nf4
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference

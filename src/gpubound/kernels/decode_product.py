@@ -16,6 +16,7 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
+from .mail import Mail, check_mail, example_mail
 from .ops import definition, draw
 
 WRITTEN = "it is written in place"
@@ -171,29 +172,51 @@ def norm_gate_up_reference(
 
 
 def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    dependent: int = 0,
+    adapters: StepAdapters | None = None,
+    mail: Mail | None = None,
 ) -> Tensor:
-    """x += h weightᵀ, in place: the output and the down product, with the residual."""
+    """x += h weightᵀ, in place: the output and the down product, with the residual.
+
+    With `mail` (mail.py), x += the sum of what all devices that share the product give: each has some columns of the weight.
+    """
     require("add_product", "weight", weight, None, ("outputs", "inputs"), x.device, "the kernel reads row after row")
     require("add_product", "h", h, None, (*h.shape[:1], weight.shape[1]), x.device, "the kernel reads row after row")
     check_biases("add_product", (bias,), [weight])
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     check_adapters("add_product", adapters, h, [weight])
-    kernel = implementation("add_product", weight, None, form_of(adapters))
-    return kernel(h, weight, bias, x, dependent, adapters)
+    if mail is not None:
+        check_mail("add_product", mail, (len(x), x.shape[1]), x.device, takes=True)
+    kernel = implementation("add_product", weight, None, add_form(form_of(adapters), mail))
+    return kernel(h, weight, bias, x, dependent, adapters, mail)
 
 
 @definition(
-    lambda g, rank=0, wide=True: (
-        draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)
+    lambda g, rank=0, wide=True, senders=0: (
+        *(draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)),
+        example_mail(g, senders, senders, 48) if senders else None,
     )
-)  # fmt: skip
+)
 @torch.no_grad()
 def add_product_reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
-) -> Tensor:
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
+    mail: Mail | None = None,
+) -> Tensor:  # fmt: skip
     h = h.to(x.dtype)
-    return x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
+    y = _times(h, weight, bias) + _added(adapters, 0, h)
+    if mail is None:
+        return x.add_(y)
+    mail.post(y)
+    return x.add_(mail.summed(len(x)))
+
+
+def add_form(added: tuple = (), mail: Mail | None = None) -> tuple:
+    """What an example of add_product takes of a call. added: `form_of` its adapters."""
+    return added if mail is None else (*(added or (0, True)), len(mail.boxes))
 
 
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
+from ..mail import Mail
 from ..plans import job_of, power_of_two
 from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
+from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed
 from ._math import capped
 from ._step import _begin, _end, _gained, _row, _tile, _wait
 
@@ -161,11 +163,12 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALARS)
 def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow, before, columns, split, second,
-                        emptied, ahead, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                        BIAS: tl.constexpr, WHOLE: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr,
-                        REACH: tl.constexpr, TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                        emptied, ahead, boxes, box, epoch, number, sender, polls, room, B: tl.constexpr, K: tl.constexpr,
+                        R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, RANKS: tl.constexpr,
+                        MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, BOXES: tl.constexpr,
+                        SENDERS: tl.constexpr, S: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -185,7 +188,11 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
         offset = tl.load(bias_ptr + first + row, mask=there, other=0.0).to(tl.float32)
     if table is not None:
         up = _up(table, 0, columns, columns, first + row, there, RANKS, TYPE)
+    if boxes is not None:
+        addresses = _addresses(boxes, BOXES)
     _wait(DEPENDENT)
+    if boxes is not None:
+        stamp = _stamp(epoch, number)  # the kernel that counts epochs may have been running until here
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
@@ -205,7 +212,16 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
         y = tl.sum(total, 1) + offset
         if table is not None:
             y += _added(words, up, narrow, table, ids, b, 0, columns, columns, first + row, there, RANKS, MORE, TYPE)
-        tl.store(to, x + y, mask=there)
+        if boxes is not None:
+            _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, there)
+        else:
+            tl.store(to, x + y, mask=there)
+    if boxes is not None:
+        for b in tl.static_range(B):
+            to = x_ptr + b * rows.to(tl.int64) + first + row
+            x = tl.load(to, mask=there, other=0.0)
+            words = _take(box, b * rows + first + row, stamp, there, polls, room, SENDERS, S)
+            tl.store(to, x + _summed(words, SENDERS, S), mask=there)
 
 
 @triton.jit
@@ -293,11 +309,12 @@ def norm_gate_up(
 
 @torch.no_grad()
 def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
-) -> Tensor:
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
+    mail: Mail | None = None,
+) -> Tensor:  # fmt: skip
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
-        bias, x, rows, B=len(h), BIAS=bias is not None, **launched(adapters, len(h), width),
+        bias, x, rows, B=len(h), BIAS=bias is not None, **launched(adapters, len(h), width), **mailed(mail, x.device),
     )  # fmt: skip
     return x

@@ -1,0 +1,54 @@
+"""Words sent and taken by kernels of their own: a launch each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..mail import Mail
+from ..plans import power_of_two
+from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed
+
+WORDS, WARPS = 1024, 4  # of a program
+
+
+@triton.jit(do_not_specialize=[*SCALARS, "columns", "width", "column"])
+def _send_words_kernel(y_ptr, columns, width, column, boxes, box, epoch, number, sender, polls, room, BOXES: tl.constexpr,
+                       SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A row of y by program_id(1), into rows of `width` words."""
+    i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    there = i < columns
+    bits = tl.load(y_ptr + b * columns + i, mask=there, other=0)
+    _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(epoch, number), there)
+
+
+@triton.jit(do_not_specialize=[*SCALARS, "count"])
+def _take_words_kernel(out_ptr, count, boxes, box, epoch, number, sender, polls, room, BOXES: tl.constexpr,
+                       SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < count
+    words = _take(box, i, _stamp(epoch, number), there, polls, room, SENDERS, S)
+    if ADDED:
+        tl.store(out_ptr + i, tl.load(out_ptr + i, mask=there, other=0.0) + _summed(words, SENDERS, S), mask=there)
+    else:
+        tl.store(out_ptr + i, tl.max(words, 0), mask=there)
+
+
+@torch.no_grad()
+def send_words(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor, ...]:
+    rows, columns = y.shape
+    block = min(WORDS, power_of_two(columns))
+    _send_words_kernel[(triton.cdiv(columns, block), rows)](
+        y.view(torch.int32), columns, mail.boxes[0].shape[2], column, **mailed(mail, y.device), BLOCK=block, num_warps=WARPS
+    )
+    return mail.boxes
+
+
+@torch.no_grad()
+def take_words(out: Tensor, mail: Mail, added: bool = False) -> Tensor:
+    block = min(WORDS, power_of_two(out.numel()))
+    to = out if added else out.view(torch.int32)
+    _take_words_kernel[(triton.cdiv(out.numel(), block),)](
+        to, out.numel(), **mailed(mail, out.device), BLOCK=block, ADDED=added, num_warps=WARPS
+    )
+    return out
