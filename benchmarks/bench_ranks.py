@@ -38,6 +38,7 @@ class RankCase(Case):
 UNJUDGED: Goal = (None, None)
 CASES = {
     "350m": RankCase("350m", 1024, 16, 1, {"ddp-liger": UNJUDGED, "ddp-compile": UNJUDGED}, ours="ours-ddp"),
+    "350m-x8": RankCase("350m", 1024, 16, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp"),
     "1b": RankCase("1b", 2048, 4, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp", recompute="none"),
 }
 TINY = {"tiny": RankCase("tiny", 32, 2, 1, {"ddp": UNJUDGED}, ours="ours-ddp")}
@@ -50,8 +51,8 @@ class RanksBench:
     Example: gpubound bench ranks --only 350m
     """
 
-    only: str = "350m,1b"
-    """Cases, by comma: 350m and 1b."""
+    only: str = "350m,350m-x8,1b"
+    """Cases, by comma: 350m, 350m-x8 (eight micro-batches a step) and 1b."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     gpus: int = 2

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubound.device import uncounted_bytes
+
 from .harness import host_syncs
 
 MARK = "@@ "
@@ -68,7 +70,7 @@ def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
         facts["syncs"] = host_syncs(step)
         settle(job.device)
         # What the process holds of the GPU. A graph's own memory is reserved, not allocated: so all are counted by it.
-        facts["peak_gib"] = torch.cuda.memory_reserved() / 2**30
+        facts["peak_gib"] = (torch.cuda.memory_reserved() + uncounted_bytes(torch.device(job.device))) / 2**30
     return step, facts
 
 

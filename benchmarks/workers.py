@@ -19,6 +19,7 @@ from .harness import Bench
 from .serving import MARK, Job
 
 TRAIN = "benchmarks.train_worker"
+ENDING_S = 30  # a process with nothing left to do
 SAMPLE_S = 0.5  # steps timed together: enough that the wait at their end does not count
 
 
@@ -60,7 +61,12 @@ class Worker:
     def _end(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            print(f"{self.who}: its process has not ended within {ENDING_S} s and is killed.", file=sys.stderr)
+            self.process.kill()
+            self.process.wait()
         self.process.stdout.close()
 
     def __enter__(self) -> "Worker":

@@ -1,5 +1,7 @@
 """The device policy: which machine state leads to which device or which sentence. No GPU is needed: it is pretended."""
 
+import gc
+
 import pytest
 import torch
 
@@ -261,6 +263,19 @@ def test_exercise_catches_gradients_that_are_wrong(monkeypatch, factor):
 )
 def test_every_known_cause_has_its_cure(cause, fix):
     assert cure(cause).startswith(fix)
+
+
+def test_memory_that_torch_does_not_count_is_counted_while_its_owner_lives():
+    class Owner:
+        pass
+
+    one, other = Owner(), Owner()
+    policy.count_memory(one, torch.device("cuda:1"), 100)
+    policy.count_memory(other, torch.device("cuda:0"), 7)
+    assert [policy.uncounted_bytes(torch.device("cuda", index)) for index in (0, 1)] == [7, 100]
+    del one
+    gc.collect()
+    assert [policy.uncounted_bytes(torch.device("cuda", index)) for index in (0, 1)] == [7, 0]
 
 
 def test_label():

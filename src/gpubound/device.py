@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -89,6 +90,20 @@ def usable_bytes(device: torch.device) -> int:
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
     return min(free, allowed) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+_UNCOUNTED: "WeakKeyDictionary[Any, tuple[int | None, int]]" = WeakKeyDictionary()
+
+
+def count_memory(owner: Any, device: torch.device, size: int) -> None:
+    """`owner` holds so many bytes of a GPU, of which torch's allocator does not know, as long as it is there."""
+    _UNCOUNTED[owner] = device.index, size
+
+
+def uncounted_bytes(device: torch.device) -> int:
+    """What torch.cuda.memory_reserved() does not show of this process's memory, beside CUDA's and NCCL's own."""
+    own = torch.cuda.current_device() if device.index is None else device.index
+    return sum(size for index, size in _UNCOUNTED.values() if index == own)
 
 
 def _hidden(name: str) -> str | None:

@@ -265,3 +265,12 @@ def test_the_memory_that_a_graph_writes_stays_alive_when_the_tensor_moves(tape):
     captured._runner.steps = []  # the tape itself holds its tensors; a CUDA graph holds addresses
     state.data = torch.zeros(4)
     assert not old.expired()
+
+
+def test_a_released_graph_is_not_replayed_and_can_be_captured_again(captured):
+    x = drawn(5, 4)
+    wanted = captured(x).clone()
+    captured.release()
+    with pytest.raises(GraphError, match=r"its graph was given up by release\(\); capture it again with recapture\(\)\."):
+        captured(x)
+    torch.testing.assert_close(captured.recapture(x)(x), wanted)

@@ -3,6 +3,7 @@
 A server that has imported torch and gpubound forks each rank, 0.1 s instead of 4. What a rank returns is compared in the test.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -71,6 +72,7 @@ def _rank(pipe: Any, variables: dict[str, Any], work: Callable, args: tuple) -> 
     os.environ.pop("TRITON_INTERPRET", None)  # the definitions: ten times faster, and what ranks add to them is the same
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: what is not written holds NaN
+    faulthandler.dump_traceback_later(SECONDS - 5)  # of one that hangs, its lines
     try:
         result = work(*args)
     except BaseException:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpubound.parallel import ALONE, join, launched
 from tests.parallel.processes import RankFailed, on_ranks
@@ -42,6 +43,27 @@ def test_a_process_that_nobody_launched_is_alone(monkeypatch):
         assert (
             ranks.alone and x.tolist() == [1, 1] and ranks.gather(7) == [7] and ranks.of_first(7) == 7 and not ranks.all(False)
         )
+
+
+class Graph:
+    released = False
+
+    def release(self):
+        assert dist.is_initialized(), "a communicator waits for graphs that use it"
+        self.released = True
+
+
+def ended():
+    with join("cpu") as ranks:
+        graph, gone = Graph(), Graph()
+        ranks.graphs.update((graph, gone))
+        del gone
+        before = len(ranks.graphs), graph.released
+    return *before, graph.released, dist.is_initialized()
+
+
+def test_graphs_with_sums_inside_end_before_what_they_sum_over():
+    assert on_ranks(2, ended) == [(1, False, True, False)] * 2
 
 
 def shares(accumulate):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..errors import GraphError
 from ..trace import count, notice
 from .certify import Certificate, certify
 from .held import StaticInputs
@@ -54,6 +55,8 @@ class Captured:
 
     def __call__(self, *inputs: Any) -> Any:
         """Copy the inputs into the static buffers, replay, and return the static outputs."""
+        if self._released:
+            raise GraphError(f"{self.name}: its graph was given up by release(); capture it again with recapture().")
         tensors = self._inputs.tensors(inputs)
         self._held.check()
         self._inputs.copy_in(tensors)
@@ -76,6 +79,11 @@ class Captured:
             self._inputs.copy_in(self._last)
         self._build(StaticInputs(inputs) if inputs else self._inputs)
         return self
+
+    def release(self) -> None:
+        """Give up the graph and what it holds of its pool. NCCL's communicators end only after the graphs that use them."""
+        self._released = True
+        self._runner.release()
 
     @property
     def inputs(self) -> tuple:
@@ -118,6 +126,7 @@ class Captured:
         )
         self.device, self.mode, self.pool = work.device, work.runner.mode, work.runner.pool
         self._last = [buffer.detach().clone() for buffer in inputs.buffers] if self._poisons else []
+        self._released = False
         work.runner.gate = open_gate
         work.release()
 

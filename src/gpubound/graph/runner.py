@@ -60,6 +60,9 @@ class EagerRunner:
             return leaf
         return leaf.detach() if storage_key(leaf) in self._foreign else leaf.detach().clone()
 
+    def release(self) -> None:
+        del self._call, self._outputs
+
     def replay(self) -> None:
         leaves, spec = tree_flatten(self.run(self._call))
         if spec != self._spec:
@@ -188,6 +191,10 @@ class GraphRunner:
     def replay(self) -> None:
         self.gate()
         self.graph.replay()
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)  # a replay may still run
+        self.graph.reset()
 
 
 Runner = EagerRunner | GraphRunner

@@ -53,10 +53,13 @@ class Gauges:
             return {"memory_bytes": most * (1 if sys.platform == "darwin" else 1024)}
         import torch
 
+        from ..device import uncounted_bytes
+
+        beside = uncounted_bytes(self.device)
         found = {
-            "memory_bytes": torch.cuda.max_memory_allocated(self.device),
-            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device),
-            "memory_reserved_bytes": torch.cuda.memory_reserved(self.device),
+            "memory_bytes": torch.cuda.max_memory_allocated(self.device) + beside,
+            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device) + beside,
+            "memory_reserved_bytes": torch.cuda.memory_reserved(self.device) + beside,
         }
         return found | (self._chip.read() if self._chip is not None else {})
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ class Ranks:
     """What the hosts speak over."""
     watchdog: Watchdog | None = None
     """Ends the run when a rank does not move on."""
+    graphs: "WeakSet[Any]" = field(default_factory=WeakSet)
+    """Those with sums over ranks inside. `join` releases them: NCCL ends a communicator only after them, and would wait."""
 
     @property
     def first(self) -> bool:
@@ -243,9 +246,12 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     begin(backend, store, rank, world, device, patience)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
     watchdog = Watchdog(rank, world, timeout)
+    ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
-        yield Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
+        yield ranks
     finally:
         watchdog.close()
+    for graph in list(ranks.graphs):
+        graph.release()
     _ENDED.extend((dist.group.WORLD, host))
     dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from .peers import PeerSums
 from .ranks import Ranks
 
 # NCCL comes near its full rate between 25 and 200 MB. The last bucket is what nothing hides: at 300 GB/s these take 0.2 ms.
@@ -65,6 +66,7 @@ class Reduction:
     parameters, starts, borders  whose gradients lie in `flat`, and where: see `cut`
     settle  is told the parameters of a bucket before it is summed: whatever is still to be added to `flat` is added then
     launch  runs the beginning of a sum on the stream where gradients are written
+    peers   adds up `flat` between the GPUs of one machine; None: NCCL or gloo does
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class Reduction:
         launch: Callable[[Callable[[], Any]], Any],
         sums: Sequence[Tensor],
         largest: Sequence[Tensor] = (),
+        peers: PeerSums | None = None,
     ):
-        self.ranks, self.flat, self.sums, self.largest = ranks, flat, sums, largest
+        self.ranks, self.flat, self.sums, self.largest, self._peers = ranks, flat, sums, largest, peers
         self._parameters, self._starts, self._borders = list(parameters), list(starts), set(borders)
         self._settle, self._launch = settle, launch
         # Autograd may run nodes without a gradient in the caller's thread and the others in the device's.
@@ -146,13 +149,18 @@ class Reduction:
     def _begin_next(self) -> None:
         bucket = self.buckets[self._begun]
         self._settle([self._parameters[number] for number in bucket.members])
-        self._launch(lambda: self._works.append(self.ranks.begin_sum(self.flat[bucket.start : bucket.stop])))
+        self._launch(lambda: self._works.append(self._begin_sum(bucket.start, bucket.stop)))
         self._begun += 1
+
+    def _begin_sum(self, start: int, stop: int) -> Callable[[], Any]:
+        return self.ranks.begin_sum(self.flat[start:stop]) if self._peers is None else self._peers.begin(start, stop)
 
     def finish(self) -> None:
         """Sum what is left, and let the device wait for all of it."""
         while self._begun < len(self.buckets):
             self._begin_next()
+        if self._peers is not None:
+            self._works.append(self._peers.end())
         self._works += [self.ranks.begin_sum(tensor) for tensor in self.sums]
         for tensor in self.largest:
             self.ranks.take_largest(tensor)

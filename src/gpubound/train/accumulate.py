@@ -19,6 +19,7 @@ from ..kernels.accumulate import close_sums, deliver_all, open_sums
 from ..kernels.aside import Side
 from ..kernels.record import drop_record, made_record
 from ..parallel import Ranks
+from ..parallel.peers import PeerSums
 from ..parallel.reduction import Reduction
 from .flat_buffers import FlatLayout, lay_out
 
@@ -30,7 +31,7 @@ class Accumulators:
 
     `gradient` is flat and holds them all; each parameter.main_grad is its part of it. A sum begins in one of two ways.
     After `zero`, every backward adds. After `begin`, the first one writes, and `finish` must follow the last one. `side` is
-    a second stream for additions during a backward.
+    a second stream for additions during a backward; `peers` has the flat buffer where all ranks see it.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> sums = Accumulators([("weight", weight)])
@@ -40,7 +41,9 @@ class Accumulators:
     tensor([257., 257.])
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]] | FlatLayout, side: Side | None = None):
+    def __init__(
+        self, named: Iterable[tuple[str, Parameter]] | FlatLayout, side: Side | None = None, peers: PeerSums | None = None
+    ):
         self.layout = named if isinstance(named, FlatLayout) else lay_out(named)
         for slot in self.layout.slots:
             if hasattr(slot.parameter, "main_grad"):
@@ -48,8 +51,8 @@ class Accumulators:
                     f"Accumulators: {slot.name} already has a main_grad, so its gradients would be counted for one owner only; "
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."
                 )
-        self.side = side
-        self.gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.layout.device)
+        self.side, self.peers = side, peers
+        self.gradient = torch.zeros(self.layout.size, device=self.layout.device) if peers is None else peers.mine.zero_()
         self._parameters = [slot.parameter for slot in self.layout.slots]
         self.opened = False  # the sum was begun by `begin` and is not finished yet
         self._hooks = []
@@ -96,6 +99,7 @@ class Accumulators:
             launch=(lambda work: work()) if side is None else (lambda work: side.run(work, ())),
             sums=sums,
             largest=largest,
+            peers=self.peers,
         )
 
     def release(self) -> None:

@@ -228,7 +228,9 @@ class WindowGraphs:
 
     def _at_once(self, part: Callable, batch: MicroBatch | None = None) -> Captured:
         """A graph with sums over ranks inside, which all ranks capture at once."""
-        return all_or_none(self.step.ranks, lambda go: self._graph(part, batch, go))
+        captured = all_or_none(self.step.ranks, lambda go: self._graph(part, batch, go))
+        self.step.ranks.graphs.add(captured)
+        return captured
 
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step

@@ -19,6 +19,7 @@ from ..kernels.aside import Side
 from ..layers.vocabulary import head_of
 from ..lora.pairs import Adapters
 from ..parallel import Ranks
+from ..parallel.peers import peer_sums
 from ..parallel.pieces import any_sharded
 from ..parallel.reduction import Reduction
 from ..trace import fallback, notice
@@ -64,7 +65,8 @@ class HoldsAll:
         return mode
 
     def accumulators(self, layout: FlatLayout, overlap: bool) -> Accumulators:
-        return Accumulators(layout, Side(layout.device) if overlap and layout.device.type == "cuda" else None)
+        side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
+        return Accumulators(layout, side, peer_sums(self.ranks, layout.size))
 
     def weights(self, layout: FlatLayout, masters: bool) -> Weights:
         return Weights(layout, masters)

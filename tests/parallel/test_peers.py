@@ -1,0 +1,77 @@
+"""Sums that copy engines carry: here threads are the ranks, and what they see of each other is plain memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from threading import Barrier
+
+import pytest
+import torch
+
+from gpubound.parallel import ALONE, join, peers
+from gpubound.parallel.peers import PeerSums, peer_sums, shares
+from tests.parallel.processes import on_ranks
+
+
+@pytest.mark.parametrize("start, stop, world", [(0, 1000, 2), (64, 65, 4), (5, 5, 3), (32, 4099, 8), (0, 64, 2)])
+def test_each_element_is_one_ranks(start, stop, world):
+    found = shares(start, stop, world)
+    assert len(found) == world and found[0][0] == start and found[-1][1] == stop
+    assert all(first <= last for first, last in found) and all(a[1] == b[0] for a, b in pairwise(found))
+    assert max(last - first for first, last in found) <= -(-(stop - start) // world) + peers.ALIGNED
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_all_ranks_have_the_sum_with_the_same_bits(world, monkeypatch):
+    """Of the stretches that they ask for, in pieces of 40 elements; the rest stays each one's own."""
+    monkeypatch.setattr(peers, "PIECE", 40)
+    drawn = torch.randn(world, 700, generator=torch.Generator().manual_seed(world))
+    buffers, meeting = list(drawn.clone()), Barrier(world)
+
+    def work(rank):
+        mine = PeerSums(buffers, rank, lambda: meeting.wait(60) and None)
+        for wait in (mine.begin(100, 650), mine.begin(0, 33), mine.end()):
+            wait()
+        return mine.mine
+
+    with ThreadPoolExecutor(world) as many:
+        found = list(many.map(work, range(world)))
+    wanted = drawn.double().sum(0)
+    for rank, sums in enumerate(found):
+        for summed in (slice(100, 650), slice(0, 33)):
+            torch.testing.assert_close(sums[summed].double(), wanted[summed], rtol=1e-6, atol=1e-6)
+            assert torch.equal(sums[summed], found[0][summed])
+        for kept in (slice(33, 100), slice(650, 700)):
+            assert torch.equal(sums[kept], drawn[rank, kept])
+
+
+def test_a_cpu_and_one_that_is_alone_have_none():
+    assert peer_sums(ALONE, 100) is None
+    assert on_ranks(2, found_on_cpus) == [True, True]
+
+
+def found_on_cpus():
+    with join("cpu") as ranks:
+        return peer_sums(ranks, 100) is None
+
+
+def summed_on_gpus(elements):
+    with join("cuda") as ranks:
+        sums = peer_sums(ranks, elements)
+        g = torch.Generator("cuda").manual_seed(ranks.rank)
+        sums.mine.copy_(torch.randn(elements, device="cuda", generator=g))
+        wanted = sums.mine.clone()
+        ranks.sum(wanted)
+        found = []
+        for _ in range(3):  # nobody may still read what the next round writes
+            sums.mine.copy_(torch.randn(elements, device="cuda", generator=g.manual_seed(ranks.rank)))
+            for wait in (sums.begin(0, 1000), sums.begin(1000, elements), sums.end()):
+                wait()
+            found.append(torch.equal(sums.mine, wanted))
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_have_the_sum_that_nccl_gives():
+    """Of two terms there is one sum, whoever adds."""
+    assert on_ranks(2, summed_on_gpus, 9_000_001) == [[True] * 3] * 2
