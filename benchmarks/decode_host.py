@@ -51,13 +51,21 @@ def measure_host(bench: Bench, name: str, model: Any) -> None:
         bench.keep(f"{name} beside two busy Python threads, {what}", found, unit="tok/s", amount=tokens, gates=gates)
 
 
-def host_us(decoder: Any, ids: list[list[int]], rounds: int) -> float:
-    """A token's share of the median cycle from one launch of HOST_K tokens to the next, less what it waited for the device."""
+def host_us(
+    decoder: Any, ids: list[list[int]], rounds: int, k: int = HOST_K, new: int = LENGTH - PROMPT, idle: bool = False
+) -> float:
+    """A token's share of the median cycle from one launch of k tokens to the next, less what it waited for the device.
+
+    idle: wait for the device before each launch. A launch of thousands of kernels otherwise waits inside the driver for room
+    in its queue, which cannot be told from work.
+    """
     waited, marks, cycles = [0.0], [], []
     launch, events = decoder.graphs.launch, decoder.slots._events
 
     def marking(*what: Any) -> None:
-        if HOST_K in what:
+        if idle and events:
+            timed(waited, torch.cuda.synchronize)
+        if k in what:
             marks.append((time.perf_counter(), waited[0]))
         launch(*what) if events else timed(waited, lambda: launch(*what))  # on a CPU the launch is the work
 
@@ -65,12 +73,12 @@ def host_us(decoder: Any, ids: list[list[int]], rounds: int) -> float:
     try:
         for _ in range(rounds):
             marks.clear()
-            decoder.generate(ids, max_new_tokens=LENGTH - PROMPT, stop=())
+            decoder.generate(ids, max_new_tokens=new, stop=())
             cycles += [(then[0] - now[0]) - (then[1] - now[1]) for now, then in pairwise(marks)]
     finally:
         del decoder.graphs.launch
         decoder.slots._events = events
-    return statistics.median(cycles) / HOST_K * 1e6
+    return statistics.median(cycles) / k * 1e6
 
 
 class Waiting:

@@ -25,7 +25,7 @@ from gpubound.cli import guarded
 FOLDER = Path(__file__).parent / "results"
 MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
 LESS_IS_BETTER = {"us", "ms", "s", "GiB", "% off"}
-COUNTS = {"syncs"}
+COUNTS = {"syncs", "launches"}
 UNITS = MORE_IS_BETTER | LESS_IS_BETTER | COUNTS
 FLOOR = "frozen forward + dX"  # what an adapter's work is beside: a peer that is never behind, so multiples of it are told
 

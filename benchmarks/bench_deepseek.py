@@ -1,0 +1,257 @@
+"""Decoding a model of DeepSeek-V4-Flash's kind at batch 1, beside transformers' forward and beside our step without a graph.
+
+43 layers in V4-Flash's order, each width half of its own and 64 experts of 256: 19.5 billion random weights, 39 GB in bf16.
+What is timed are the tokens behind the first; transformers takes fewer of them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpubound
+from gpubound import kernels, measure
+from gpubound.cli import arguments, guarded
+from gpubound.decode.steps import LaunchWay
+from gpubound.device import resolve
+from gpubound.kernels import hyper_connections, sinkhorn
+from gpubound.trace import strict
+from gpubound.words import quantity
+
+from . import results
+from .decode_host import host_us
+from .decode_peers import gap
+from .decode_start import syncs
+from .harness import CAPTURED, Bench, chosen, need_transformers, peak_gib, release
+
+PARTS = ("step", "streams", "memory")
+NAME = "v4, half of Flash"
+K = 8  # tokens a launch
+EAGER, ROOFLINE, LAUNCHES, HOST_US, STREAMS, MEMORY = 10.0, 0.25, 25, 10.0, 20.0, 10.0  # gates
+# Deviations that a token may lie below the greatest logit of transformers' forward: bf16 streams there, fp32 ours, and an
+# expert that rounding changes in one of 43 layers. What computes something else takes tokens 4 below.
+GAP = 2.0
+SITES, TOKENS = 86, 8192  # where a token of V4-Flash is balanced, and the tokens of a step of training
+FLASH_WIDTH = 4096
+
+Work = Callable[[], float]
+"""seconds a token"""
+
+
+@dataclass(frozen=True)
+class DeepSeek:
+    """Measure decoding of a 43-layer DeepSeek-V4 at batch 1, and what its own ops bring.
+
+    step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
+    host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
+    memory: the peak of sinkhorn's forward and backward beside the plain form.
+
+    Example: gpubound bench deepseek --parts streams
+    """
+
+    parts: str = ",".join(PARTS)
+    """What to measure, by comma: step, streams, memory."""
+    rounds: int = 3
+    """How often each contender takes its turn."""
+    results: Path = results.FOLDER
+    """Folder that the lines are kept in."""
+    dry: bool = False
+    """A tiny model on the CPU: shows that the script works, keeps nothing."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is decoded."""
+
+    prompt: int = 600
+    ours: int = 257  # new tokens
+    peers: int = 16  # transformers takes a quarter of a second for each
+    room: int = 1024
+
+
+DRY = Size(prompt=9, ours=17, peers=2, room=64)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = arguments(DeepSeek, argv, "bench deepseek")
+    parts = chosen("--parts", options.parts, PARTS)
+    if options.rounds < 3:
+        raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
+    need_transformers("bench deepseek")
+    device = resolve("cpu" if options.dry else "require")
+    bench = Bench.of(options, "deepseek", device, argv)
+    if "streams" in parts:
+        measure_streams(bench)
+    if "memory" in parts:
+        measure_memory(bench)
+    if "step" in parts:
+        measure_step(bench, build_model(device, options.dry), DRY if options.dry else Size(), options.rounds)
+    return bench.finish()
+
+
+def v4_config(dry: bool) -> Any:
+    from transformers import DeepseekV4Config
+
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    small = {
+        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
+        "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "sliding_window": 12,
+    }  # fmt: skip
+    half = {
+        "hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 43, "num_attention_heads": 32,
+        "q_lora_rank": 512, "o_lora_rank": 512, "n_routed_experts": 64, "index_n_heads": 32,
+    }  # fmt: skip
+    sizes = small if dry else half
+    layers = sizes["num_hidden_layers"]
+    types = ["sliding_attention"] * 2 + [kinds[number % 2] for number in range(layers - 2)]
+    return DeepseekV4Config(**sizes, layer_types=types, eos_token_id=None, max_position_embeddings=4096)
+
+
+def build_model(device: torch.device, dry: bool) -> Any:
+    """Random weights, made where they lie; what transformers keeps in fp32 is fp32."""
+    from transformers import DeepseekV4ForCausalLM
+
+    torch.manual_seed(0)
+    config = v4_config(dry)
+    with device:
+        model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), config.n_routed_experts, device=device).argsort(-1)[:, : buffer.shape[1]])
+    return model
+
+
+@torch.no_grad()
+def measure_step(bench: Bench, model: Any, size: Size, rounds: int) -> None:
+    ids = torch.randint(model.config.vocab_size, (1, size.prompt), generator=torch.Generator().manual_seed(1)).to(bench.device)
+    prompt, case = ids.tolist(), f"{NAME} batch 1"
+    with strict():
+        decoder = gpubound.decoder(model, 1, size.room, k=K)
+    for _ in range(2):  # a prefill is captured when its size comes again
+        tokens = decoder.generate(prompt, max_new_tokens=size.ours, stop=()).tokens
+    far = gap(model, ids, torch.tensor(tokens)[:, : size.peers])
+    if not far <= GAP:
+        bench.wrong.append(f"{case}: ours lie up to {far:.2f} deviations below the model's own (limit {GAP}); not timed")
+        return
+    works = {
+        "ours": lambda: captured(decoder, prompt, size.ours),
+        "uncaptured": lambda: uncaptured(decoder, size.peers),
+        "eager": lambda: own_forward(model, ids, size.peers),
+    }
+    seconds: dict[str, list[float]] = {who: [] for who in works}
+    for _ in range(rounds):
+        for who, work in works.items():
+            seconds[who].append(work())
+    rate = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s
+    least = decoder.body.bytes_a_step([size.prompt + size.ours // 2])
+    bench.keep(
+        case, measure.compare_samples(seconds, clock="perf_counter, behind the first token"), unit="tok/s", amount=1,
+        ceiling=("roofline", rate / least), gates={"eager": EAGER, "roofline": ROOFLINE},
+    )  # fmt: skip
+    print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(rate, 'B/s')} read here", flush=True)
+    for what, idle, gates in (("", True, {"budget": 1.0}), (", the device at work", False, {})):
+        spent = host_us(decoder, prompt, rounds, K, size.ours, idle)
+        bench.figure(f"{case}, host time a token, {K} a launch{what}", "us", spent, {"budget": HOST_US}, gates)
+    if bench.device.type == "cuda":
+        count_on_gpu(bench, case, decoder, prompt, size)
+    release(bench.device)
+
+
+def captured(decoder: Any, prompt: list[list[int]], new: int) -> float:
+    found = decoder.generate(prompt, max_new_tokens=new, stop=())
+    return (found.seconds - found.first_token_s) / (new - 1)
+
+
+def uncaptured(decoder: Any, new: int) -> float:
+    """The same step behind the last request's text, launched by the host."""
+    with decoder.plainly():
+        return timed(decoder.body.device, new, lambda: decoder.graphs.run(1, 1, LaunchWay()))
+
+
+def own_forward(model: Any, ids: Tensor, new: int) -> float:
+    """transformers' forward over its own cache. The likeliest token stays on the device, which is kinder than `generate`."""
+    found = model(ids, use_cache=True, logits_to_keep=1)
+
+    def step() -> None:
+        nonlocal found
+        token = found.logits[:, -1:].argmax(-1)
+        found = model(token, past_key_values=found.past_key_values, use_cache=True)
+
+    return timed(ids.device, new, step)
+
+
+def timed(device: torch.device, count: int, step: Callable[[], object]) -> float:
+    """Seconds of one of so many steps, with their end on the device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait()
+    begun = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait()
+    return (time.perf_counter() - begun) / count
+
+
+def count_on_gpu(bench: Bench, case: str, decoder: Any, prompt: list[list[int]], size: Size) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with decoder.plainly(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        decoder.graphs.run(1, 1, LaunchWay())
+        torch.cuda.synchronize()
+    launched = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for name in sorted(set(launched), key=launched.count, reverse=True):
+        print(f"{launched.count(name):6} x {name[:90]}", flush=True)
+    layers = len(decoder.body.layers)
+    bench.figure(f"{case}, launches a layer", "launches", len(launched) / layers, {"budget": LAUNCHES}, {"budget": 1.0})
+    waits = syncs(lambda: decoder.generate(prompt, max_new_tokens=size.ours, stop=()))
+    bench.figure(f"{case}, host syncs in a generation", "syncs", waits, {"budget": 0}, {"budget": 1.0})
+
+
+def measure_streams(bench: Bench) -> None:
+    """A token's two streams ops, in one graph each: what is timed is the device."""
+    width = 64 if bench.dry else FLASH_WIDTH
+    generator = torch.Generator(bench.device).manual_seed(0)
+    x, y, weight, base = (
+        torch.randn(size, generator=generator, device=bench.device)
+        for size in ((1, 1, 4, width), (1, 1, width), (24, 4 * width), (24,))
+    )
+    given = x, weight * width**-0.5, torch.ones(3, device=bench.device), base
+
+    def ours() -> Tensor:
+        u, post, comb = kernels.hc_pre(*given)
+        return kernels.hc_post(x, u + y, post, comb)
+
+    def eager() -> Tensor:
+        u, post, comb = hyper_connections.hc_pre_reference(*given)
+        return hyper_connections.hc_post_reference(x, u + y, post, comb)
+
+    bench.case(
+        f"hc_pre and hc_post, one token, 4 x {width}", {"ours": ours, "eager": eager}, unit="us", amount=1,
+        gates={"eager": STREAMS}, clock=CAPTURED,
+    )  # fmt: skip
+
+
+def measure_memory(bench: Bench) -> None:
+    if bench.device.type != "cuda":
+        print("memory: the peak is read from the CUDA allocator, and nothing is measured here", flush=True)
+        return
+    z = torch.randn(SITES * TOKENS, 4, 4, device=bench.device, requires_grad=True)
+    gradient = torch.randn_like(z)
+    peaks = [
+        peak_gib(lambda op=op: torch.autograd.grad(op(z), z, gradient), bench.device)
+        for op in (kernels.sinkhorn, sinkhorn.sinkhorn_reference)
+    ]
+    case = f"sinkhorn forward and backward, {SITES} sites of {TOKENS:,} tokens, peak"
+    bench.figure(case, "GiB", peaks[0], {"eager": peaks[1]}, {"eager": MEMORY})
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("bench deepseek", main, sys.argv[1:]))
