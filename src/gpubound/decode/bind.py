@@ -29,6 +29,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class BoundModel:
     """A bound model: its shape, its weights as of now, and whether they still are where they were."""
 
+    whole = True  # tensors/slices.py has slices
+
     def __init__(self, model: nn.Module, reader: Reader, max_length: int, neighbours: bool, spread: bool) -> None:
         self.model, self.reader, self.max_length, self.spread = model, reader, max_length, spread
         self.shape = reader.shape()

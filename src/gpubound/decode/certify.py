@@ -85,8 +85,8 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
 def _compare_logits(decoder: "FastDecoder", body: Any, ids: Tensor) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
     with listening(body.live.reader.routers()) as choices:
-        output = decoder.model(ids[None])
-    own = getattr(output, "logits", output)[0].float()
+        output = decoder.model(ids[None].to(body.live.device))
+    own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
     model_truth = judge.logits(body.live, ids, choices)
     own_missed = choices.missed  # before rounded weights and a rounded cache have judged them too

@@ -39,6 +39,8 @@ from .stages.body import staged_body
 from .stages.graphs import StageGraphs
 from .stages.spread import devices_of
 from .steps import Slots, StepGraphs, Stepper
+from .tensors.body import SlicedBody, sliced_body
+from .tensors.graphs import SliceGraphs
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
@@ -51,7 +53,7 @@ class FastDecoder:
         self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer
         self.body: Body = stepper.body
         self.slots = stepper.slots
-        self.graphs = StageGraphs(stepper) if len(self.body.spans) > 1 else StepGraphs(stepper)
+        self.graphs = _graphs(stepper)
         self.max_batch, self.max_length = self.body.max_batch, self.body.max_length
         self.kernels = self.body.kernels  # what computes a step, in a few words
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
@@ -202,6 +204,7 @@ def decoder(
     cache: str | None = None,
     pages: int | None = None,
     devices: Sequence[str | torch.device] | None = None,
+    split: str = "layers",
 ) -> FastDecoder:
     """A decoder that reads `model`'s weights where they are: after a training step it generates with the new ones.
 
@@ -221,8 +224,9 @@ def decoder(
                 request reserves the pages that its prompts and max_new_tokens may fill
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
-    devices     None: where the model lies. A list of GPUs: its layers are moved to them in stages, as their free memory
-                allows, and groups of rows keep all of them at work
+    devices     None: where the model lies. A list of GPUs: they share the model
+    split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
+                all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
     """
     model = base_of(model)
     if k != "auto" and (not isinstance(k, int) or k < 1):
@@ -240,15 +244,24 @@ def decoder(
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
-    over = None if devices is None else devices_of(devices)
+    if devices is None and split != "layers":
+        raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
+    over = None if devices is None else devices_of(devices, split)
     where = first.device if over is None else over[0]
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(where.type, enabled=False):
-        body = _body(model, build, fused) if over is None else staged_body(model, build, fused, over)
+        shared = sliced_body if split == "tensors" else staged_body
+        body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
         drafting = (
             _body(base_of(speculate.model), Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
         )
         slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
+
+
+def _graphs(stepper: Stepper) -> StepGraphs:
+    if isinstance(stepper.body, SlicedBody):
+        return SliceGraphs(stepper)
+    return StageGraphs(stepper) if len(stepper.body.spans) > 1 else StepGraphs(stepper)
 
 
 OWN_STEP = "the model's layers have a step of their own"

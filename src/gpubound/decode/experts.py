@@ -20,7 +20,7 @@ from ..kernels import route, swiglu
 from ..kernels.experts import likeliest
 from ..kernels.grouped_linear import by_group, not_grouped
 from ..models.decoding import ExpertWeights
-from .layer import Bench, Part, normed
+from .layer import Bench, Part
 
 PIECE = 4096  # tokens sorted at a time: their rows lie S times in memory
 
@@ -65,8 +65,7 @@ class SparseMLP(Part):
         ids, shares = self._choose(h)
         mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
         pieces = zip(*(whole.flatten(0, 1).split(PIECE) for whole in (h, ids, shares)))
-        y = torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
-        return normed(y, self.weights.post_norm)
+        return torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""

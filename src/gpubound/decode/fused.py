@@ -68,7 +68,7 @@ class FusedBody(Body):
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
         dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
-        plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1
+        plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
         on_host = host.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)

@@ -75,14 +75,14 @@ def logits(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
     """(T, V) for one sequence (T,). Weights are widened one by one. With `choices`, experts are taken as chosen there; with
     `rounded`, keys and values are what it makes of them."""
     *_, (_, result) = stages(model, ids, choices, rounded)
-    return result
+    return result.to(ids.device)
 
 
 def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rounding = None) -> Iterator[tuple[str, Tensor]]:
     """(name, what it computed) of every stage, in order; the last are the logits."""
     shape, home = model.shape, model.embed.device
     tables = {home: model.tables(ids.shape[0])}
-    x = model.embed[ids].float() * shape.embedded
+    x = model.embed[ids.to(home)].float() * shape.embedded
     yield "model.embed_tokens", x
     for number, layer in enumerate(model.layers):
         x = x.to(there := layer.attention.o.weight.device)  # layers may lie on several devices

@@ -43,6 +43,7 @@ class Bench:
         self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
         self.adapting = Adapting(rows // tokens, tokens, self.device)
         self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
+        self.peer: Any = None  # tensors/peers.py's, where other devices have other slices of the same layers
         self._buffers: dict[tuple, Tensor] = {}
 
     @property
@@ -82,9 +83,22 @@ class Part:
         """What the last product is added to."""
         return x if self._sum is None else self._sum[: len(x)]
 
+    def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
+        """Add the last product, of h, to where it belongs: with a peer, that of all devices."""
+        if self.bench.peer is None:
+            product.add_product(h, self.target(x), mode)
+        else:
+            self.bench.peer.add_product(product, h, self.target(x), mode)
+
     def close(self, x: Tensor, mode: int = 0) -> None:
+        if self.bench.peer is not None:
+            self.bench.peer.close(self.target(x))
         if self._sum is not None:
             add_norm(self.target(x), self.weights.post_norm, x, mode)
+
+    def behind(self, y: Tensor) -> Tensor:
+        """What is added to the stream of a prompt, of what `prompt` gave."""
+        return normed(y, self.weights.post_norm)
 
     def tensors(self) -> list[Tensor]:
         """What a step reads whole."""
@@ -115,11 +129,15 @@ class CachedAttention(Part):
         self._angles = bench.still if w.table is None else bench.tables[w.table]
 
     def step(self, x: Tensor, position: Tensor, mode: int) -> None:
+        self.give(x, position, mode)
+        self.close(x, mode)
+
+    def give(self, x: Tensor, position: Tensor, mode: int) -> None:
+        """A step up to its last product."""
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
         self.qkv.norm_product(x, self.weights.norm, qkv, mode)
         self._attend(rows, qkv, position, mode)
-        self.o.add_product(mixed, self.target(x), mode)
-        self.close(x, mode)
+        self.put(self.o, mixed, x, mode)
 
     def wide_step(self, x: Tensor, position: Tensor) -> None:
         h, mixed, w = self.read(x), self._mixed[: len(x)], self.weights
@@ -131,7 +149,7 @@ class CachedAttention(Part):
         self.close(x)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
-        """What is added to the stream, for normed h (B, T, hidden) at places start to end."""
+        """What the output gives for normed h (B, T, hidden) at places start to end."""
         q, k, v = self._project(h, start, end)
         k, v = self.bench.cache.extend(self.number, start, k, v)
         mask = _mask(start, end, self.weights.window, h.device)
@@ -139,7 +157,7 @@ class CachedAttention(Part):
         mixed = capped_attend(q, k, v, mask, scale, cap) if cap else attend(q, k, v, mask, scale)
         y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias)
         add(self.o, mixed, y)
-        return normed(y, self.weights.post_norm)
+        return y
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
@@ -186,10 +204,14 @@ class DenseMLP(Part):
         self.gate_up_bytes = self.gate_up.nbytes  # of which a step reads all
 
     def step(self, x: Tensor, mode: int) -> None:
+        self.give(x, mode)
+        self.close(x, mode)
+
+    def give(self, x: Tensor, mode: int) -> None:
+        """A step up to its last product."""
         y = self._gated[: len(x)]
         self.gate_up.norm_gate_up(x, self.weights.norm, self.weights.activation, y, mode)
-        self.down.add_product(y, self.target(x), mode)
-        self.close(x, mode)
+        self.put(self.down, y, x, mode)
 
     def wide_step(self, x: Tensor) -> None:
         h = self.read(x)
@@ -201,14 +223,14 @@ class DenseMLP(Part):
         self.close(x)
 
     def prompt(self, h: Tensor) -> Tensor:
-        """What is added to the stream, for normed h (B, T, hidden)."""
+        """What down gives for normed h (B, T, hidden)."""
         w, (gate, up) = self.weights, self.gate_up.matrices()
         both = F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias)
         add(self.gate_up, h, *both)
         h = gated(w.activation, *both)
         y = F.linear(h, self.down.matrices()[0], w.down.bias)
         add(self.down, h, y)
-        return normed(y, w.post_norm)
+        return y
 
     def exact(self) -> DenseWeights:
         (gate, up), (down,) = self.gate_up.exact(), self.down.exact()

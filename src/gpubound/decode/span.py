@@ -77,8 +77,8 @@ class LayerSpan:
         with entered(self.device):
             for attention, mlp in self.layers:
                 h, x = added(x, pending, attention.weights.norm)
-                h, x = added(x, attention.prompt(h, start, end), mlp.weights.norm)
-                pending = mlp.prompt(h)
+                h, x = added(x, attention.behind(attention.prompt(h, start, end)), mlp.weights.norm)
+                pending = mlp.behind(mlp.prompt(h))
         assert pending is not None  # there is a layer
         return x, pending
 

@@ -190,7 +190,7 @@ PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy fo
 
 
 class StepGraphs:
-    """The captured launches of a stepper, made when first wanted; all share one pool of memory."""
+    """The captured launches of a stepper, made when first wanted; those of one device share a pool of memory."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.body, self.slots, self.run = stepper.body, stepper.slots, stepper.run
@@ -201,7 +201,7 @@ class StepGraphs:
         self._launches: dict[tuple[int, int, LaunchWay], Callable[[], None]] = {}
         self._warm: set[tuple[int, LaunchWay]] = set()
         self._prompts: dict[torch.Size, tuple[tuple[Tensor, Tensor], Callable[[], None]] | None] = {}
-        self._pool: Any = None
+        self._pools: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -226,21 +226,21 @@ class StepGraphs:
         replay()
 
     def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
-        runner = self._runner()
+        runner = self._runner_on(self.slots.device)
         runner.record(f"prefill {len(ids)} x {ids.shape[1]}", lambda: self.body.prefill(ids, lengths), [], set())
         self._prompts[ids.shape] = found = (ids, lengths), runner.replay
         return found
 
-    def _runner(self) -> GraphRunner:
-        runner = GraphRunner(self.slots.device, self._pool)
-        self._pool = runner.pool
+    def _runner_on(self, device: torch.device) -> GraphRunner:
+        runner = GraphRunner(device, self._pools.get(device))
+        self._pools[device] = runner.pool
         return runner
 
     def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
         call = partial(self.run, rows, steps, way)
         if self.slots.device.type != "cuda":
             return call
-        runner = self._runner()
+        runner = self._runner_on(self.slots.device)
         if (rows, way) not in self._warm:  # kernels compile and test themselves at their first call, which no graph may hold
             saved = self._state(rows)
             runner.run(lambda: self.run(rows, 1, way))

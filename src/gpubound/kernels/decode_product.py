@@ -191,7 +191,7 @@ def add_product(
     check_adapters("add_product", adapters, h, [weight])
     if mail is not None:
         check_mail("add_product", mail, (len(x), x.shape[1]), x.device, takes=True)
-    kernel = implementation("add_product", weight, None, add_form(form_of(adapters), mail))
+    kernel = implementation("add_product", weight, None, add_form(form_of(adapters), len(mail.boxes) if mail else 0))
     return kernel(h, weight, bias, x, dependent, adapters, mail)
 
 
@@ -214,9 +214,9 @@ def add_product_reference(
     return x.add_(mail.summed(len(x)))
 
 
-def add_form(added: tuple = (), mail: Mail | None = None) -> tuple:
-    """What an example of add_product takes of a call. added: `form_of` its adapters."""
-    return added if mail is None else (*(added or (0, True)), len(mail.boxes))
+def add_form(added: tuple = (), devices: int = 0) -> tuple:
+    """What an example of add_product takes of a call. added: `form_of` its adapters; devices: that share it."""
+    return (*(added or (0, True)), devices) if devices else added
 
 
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -22,9 +22,7 @@ from .spread import rooms_of, spread, tell
 
 def staged_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> Body:
     """A ValueError where the model is not decoded over several, or does not fit."""
-    for name, asked in (("speculate", build.tokens > 1), ("weights", build.weights is not None), ("fused=False", not fused)):
-        if asked:
-            raise ValueError(f"decoder: devices: got {len(devices)} together with {name}, which takes a single device.")
+    refuse_together(build, fused, len(devices))
     found = reader_of(model)
     form = FORMS["fused" if found is None else found.BODY]
     reader = form.readable(model, build, len(devices))
@@ -33,6 +31,12 @@ def staged_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
     tell(stages, sizes, rooms)
     spread(model, reader.trunk.layers, stages)
     return form.make(reader, build, stages)
+
+
+def refuse_together(build: Build, fused: bool, count: int) -> None:
+    for name, asked in (("speculate", build.tokens > 1), ("weights", build.weights is not None), ("fused=False", not fused)):
+        if asked:
+            raise ValueError(f"decoder: devices: got {count} together with {name}, which takes a single device.")
 
 
 def _sizes(model: Any, reader: Reader, build: Build, kept: list[int], tables: int) -> StageBytes:
@@ -58,7 +62,7 @@ class StagedForm(NamedTuple):
     make: Callable[[Any, Build, Sequence[LayerStage]], Body]
 
 
-def _fused_reader(model: Any, build: Build, count: int) -> Reader:
+def fused_reader(model: Any, build: Build, count: int) -> Reader:
     reader = examine(model, build.max_length, spread=True)
     if isinstance(reader, str):
         raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
@@ -98,6 +102,6 @@ def _compressed_kept(reader: Any, build: Build) -> tuple[list[int], int]:
 
 
 FORMS = {
-    "fused": StagedForm(_fused_reader, _fused_kept, _fused_body),
+    "fused": StagedForm(fused_reader, _fused_kept, _fused_body),
     "compressed": StagedForm(_compressed_reader, _compressed_kept, CompressedBody),
 }

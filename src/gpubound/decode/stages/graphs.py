@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ...graph.runner import GraphRunner
 from ...kernels.sampling import Into
 from ..steps import LaunchWay, Slots, StepGraphs, choose
 from .plan import lanes
@@ -116,12 +115,11 @@ class RowLane:
 
 
 class StageGraphs(StepGraphs):
-    """The captured parts of every lane, made when first wanted; those of one device share a pool of memory."""
+    """The captured parts of every lane, made when first wanted."""
 
     def clear(self) -> None:
         super().clear()
         self._lanes: dict[tuple[range, LaunchWay], RowLane] = {}
-        self._pools: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
         return sum(len(lane.parts) for lane in self._lanes.values())
@@ -157,8 +155,3 @@ class StageGraphs(StepGraphs):
         for number, (part, runner, call) in enumerate(zip(lane.parts, runners, eager)):
             runner.record(f"decode rows {lane.rows.start} to {lane.rows.stop - 1}, part {number}", call, [], set())
             part.run = runner.replay
-
-    def _runner_on(self, device: torch.device) -> GraphRunner:
-        runner = GraphRunner(device, self._pools.get(device))
-        self._pools[device] = runner.pool
-        return runner

@@ -4,8 +4,8 @@ Devices are GPUs that reach each other's memory. To try a plan on a machine with
 stages run one after the other in one memory.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -22,8 +22,17 @@ from .plan import DeviceRoom, LayerStage, StageBytes, described
 SPARE = 1 << 30  # on a GPU, for what a prompt of 2,048 tokens passes through, graphs, and libraries
 
 
-def devices_of(given: Any) -> list[torch.device]:
+SPLITS = {
+    "layers": ("stages hand rows over by such copies", lambda devices: pairwise([*devices, devices[0]])),
+    "tensors": ("every layer is summed there", lambda devices: combinations(devices, 2)),
+}
+"""how devices may share a model: why they reach each other's memory, and which pairs do"""
+
+
+def devices_of(given: Any, split: str = "layers") -> list[torch.device]:
     """What `decoder` was given as devices, checked."""
+    if split not in SPLITS:
+        raise ValueError(f"decoder: split: got {split!r}, wanted {' or '.join(map(repr, SPLITS))}.")
     if isinstance(given, (str, torch.device)) or not isinstance(given, Iterable):
         raise ValueError(f"decoder: devices: got {given!r}, wanted a list of devices, such as ['cuda:0', 'cuda:1'].")
     found = [resolve(one) for one in given]
@@ -33,11 +42,11 @@ def devices_of(given: Any) -> list[torch.device]:
         kinds = " and ".join(dict.fromkeys(str(device) for device in found))
         raise ValueError(f"decoder: devices: got {kinds}, wanted devices of one kind: all GPUs, or a CPU to try a plan.")
     if found[0].type == "cuda":
-        _check_gpus(found)
+        _check_gpus(found, *SPLITS[split])
     return found
 
 
-def _check_gpus(devices: list[torch.device]) -> None:
+def _check_gpus(devices: list[torch.device], why: str, pairs: Callable) -> None:
     for number, device in enumerate(devices):
         if device in devices[:number]:
             raise ValueError(f"decoder: devices: got {device} twice, wanted different GPUs; name each once.")
@@ -46,11 +55,11 @@ def _check_gpus(devices: list[torch.device]) -> None:
     if other is not None:
         names = (f"{device} has compute capability {'.'.join(map(str, kinds[device]))}" for device in (devices[0], other))
         raise ValueError(f"decoder: devices: {' and '.join(names)}, wanted GPUs of one kind.")
-    for here, there in pairwise([*devices, devices[0]]):
+    for here, there in pairs(devices):
         for one, another in ((here, there), (there, here)):
             if not torch.cuda.can_device_access_peer(one, another):
                 raise DeviceError(
-                    f"decoder: devices: {one} may not reach the memory of {another}, and stages hand rows over by such copies. "
+                    f"decoder: devices: {one} may not reach the memory of {another}, and {why}. "
                     "What to do: name GPUs that `nvidia-smi topo -p2p r` shows as OK for each other, or leave devices out."
                 )
 
@@ -58,12 +67,18 @@ def _check_gpus(devices: list[torch.device]) -> None:
 def rooms_of(model: nn.Module, devices: Sequence[torch.device]) -> list[DeviceRoom]:
     """Each device with what is free there, and what the model itself takes of it already."""
     if devices[0].type == "cpu":
-        whole = host_bytes()
         there = sum(tensor.nbytes for tensor in _tensors(model))
-        share = 2**62 if whole is None else (whole + there) // len(devices)
-        return [DeviceRoom(device, share) for device in devices]
+        return [DeviceRoom(device, free + there // len(devices)) for device, free in zip(devices, rooms_beside(devices))]
     mine = {device: sum(t.nbytes for t in _tensors(model) if t.device == device) for device in devices}
-    return [DeviceRoom(device, usable_bytes(device) + mine[device] - SPARE) for device in devices]
+    return [DeviceRoom(device, free + mine[device]) for device, free in zip(devices, rooms_beside(devices))]
+
+
+def rooms_beside(devices: Sequence[torch.device]) -> list[int]:
+    """What is free on each, beside what lies there."""
+    if devices[0].type == "cpu":
+        whole = host_bytes()
+        return [2**62 if whole is None else whole // len(devices)] * len(devices)
+    return [usable_bytes(device) - SPARE for device in devices]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

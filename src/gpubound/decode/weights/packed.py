@@ -4,10 +4,8 @@ A step reads the packed weights alone (kernels/packed.py says how they lie). Pro
 tensor cores: a layer's weights are unpacked to a scratch that all layers share, and multiplied there. The embedding, norms and
 biases are not packed.
 
-The copies are of the weights as they were. A weight that is changed in place raises its version counter: `changed` names it at
-the next request, and all of them are packed again, a layer at a time. Two ways to change a weight count as no version: writing
-through `.data`, and the replay of a graph that holds an optimizer's step. After those, call `rebind`, or tell torch by
-`torch.autograd.graph.increment_version(parameters)`.
+The copies are of the weights as they were. `changed` names one that has changed since (versions.py) at the next request, and
+all of them are packed again, a layer at a time.
 """
 
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from ...models.decoding import Linear
 from ...trace import notice
 from ..adapters import AddedProduct
 from .own import NO_MAXIMA, Maxima
+from .versions import WeightVersions
 
 
 class PackedWeights:
@@ -44,13 +43,13 @@ class PackedWeights:
         self.kept = False
         self.unpacked = 0  # weights, by calls; the replays of a graph are not seen
         self.dtype = torch.float32
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self._versions: WeightVersions | None = None
         self._scratch: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, model: nn.Module, kept: bool) -> None:
         """The weights of `model` are taken from here on; `kept`: their rounded numbers stay in full, for a CPU's own step."""
-        again, self.kept = bool(self._versions), kept
-        self._versions = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+        again, self.kept = self._versions is not None, kept
+        self._versions = WeightVersions(model)
         self.dtype = next(model.parameters()).dtype
         if again:
             notice(f"decoder: the weights have changed since they were rounded to {self.kind}: rounded again")
@@ -60,7 +59,7 @@ class PackedWeights:
             )
 
     def changed(self) -> str | None:
-        return next((name for name, weight, version in self._versions if weight._version != version), None)
+        return None if self._versions is None else self._versions.changed()
 
     def stacked(self, *layers: Linear) -> "PackedProduct":
         return PackedProduct(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)

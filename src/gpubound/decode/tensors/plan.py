@@ -1,0 +1,56 @@
+"""Which slice of each weight goes to which device. A pure function of sizes, so that it can be tried for devices not here.
+
+Heads of attention and columns of the MLP are dealt out evenly, so that each device finishes its part of a sum when the others
+do. The vocabulary is dealt out in the stretches of which a step finds the greatest logit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...models.decoding import DenseWeights, LayerWeights, Shape
+from ..stages.plan import lanes
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """What one device has of every layer, and of the head."""
+
+    device: torch.device
+    number: int
+    count: int  # of slices
+    words: range
+
+    def of(self, size: int) -> slice:
+        """Its stretch of so many heads, or columns."""
+        each = size // self.count
+        return slice(self.number * each, (self.number + 1) * each)
+
+
+def plan_slices(shape: Shape, layers: Sequence[LayerWeights], devices: Sequence[torch.device], stretch: int) -> list[SlicePlan]:
+    """A slice for each device; a ValueError where the model does not divide. stretch: words that stay together."""
+    count = len(devices)
+    if why := _indivisible(shape, layers, count, stretch):
+        raise ValueError(
+            f"decoder: split: got 'tensors' over {count} devices, and {why}; name another number of devices, or pass "
+            "split='layers'."
+        )
+    stretches = lanes(-(-shape.vocab // stretch), count)
+    words = [range(part.start * stretch, min(part.stop * stretch, shape.vocab)) for part in stretches]
+    return [SlicePlan(device, number, count, words[number]) for number, device in enumerate(devices)]
+
+
+def _indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int, stretch: int) -> str | None:
+    if shape.kv_heads % count:
+        return f"its {shape.kv_heads} key and value heads do not divide by {count}"
+    if shape.vocab <= stretch * (count - 1):
+        return f"its {shape.vocab} words are fewer than {stretch} a device"
+    for number, (attention, mlp) in enumerate(layers):
+        if type(mlp) is not DenseWeights:
+            return f"layer {number} is a mixture of experts, of which none is sliced"
+        if any(norm is not None and len(norm.weight) != shape.head_dim for norm in (attention.q_norm, attention.k_norm)):
+            return f"layer {number} norms all heads of a row together, which lie on different devices"
+        if len(mlp.gate.weight) % count:
+            return f"layer {number} has {len(mlp.gate.weight)} columns in its MLP, which do not divide by {count}"
+    return None

@@ -1,0 +1,145 @@
+"""A model whose layers are sliced over devices, beside the model itself and a decoder on one. The CPU stands for each."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.steps import LaunchWay
+from gpubound.decode.tensors import peers
+from gpubound.kernels.mail import Mail
+
+from .. import cases
+
+KINDS = {"Llama": 2, "Qwen3": 2, "Gemma2": 2, "Phi3": 2, "own": 2, "Llama of four": 4}
+
+
+def sliced(kind: str = "Llama", devices: int = 2, **options) -> gb.FastDecoder:
+    return gb.decoder(model(kind), 4, cases.ROOM, devices=["cpu"] * devices, split="tensors", **options)
+
+
+def model(kind: str) -> torch.nn.Module:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if kind.endswith("four") else {}
+    return cases.build(kind.partition(" of")[0], **heads)
+
+
+@pytest.mark.parametrize("kind, devices", KINDS.items())
+def test_tokens_and_logits_are_those_of_the_model(kind, devices):
+    """Rows of different lengths; the certificate has compared logits with fp32."""
+    fast = sliced(kind, devices)
+    assert fast.path == "" and fast.certificate.logits_error < 1e-5
+    given = cases.prompts(1, 19, 6)
+    found = fast.generate(given, max_new_tokens=12).tokens
+    assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_step_gives_the_logits_of_one_device(rows):
+    """To 1e-5, and the stream is the same on both devices, to the bit."""
+    whole = cases.build("Llama")
+    fast = gb.decoder(whole, rows, cases.ROOM, devices=["cpu", "cpu"], split="tensors", verify=False).body
+    one = gb.decoder(whole, rows, cases.ROOM, verify=False).body
+    token, position = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    for _ in range(3):
+        for body in (fast, one):
+            body.begin(token)
+        torch.testing.assert_close(fast.step(token, position), one.step(token, position), rtol=0, atol=1e-5)
+        assert torch.equal(*(part.x for part in fast.slices)) and fast.x.abs().sum() > 0
+        assert torch.equal(fast.arg.gather(1, fast.best.argmax(1, keepdim=True))[:, 0], fast.logits.argmax(1).int())
+        token, position = fast.logits.argmax(1).int(), position + 1
+
+
+def test_settings_stops_and_figures():
+    """Drawn tokens, penalties and log-probabilities are those of a decoder on one device; the cache's forms too."""
+    kept = {"cache": "int8", "pages": 12, "verify": False}
+    fast, plain = sliced(**kept), gb.decoder(model("Llama"), 4, cases.ROOM, **kept)
+    given = cases.prompts(3, 8, 1)
+    how = {"max_new_tokens": 21, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
+    found, want = (one.generate(given, **how) for one in (fast, plain))
+    assert found.tokens == want.tokens
+    for mine, theirs in zip(found.sequences, want.sequences):
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+    assert fast.score(given[1])[0] == pytest.approx(plain.score(given[1])[0], abs=1e-4)
+    assert fast.accuracy(given[1]).kind == "int8 cache"
+
+
+@pytest.mark.parametrize("way", [LaunchWay(), LaunchWay(greedy=False, logprobs=True)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
+    """What graphs record, a thread for each device in place of a GPU: each runs ahead until it needs what another sends."""
+    come = Mail.words
+
+    def waited(mail: Mail, rows: int) -> torch.Tensor:
+        until = time.monotonic() + 60
+        while ((mail.box[:, :rows] >> 32).int() != mail.stamp()).any():
+            assert time.monotonic() < until, "nobody sends what this device waits for"
+            time.sleep(1e-5)
+        return come(mail, rows)
+
+    fast = sliced("Llama of four", devices, verify=False)
+    want = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1).tokens
+    monkeypatch.setattr(Mail, "words", waited)
+
+    def at_once(rows: int, steps: int, way: LaunchWay) -> None:
+        failed: list[BaseException] = []
+
+        def run(number: int) -> None:
+            try:
+                with torch.no_grad():
+                    fast.graphs._run_on(number, rows, steps, way)
+            except BaseException as error:
+                failed.append(error)
+
+        with peers.together(fast.body.peers):
+            threads = [threading.Thread(target=run, args=(number,)) for number in range(devices)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not failed, failed
+
+    monkeypatch.setattr(fast.graphs, "launch", at_once)
+    found = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1)
+    assert found.tokens == want
+
+
+def test_weights_that_change_and_weights_that_move(said):
+    """The slices are copies: they are taken again, into the same memory."""
+    fast = sliced(verify="quick")
+    kept = [t.data_ptr() for one in fast.body.models for t in one._copies]
+    before = cases.of_decoder(fast, 12)
+    with torch.no_grad():
+        for parameter in fast.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    changed = cases.of_decoder(fast, 12)
+    assert changed == cases.likeliest(fast.model, cases.PROMPT, changed) and changed != before
+    assert "the weights have changed since their slices were copied: copied again" in said()
+    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
+    moved = cases.of_decoder(fast, 12)
+    assert moved == cases.likeliest(fast.model, cases.PROMPT, moved) and moved != changed
+    assert [t.data_ptr() for one in fast.body.models for t in one._copies] == kept
+
+
+def test_a_weight_that_is_no_number_is_named():
+    fast = sliced(verify=False)
+    with torch.no_grad():
+        fast.model.model.layers[1].mlp.up_proj.weight[-1, 3] = float("nan")
+    with pytest.raises(gb.GenerateError, match=r"first seen in model\.layers\.1\.mlp"):
+        fast.generate(cases.PROMPT, max_new_tokens=3)
+
+
+def test_words_that_do_not_come_fail_the_certificate(monkeypatch):
+    """A sum without the other device's part is NaN, and no token comes of it."""
+    monkeypatch.setattr(peers, "send_words", lambda y, mail, column=0: None)
+    with pytest.raises(gb.GenerateError, match=r"greedy tokens of a graph of . steps are not those of single launches"):
+        sliced(verify="quick")
+
+
+def test_the_plan_is_printed_and_stands_in_the_table(said):
+    fast = sliced(verify=False)
+    lines = [line for line in said().splitlines() if "slice" in line]
+    assert [line.partition(" on ")[0] for line in lines] == [f"gpubound: decoder: slice {number}" for number in range(2)]
+    assert "heads 2 to 3 of each layer, words 48 to 88: 33.5 kB of weights, 49.2 kB of keys and values" in lines[1]
+    assert ("slice 1", "cpu", lines[1].partition("): ")[2].partition(";")[0]) in fast.body.report()

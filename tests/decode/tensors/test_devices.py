@@ -1,0 +1,55 @@
+"""Two devices that refuse each other's tensors, the pretend one and the CPU: all that a slice works on lies on its own."""
+
+import pytest
+import torch
+
+from gpubound.decode import bind
+from gpubound.decode.contract import Build
+from gpubound.decode.engine import FastDecoder
+from gpubound.decode.steps import LaunchWay, Slots, Stepper
+from gpubound.decode.tensors import peers
+from gpubound.decode.tensors.body import SlicedBody
+from gpubound.decode.tensors.plan import plan_slices
+from gpubound.watch import no_stall, watch
+from gpubound.watch.pretend import simgpu
+
+from .. import cases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sim(monkeypatch) -> torch.device:
+    """Its weights are no plain nn.Parameters, which the fused kernels would refuse, and its memory has no addresses."""
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
+    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
+    monkeypatch.setattr(peers, "addresses_of", lambda boxes, device: None)
+    return simgpu()
+
+
+def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = True) -> FastDecoder:
+    live = bind.bind(model, cases.ROOM)
+    body = SlicedBody(live, Build(rows, cases.ROOM), plan_slices(live.shape, live.layers, devices, 16))
+    return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
+
+
+def test_each_slice_works_on_its_own_device(sim):
+    """Prompts, steps, the certificate, the judge, scores. The model stays where it is."""
+    model = cases.build("Llama", num_hidden_layers=1)
+    fast = decoder(model, [sim, CPU])
+    assert {p.device for p in model.parameters()} == {CPU} and fast.certificate.logits_error < 1e-5
+    given = cases.prompts(7, 2)
+    found = fast.generate(given, max_new_tokens=2).tokens
+    assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+    assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))
+
+
+def test_a_launch_waits_for_nothing(sim):
+    """One pretend device for both slices, for what goes to the CPU is waited for."""
+    fast = decoder(cases.build("Llama", num_hidden_layers=1).to(sim), [sim, sim], verify=False)
+    fast.generate(cases.prompts(2, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
+    with no_stall(), torch.no_grad(), watch() as ledger:
+        for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+            fast.graphs.launch(3, 2, way)
+    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
