@@ -2,12 +2,17 @@
 
 Weak scaling: each GPU has as many rows as the single one, and the line says tokens a second for each GPU. A contender is a
 team of processes (workers.py: Team), one for each GPU; two of them are alive at a time and step in turn.
+
+Of an 8b model one team alone fits: an H200 has 150 GB, and a rank of two holds 64 GB of weights, gradient and moments in fp32,
+whoever trains. Such teams are measured one after the other. Each has as many rows a step, in the largest micro-batches that
+fit.
 """
 
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +27,7 @@ from . import results
 from .bench_train import SAME_LOSS, Case, Goal, peers_here
 from .harness import Bench, chosen
 from .ranks_worker import CONTENDERS
+from .serving import Job
 from .workers import Team, Worker, started, take_turns
 
 ONE = "one GPU"
@@ -35,13 +41,35 @@ class RankCase(Case):
     alone: Goal = (0.965, 0.985)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LargeCase(Case):
+    """`rows`: the micro-batches that a contender tries, largest first. `wanted`: tokens a second for each GPU."""
+
+    rows: Mapping[str, tuple[int, ...]]
+    wanted: float
+
+    def jobs(self, who: str, device: str) -> Iterator[Job]:
+        job = self.job(who, device)
+        for micro in self.rows[who]:
+            yield replace(job, micro=micro, accumulate=self.micro * self.accumulate // micro)
+
+
 UNJUDGED: Goal = (None, None)
 CASES = {
     "350m": RankCase("350m", 1024, 16, 1, {"ddp-liger": UNJUDGED, "ddp-compile": UNJUDGED}, ours="ours-ddp"),
     "350m-x8": RankCase("350m", 1024, 16, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp"),
     "1b": RankCase("1b", 2048, 4, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp", recompute="none"),
+    "8b": LargeCase(
+        "8b", 4096, 4, 1, {"fsdp-compile": UNJUDGED, "fsdp-liger": UNJUDGED}, ours="ours-fsdp",
+        rows={"ours-fsdp": (4, 2, 1), "fsdp-compile": (2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
+    ),
+}  # fmt: skip
+TINY = {
+    "tiny": RankCase("tiny", 32, 2, 1, {"ddp": UNJUDGED}, ours="ours-ddp"),
+    "tiny-large": LargeCase(
+        "tiny", 32, 2, 1, {"fsdp": UNJUDGED}, ours="ours-fsdp", rows={"ours-fsdp": (2,), "fsdp": (1,)}, wanted=1
+    ),
 }
-TINY = {"tiny": RankCase("tiny", 32, 2, 1, {"ddp": UNJUDGED}, ours="ours-ddp")}
 
 
 @dataclass(frozen=True)
@@ -52,7 +80,7 @@ class RanksBench:
     """
 
     only: str = "350m,350m-x8,1b"
-    """Cases, by comma: 350m, 350m-x8 (eight micro-batches a step) and 1b."""
+    """Cases, by comma: 350m, 350m-x8 (eight micro-batches a step), 1b, and 8b, which wants GPUs of 140 GB."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     gpus: int = 2
@@ -76,7 +104,9 @@ def main(argv: Sequence[str]) -> int:
     bench = Bench.of(options, "ranks", device, argv)
     for name in names:
         with tempfile.TemporaryDirectory() as kernels:
-            measure_case(bench, name, known[name], options.gpus, 3 if options.dry else options.rounds, peers, kernels)
+            case, rounds = known[name], 3 if options.dry else options.rounds
+            measured = measure_large if isinstance(case, LargeCase) else measure_case
+            measured(bench, name, case, options.gpus, rounds, peers, kernels)
     return bench.finish()
 
 
@@ -87,8 +117,7 @@ def measure_case(bench: Bench, name: str, case: RankCase, world: int, rounds: in
         return
     with mine:
         said = f"{name} on {world}"
-        if "syncs" in mine.facts:
-            bench.figure(f"{said} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+        tell_syncs(bench, said, mine)
         if (one := started(bench, name, Each, job(case.ours))) is not None:
             with one:
                 beside(bench, said, case, mine, ONE, one, case.alone, rounds)
@@ -102,9 +131,7 @@ def beside(
     bench: Bench, said: str, case: RankCase, mine: Team, peer: str, theirs: Worker | Team, goal: Goal, rounds: int
 ) -> None:
     """Tokens a second for each GPU, and peak memory of each, beside a peer that starts from the same loss."""
-    a, b = mine.facts["loss"], theirs.facts["loss"]
-    if not abs(a - b) <= SAME_LOSS * abs(b):
-        bench.wrong.append(f"{said}: the first loss of ours is {a:.4f}, of {peer} {b:.4f}; not timed")
+    if not begin_alike(bench, said, mine.facts["loss"], peer, theirs.facts["loss"]):
         return
     found = measure.compare_samples(take_turns({"ours": mine, peer: theirs}, rounds), clock="perf_counter, drained")
     gate, moonshot = goal
@@ -112,6 +139,59 @@ def beside(
     bench.keep(said, found, unit="tok/s", amount=case.tokens, gates=gates, moonshots=moonshots)
     if "peak_gib" in theirs.facts:
         bench.figure(f"{said} peak memory", "GiB", mine.facts["peak_gib"], {peer: theirs.facts["peak_gib"]}, {})
+
+
+def begin_alike(bench: Bench, said: str, ours: float, peer: str, theirs: float) -> bool:
+    """Whether the first losses are the same; what begins otherwise is told, and not compared."""
+    if alike := abs(ours - theirs) <= SAME_LOSS * abs(theirs):
+        return alike
+    bench.wrong.append(f"{said}: the first loss of ours is {ours:.4f}, of {peer} {theirs:.4f}; not compared")
+    return False
+
+
+def tell_syncs(bench: Bench, said: str, mine: Team) -> None:
+    if "syncs" in mine.facts:
+        bench.figure(f"{said} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+
+
+def measure_large(bench: Bench, name: str, case: LargeCase, world: int, rounds: int, peers: list[str], kernels: str) -> None:
+    """One team after the other, ours first. Each begins anew, so a machine that slows down shows as a slower peer."""
+    said, seconds, facts = f"{name} on {world}", dict[str, list[float]](), dict[str, dict]()
+    for who in (case.ours, *(peer for peer, _ in peers_here(bench, name, case, peers))):
+        if (team := fitting(bench, said, case, who, world, kernels)) is None:
+            continue
+        with team:
+            seconds[who], facts[who] = take_turns({who: team}, rounds)[who], team.facts
+            if who == case.ours:
+                tell_syncs(bench, said, team)
+    if case.ours not in seconds:
+        return
+    mine = facts[case.ours]
+    theirs = {who: f for who, f in facts.items() if who != case.ours and begin_alike(bench, said, mine["loss"], who, f["loss"])}
+    if theirs:
+        found = measure.compare_samples(
+            {"ours": seconds[case.ours]} | {who: seconds[who] for who in theirs}, clock="perf_counter, drained, in turn"
+        )
+        bench.keep(said, found, unit="tok/s", amount=case.tokens)
+        if "peak_gib" in mine:
+            peaks = {who: f["peak_gib"] for who, f in theirs.items()}
+            bench.figure(f"{said} peak memory", "GiB", mine["peak_gib"], peaks, {})
+    speed = case.tokens / statistics.median(seconds[case.ours])
+    bench.figure(f"{said} speed", "tok/s", speed, {"wanted": case.wanted}, {"wanted": 1.0})
+
+
+def fitting(bench: Bench, said: str, case: LargeCase, who: str, world: int, kernels: str) -> Team | None:
+    """The contender with the largest micro-batch that it can take a step with, which is told; None where there is none."""
+    for job in case.jobs(who, bench.device.type):
+        try:
+            team = Team(job, world, "benchmarks.ranks_worker", kernels)
+        except MeasureError as error:
+            print(f"{said}: {job.accumulate} micro-batches of {job.micro}: {error}", flush=True)
+            continue
+        print(f"{said}: {who}: {job.accumulate} micro-batches of {job.micro} rows a step, of {job.seq} tokens", flush=True)
+        return team
+    bench.unmeasured.append(f"{said}: {who}: no size of micro-batch ran to the end of its steps; the reasons are above")
+    return None
 
 
 if __name__ == "__main__":

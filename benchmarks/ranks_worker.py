@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gpubound.parallel import Ranks, join
+from gpubound.parallel.sharded import shard
+from gpubound.train.recompute import blocks_of
 
 from . import train_worker
 from .serving import Contender, Job, Step, job_given, serve
@@ -25,8 +27,21 @@ def ours(job: Job, ranks: Ranks) -> Contender:
     return train_worker.ours(job, ranks=ranks)
 
 
+def ours_in_shards(job: Job, ranks: Ranks) -> Contender:
+    """The same step where each rank holds its rows of every weight, in fp32."""
+
+    def dealt(model: nn.Module) -> nn.Module:
+        shard(model, blocks_of(model), ranks)
+        return model
+
+    return train_worker.ours(job, attach=dealt, ranks=ranks, overlap=False)
+
+
 def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> Contender:
-    """The usual loop around a wrapped model: batches resident, gradients sent with the last micro-batch, fused AdamW."""
+    """The usual loop around a wrapped model: batches resident, fused AdamW.
+
+    DDP sends gradients with the last micro-batch, FSDP with each: whole fp32 sums that wait for the last would not fit.
+    """
     model, batches = llama(job, dtype), token_batches(job, ranks)
     parameters = sum(p.numel() for p in model.parameters())
 
@@ -36,11 +51,8 @@ def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype:
 
         def step() -> Tensor:
             for i in range(job.accumulate):
-                last = i == job.accumulate - 1
-                if hasattr(wrapped, "require_backward_grad_sync"):
-                    wrapped.require_backward_grad_sync = last  # DDP's no_sync, without its two contexts
-                else:
-                    wrapped.set_requires_gradient_sync(last)
+                if isinstance(wrapped, DistributedDataParallel):
+                    wrapped.require_backward_grad_sync = i == job.accumulate - 1  # no_sync, without its two contexts
                 loss = wrapped(**batches[i % BATCHES]).loss
                 (loss / job.accumulate).backward()
             nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
@@ -68,12 +80,14 @@ def ddp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> 
 
 
 def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> Contender:
-    """fp32 shards, bf16 products, fp32 sums of gradients: a block at a time, and compiled a block at a time."""
+    """fp32 shards, bf16 products, fp32 sums of gradients: a block at a time. Compiled are each block, and the loss."""
     if liger:
         use_liger()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def wrap(model: nn.Module) -> nn.Module:
+        if compiled:
+            model.loss_function = torch.compile(model.loss_function)
         for block in model.model.layers:  # type: ignore[union-attr]
             if compiled:
                 block.compile()
@@ -85,9 +99,11 @@ def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) ->
 
 CONTENDERS: dict[str, Contends] = {
     "ours-ddp": ours,
+    "ours-fsdp": ours_in_shards,
     "ddp": ddp,
     "ddp-compile": partial(ddp, compiled=True),
     "ddp-liger": partial(ddp, liger=True),
+    "fsdp": fsdp,
     "fsdp-compile": partial(fsdp, compiled=True),
     "fsdp-liger": partial(fsdp, liger=True),
 }

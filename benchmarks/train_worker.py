@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,12 @@ def ours(
     attach: Attach = as_it_is,
     more: dict[str, Tensor] | None = None,
     ranks: Ranks = ALONE,
+    **given: Any,
 ) -> Contender:
-    """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens."""
+    """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens.
+
+    `given`: options of TrainStep, before those that follow from the job.
+    """
     model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job, ranks)
     batches = [batch | (more or {}) for batch in batches]
     steps: list[TrainStep] = []
@@ -70,7 +75,7 @@ def ours(
             "overlap": job.micro * job.seq < FEW_TOKENS,
             "ranks": ranks,
         }
-        step = TrainStep(trained, "causal_lm", config, **options)
+        step = TrainStep(trained, "causal_lm", config, **options | given)
         steps.append(step)
         window = [batches[i % BATCHES] for i in range(job.accumulate)]
         return lambda: step(window).loss

@@ -26,18 +26,31 @@ def test_every_contender_of_a_case_is_there():
         assert {case.ours, *case.peers} <= CONTENDERS.keys()
 
 
-def steps(who: str):
+def test_contenders_of_a_large_case_have_as_many_rows_a_step_whatever_fits():
+    case = CASES["8b"]
+    for who in (case.ours, *case.peers):
+        jobs = list(case.jobs(who, "cuda"))
+        assert jobs and {job.micro * job.accumulate * job.seq for job in jobs} == {case.tokens}
+        assert [job.micro for job in jobs] == sorted((job.micro for job in jobs), reverse=True)
+
+
+def steps(*contenders: str):
     os.environ.pop("TRITON_INTERPRET", None)  # as in a worker: the definitions run
-    job = TINY["tiny"].job(who, "cpu")
     with join("cpu") as ranks:
-        step, facts = introduce(job, CONTENDERS[who](job, ranks))
-        return [facts["loss"], *(step().item() for _ in range(6))]
+        return {who: losses(TINY["tiny"].job(who, "cpu"), ranks) for who in contenders}
+
+
+def losses(job, ranks):
+    step, facts = introduce(job, CONTENDERS[job.who](job, ranks))
+    return [facts["loss"], *(step().item() for _ in range(6))]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ours_and_torchs_own_begin_alike_and_learn():
     """Ours says the mean over all ranks, DDP that of its own rows: so theirs is averaged here."""
-    ours, (a, b) = on_ranks(2, steps, "ours-ddp"), on_ranks(2, steps, "ddp")
-    assert ours[0] == ours[1] and ours[0][0] == pytest.approx((a[0] + b[0]) / 2, rel=1e-3)
-    for losses in (ours[0], a, b):
-        assert losses[-1] < losses[0]
+    one, other = on_ranks(2, steps, "ours-ddp", "ours-fsdp", "ddp")
+    ours, (a, b) = one["ours-ddp"], (one["ddp"], other["ddp"])
+    assert ours == other["ours-ddp"] and ours[0] == pytest.approx((a[0] + b[0]) / 2, rel=1e-3)
+    assert one["ours-fsdp"] == other["ours-fsdp"] == pytest.approx(ours, rel=1e-3)
+    for learnt in (ours, a, b):
+        assert learnt[-1] < learnt[0]
