@@ -222,25 +222,21 @@ assert step([torch.ones(4, 2)]) is not None and step(iter(())) is None
 
 
 def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatch):
-    """Its first call rehearses and certifies the graph; then replays, for which a stand-in speaks, call nothing that is heard."""
+    """Its first call rehearses and certifies the graph; then come replays, for which a stand-in calls nothing that is heard."""
     (tmp_path / "trained.py").write_text(TRAINED)
-    heard, original = [], WindowGraphs.run
+    heard, ended, original = [], [], WindowGraphs.run
 
     def counted(name: str, call):
         return lambda *args, **kwargs: (heard.append(name), call(*args, **kwargs))[1]
 
     def captured(graphs: WindowGraphs, window: list) -> torch.Tensor:
-        if len(recorder.ends):
-            return torch.arange(7.0) + len(recorder.ends)
-        return original(graphs, window)
+        return torch.arange(7.0) + len(recorder.ends) if recorder.ends else original(graphs, window)
 
     monkeypatch.setattr(torch.autograd, "backward", counted("backward", torch.autograd.backward))
     monkeypatch.setattr(torch.optim.Adam, "step", counted("step", torch.optim.Adam.step))
     monkeypatch.setattr(WindowGraphs, "run", captured)
-    for steps in (0, 4):
-        recorder = Recorder(steps, enough=lambda: ended.append(len(recorder.losses)))
-        ended: list[int] = []
-        run(SeededJob(str(tmp_path / "trained.py"), [], {}, "", steps=steps), recorder)
-        assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-        assert min(heard.count("backward"), heard.count("step")) > 2
+    recorder = Recorder(4, enough=lambda: ended.append(len(recorder.losses)))
+    run(SeededJob(str(tmp_path / "trained.py"), [], {}, "", steps=4), recorder)
+    assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert ended == [4]  # a run that ends with its last step has that step's loss
+    assert min(heard.count("backward"), heard.count("step")) > 2

@@ -113,7 +113,8 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
     wanted = sum(phase.steps for phase in steps)
     if phases.total == 0:
         raise MeasureError(
-            f"{name} ended without a step: neither Optimizer.step nor a gb.TrainStep was called; name what ends a step with --step-marker."
+            f"{name} ended without a step: neither Optimizer.step nor a gb.TrainStep was called; "
+            f"name what ends a step with --step-marker."
             if not plan.marker
             else f"{name} ended without a step: {plan.marker!r} was never reached; give another --step-marker."
         )
