@@ -1,163 +1,175 @@
 """How many planted stalls are found, on their lines and at their price, and how often something is found where nothing is.
 
-Every script runs in a process of its own. Its stall's true price is what a step takes with it, minus what it takes without.
+A stall's true price is what a step takes with it, minus what it takes without: both timed while nothing looks. Scripts share a
+few processes, which take turns on the GPU; each one's outcome is kept as soon as it is there, so that a run can be continued.
 """
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
-import torch
+import tyro
 
 from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
 
 from . import results
-from .doctor_corpus import by_doctor, by_ledger, by_others
-from .doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
-from .doctor_corpus.child import call
-from .doctor_corpus.hosts import HOSTS, MODELS
+from .doctor_corpus.cases import CALM, cases, fits, sample, write_calm, write_clean, write_planted
+from .doctor_corpus.crew import calls
+from .doctor_corpus.eyes import EYES, NOTHING, look
 from .doctor_corpus.kinds import PLANTS
 from .doctor_corpus.plant import Case, Script
-from .doctor_corpus.running import step_ms
-from .doctor_corpus.score import Found, Outcome, Score, Sight
+from .doctor_corpus.score import Outcome, Score, Sight, read_outcomes, write_outcomes
 from .harness import Bench, chosen
 from .tables import BUDGET
 
 # True of the model as it is: its kernels are shorter than their launches.
 EXPECTED = {"launch-bound": frozenset({"launch_bound"}), "gpu-bound": frozenset[str]()}
 RECALL, PRECISION, PRICE_ERROR, OVERHEAD = 95.0, 98.0, 15.0, 1.0  # the gates, in per cent
-LOOKING_S = 30.0  # the gate on one script, its own start included
-TIMED_STEPS, TIMED_WARMUP = 60, 20
-LOOKED_STEPS = {"doctor": 200}  # it stops by itself when it has seen enough
-
-Eye = Callable[[Path, Sequence[str]], Sight]
-
-
-def only_found(findings: Callable[[Path, Sequence[str]], list[Found]]) -> Eye:
-    """The eye of what says nothing but its findings."""
-    return lambda script, arguments: Sight(findings(script, arguments))
-
-
-EYES: dict[str, Eye] = {
-    "doctor": by_doctor.look,
-    "ledger": only_found(by_ledger.findings),
-    "torch-preflight": only_found(by_others.torch_preflight),
-    "torchfix": only_found(by_others.torchfix),
-    "sync_debug_mode": only_found(by_others.sync_debug_mode),
-}
+LOOKING_S = 30.0  # the gate on one script
 
 
 @dataclass(frozen=True)
 class Doctor:
     """Score what finds stalls on scripts with one planted stall each, on controls without any, and on decoys.
 
-    Example: gpubound bench doctor --sample --seconds 240
+    Example: gpubound bench doctor --only item,gpu-bound/plain,decoy
     """
 
     eye: str = "doctor"
     """What looks for stalls: doctor, ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
-    kinds: str = ""
-    """Kinds of stall, by comma; all when empty."""
-    hosts: str = ""
-    """Scripts that they are planted into, by comma; all when empty."""
-    models: str = ""
-    """launch-bound, gpu-bound or both, by comma."""
+    only: str = ""
+    """Scripts by their names or parts of them, by comma: item/plain/gpu-bound, gpu-bound/plain, control; all when empty. What
+    the last run found of the others is kept."""
+    from_: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Begin with this script, and keep what the last run found of those before it."""
     sample: bool = False
     """Each kind once, in one host and one model in turn, instead of in all of them."""
-    untimed: bool = False
-    """Do not time the scripts with their stalls and without: no prices, and every plant counts as a stall."""
+    processes: int = 4
+    """How many share the GPU. One at a time uses it, while others build a model or read a tape."""
     seconds: float = 3600.0
     """Begin no script after this long, and say how many were left out."""
     results: Path = results.FOLDER
-    """Folder that the lines are kept in."""
+    """Folder that the lines are kept in, and the outcome of each script in its folder corpus."""
     dry: bool = False
     """Tiny sizes on the pretend device: kinds and lines without prices, keeps nothing."""
+
+
+@dataclass
+class Job:
+    """One script to look at, and the same script without its stall."""
+
+    name: str
+    script: Script
+    model: str
+    clean: str = ""  # its text
+
+    def outcome(self, sight: Sight, clean_ms: float | None) -> Outcome:
+        true_ms = None if sight.alone_ms is None or clean_ms is None else sight.alone_ms - clean_ms
+        seen = {"said_step_ms": sight.step_ms, "seconds": sight.seconds}
+        return Outcome(self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], **seen)
+
+
+@dataclass
+class Jobs:
+    """What is to be looked at, in a folder. Scripts that are the same without their stalls are timed once."""
+
+    folder: Path
+    jobs: dict[str, Job] = field(default_factory=dict)
+    clean: dict[str, Path] = field(default_factory=dict)
+
+    def add_planted(self, case: Case) -> None:
+        folder = self.folder / str(len(self.jobs))
+        clean = write_clean(case, folder / "clean").path
+        text = "\0".join(file.read_text(encoding="utf-8") for file in sorted(clean.parent.iterdir()))
+        self.clean.setdefault(text, clean)
+        self.jobs[str(case)] = Job(str(case), write_planted(case, folder / "planted"), case.model, text)
+
+    def add_calm(self, what: str, name: str) -> None:
+        calm = CALM[what][name]
+        self.jobs[f"{what}/{name}"] = Job(f"{what}/{name}", write_calm(calm, self.folder / str(len(self.jobs))), calm.model)
+
+    def tasks(self, eye: str, dry: bool) -> dict[str, tuple]:
+        """Each script in the order of the corpus, the one without a stall before the first that is compared with it."""
+        tasks: dict[str, tuple] = {}
+        lock = self.folder / "lock"
+        for job in self.jobs.values():
+            if job.clean and not dry:
+                tasks.setdefault(job.clean, (lock, NOTHING, self.clean[job.clean], dry))
+            tasks[job.name] = (lock, eye, job.script.path, dry)
+        return tasks
 
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Doctor, argv, "bench doctor")
     device = resolve("cpu" if options.dry else "require")
-    (eye,) = chosen("--eye", options.eye, list(EYES))
-    wanted = asked(options)
+    (eye,) = chosen("--eye", options.eye, [name for name in EYES if name != NOTHING])
     bench = Bench.of(options, "doctor", device, argv)
+    names = asked(options)
+    kept = None if options.dry else options.results / "corpus" / f"{eye}-{results.file_of(bench.origin['gpu']).name}"
     score, began = Score(), perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [partial(planted, case, eye, options) for case in wanted]
-        jobs += [partial(calm, what, name, eye, options) for what, scripts in CALM.items() for name in scripts]
-        for done, job in enumerate(jobs):
-            if perf_counter() - began > options.seconds:
-                bench.unmeasured.append(f"{len(jobs) - done} of {len(jobs)} scripts: the {options.seconds:g} s were over")
-                break
-            try:
-                score.outcomes.append(outcome := job(Path(folder) / str(done)))
-            except MeasureError as error:
-                bench.unmeasured.append(str(error))
-                continue
+        jobs = written(names, Path(folder))
+        if kept is not None and (options.only or options.from_):
+            score.outcomes = [each for each in read_outcomes(kept) if each.name not in names]
+        for outcome in outcomes(jobs, eye, options, bench, began):
+            score.outcomes.append(outcome)
             print(said(outcome), flush=True)
+            if kept is not None:
+                write_outcomes(kept, score.outcomes)
     report(bench, score, eye, perf_counter() - began)
     return bench.finish()
 
 
-def asked(options: Doctor) -> list[Case]:
-    """The plants to run. On the pretend device ledger and doctor get only those that show there."""
-    kinds = chosen("--kinds", options.kinds, list(PLANTS))
-    hosts, models = chosen("--hosts", options.hosts, list(HOSTS)), chosen("--models", options.models, list(MODELS))
-    every = sample() if options.sample else cases(kinds, hosts, models)
-    shows = {kind for kind in kinds if PLANTS[kind].dry or not options.dry or options.eye not in ("doctor", "ledger")}
-    return [case for case in every if case.name in shows and case.host in hosts and case.model in models]
+def asked(options: Doctor) -> list[str]:
+    """The names of the scripts to look at. On the pretend device ledger and doctor get only plants that show there."""
+    shows = {kind for kind in PLANTS if PLANTS[kind].dry or not options.dry or options.eye not in ("doctor", "ledger")}
+    every = [str(case) for case in (sample() if options.sample else cases()) if case.name in shows]
+    every += [f"{what}/{name}" for what, scripts in CALM.items() for name in scripts]
+    words = [word for word in options.only.split(",") if word]
+    if unknown := [word for word in words if not any(fits(word, name) for name in every)]:
+        raise ValueError(f"--only: {unknown[0]!r} fits no script; wanted names or parts of them, such as item or decoy.")
+    if options.from_:
+        if options.from_ not in every:
+            raise ValueError(f"--from: got {options.from_!r}, wanted the name of a script, such as {every[0]}.")
+        every = every[every.index(options.from_) :]
+    return [name for name in every if not words or any(fits(word, name) for word in words)]
 
 
-def planted(case: Case, eye: str, options: Doctor, folder: Path) -> Outcome:
-    """Look at a script with a plant, and time it beside the same script without."""
-    script, clean = write_planted(case, folder / "planted"), write_clean(case, folder / "clean")
-    sight = looked(str(case), eye, script.path, options)
-    outcome = _outcome(str(case), script, sight, case.model)
-    if not options.untimed and not options.dry:
-        slow, fast = (timed(str(case), path) for path in (script.path, clean.path))
-        outcome.step_ms, outcome.true_ms = slow, slow - fast
-    return outcome
+def written(names: Iterable[str], folder: Path) -> Jobs:
+    jobs = Jobs(folder)
+    for name in names:
+        what, _, rest = name.partition("/")
+        if what in CALM:
+            jobs.add_calm(what, rest)
+        else:
+            jobs.add_planted(Case(what, *rest.split("/")))
+    return jobs
 
 
-def calm(what: str, name: str, eye: str, options: Doctor, folder: Path) -> Outcome:
-    script = write_calm(CALM[what][name], folder)
-    sight = looked(name, eye, script.path, options)
-    return _outcome(f"{what} {name}", script, sight, CALM[what][name].model)
-
-
-def _outcome(name: str, script: Script, sight: Sight, model: str) -> Outcome:
-    return Outcome(name, script, sight.found, expected=EXPECTED[model], said_step_ms=sight.step_ms, seconds=sight.seconds)
-
-
-def looked(name: str, eye: str, script: Path, options: Doctor) -> Sight:
-    try:
-        return call(look, eye, script, options.dry)
-    except MeasureError as error:
-        raise MeasureError(f"{name}: {eye}: {error}") from None
-
-
-def look(eye: str, script: Path, dry: bool) -> Sight:
-    """In a process of its own."""
-    if dry:
-        from gpubound.watch.pretend import simgpu
-
-        torch.set_num_threads(1)
-        simgpu()
-    began = perf_counter()
-    sight = EYES[eye](script, ["--size", "tiny", "--steps", "6"] if dry else ["--steps", str(LOOKED_STEPS.get(eye, 12))])
-    return replace(sight, seconds=perf_counter() - began)
-
-
-def timed(name: str, script: Path) -> float:
-    try:
-        return call(step_ms, script, [], TIMED_STEPS, TIMED_WARMUP)
-    except MeasureError as error:
-        raise MeasureError(f"{name}: timed: {error}") from None
+def outcomes(jobs: Jobs, eye: str, options: Doctor, bench: Bench, began: float) -> Iterator[Outcome]:
+    """Each script's, as soon as it and its clean one are done; what fails is said at the end."""
+    tasks = jobs.tasks(eye, options.dry)
+    clean_ms: dict[str, float | None] = {"": None}
+    sights: dict[str, Sight] = {}
+    over = began + options.seconds
+    for name, sight in calls(look, tasks, processes=1 if options.dry else options.processes, until=over):
+        job = jobs.jobs.get(name)
+        if isinstance(sight, MeasureError):
+            bench.unmeasured.append(f"{job.name if job else 'a script without its stall'}: {eye}: {sight}")
+        elif job is None:
+            clean_ms[name] = sight.alone_ms
+        else:
+            sights[name] = sight
+        for name in [name for name in sights if options.dry or jobs.jobs[name].clean in clean_ms]:
+            yield jobs.jobs[name].outcome(sights.pop(name), clean_ms.get(jobs.jobs[name].clean))
+    if perf_counter() > over:
+        bench.unmeasured.append(f"the {options.seconds:g} s were over: go on --from the first script that is not above")
 
 
 def said(outcome: Outcome) -> str:
@@ -170,6 +182,8 @@ def said(outcome: Outcome) -> str:
 
 
 def report(bench: Bench, score: Score, eye: str, seconds: float) -> None:
+    for line in score.by_kind():
+        print(line)
     for line in score.table():
         print(line, file=sys.stderr)
     figures = {

@@ -1,24 +1,27 @@
 """The corpus of planted stalls is what it says it is: every script runs, its truth is on the right lines, its score adds up."""
 
-import json
+import fcntl
 import math
+import operator
 import os
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import bench_doctor
-from benchmarks.doctor_corpus import by_doctor, by_others, child
+from benchmarks.doctor_corpus import by_doctor, by_others, crew
 from benchmarks.doctor_corpus.by_ledger import findings
-from benchmarks.doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
+from benchmarks.doctor_corpus.cases import CALM, cases, fits, sample, write_calm, write_clean, write_planted
+from benchmarks.doctor_corpus.eyes import DRY as DRY_STEPS
 from benchmarks.doctor_corpus.hosts import write
 from benchmarks.doctor_corpus.kinds import PLANTS
 from benchmarks.doctor_corpus.plant import HERE, Case, Script
-from benchmarks.doctor_corpus.running import run, step_ms
-from benchmarks.doctor_corpus.score import Found, Outcome, Score, Sight
+from benchmarks.doctor_corpus.running import FIRST, Alone, run, timed
+from benchmarks.doctor_corpus.score import Found, Outcome, Score, Sight, read_outcomes, write_outcomes
 from gpubound.errors import MeasureError
 from gpubound.watch.pretend import simgpu
 
@@ -61,9 +64,11 @@ def test_every_blamed_line_is_a_planted_one(tmp_path):
 
 
 @pytest.mark.parametrize("case", DRY, ids=str)
-def test_the_ledger_names_the_line_and_nothing_without_the_plant(case, sim, tmp_path):
+def test_ledger_and_doctor_name_the_line_and_the_ledger_nothing_without_the_plant(case, sim, tmp_path):
     outcome = Outcome(str(case), script := write_planted(case, tmp_path / "planted"), findings(script.path, TINY))
     assert outcome.located, outcome.found
+    sight = by_doctor.look(script.path, DRY_STEPS, nullcontext(), dry=True)
+    assert Outcome(str(case), script, sight.found).located, sight.found
     if PLANTS[case.name].clean:
         assert findings(write_clean(case, tmp_path / "clean").path, TINY) == []
 
@@ -76,18 +81,26 @@ def test_a_plant_that_needs_a_gpu_runs_on_a_cpu(case, sim, tmp_path):
 
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, scripts in CALM.items() for name in scripts])
 def test_nothing_is_found_where_nothing_is(what, name, sim, tmp_path):
-    assert findings(write_calm(CALM[what][name], tmp_path).path, ["--size", "tiny", "--steps", "6"]) == []
+    script = write_calm(CALM[what][name], tmp_path)
+    assert findings(script.path, DRY_STEPS) == []
+    assert not Outcome(name, script, by_doctor.look(script.path, DRY_STEPS, nullcontext(), dry=True).found).wrong
 
 
-def test_step_ms_is_the_time_between_steps(tmp_path, monkeypatch):
-    """By a clock that is one second on at each reading: 1 s for the four steps between the second and the sixth."""
-    clock = iter(range(100))
-    monkeypatch.setattr("benchmarks.doctor_corpus.running.perf_counter", lambda: next(clock))
-    script = write(tmp_path, {}, host="plain", model="launch-bound").path
-    assert step_ms(script, ["--size", "tiny"], 6, 2) == 250.0
-    rare = write(tmp_path / "rare", {"update": "if step < 3:\n    optimizer.step()"}, host="plain", model="launch-bound").path
-    with pytest.raises(MeasureError, match="3 optimizer steps were seen, wanted 9"):
-        step_ms(rare, ["--size", "tiny"], 9, 2)
+def test_a_step_alone_is_the_time_of_many(sim, tmp_path, monkeypatch):
+    """By a clock that only a step takes on: short ones until there are many, long ones until there are a few."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for step_s, steps in ((1 / 1024, 308), (1 / 128, 40), (1 / 16, 13), (2.0, 10)):
+        alone = Alone()
+        alone.begin()
+        while alone.done < alone.steps:
+            now[0] += step_s
+            alone.step()
+        alone.end()
+        assert (alone.done, alone.ms) == (steps, pytest.approx(1e3 * step_s))
+    rare = write(tmp_path, {"update": f"if step < {FIRST}:\n    optimizer.step()"}, host="plain", model="launch-bound").path
+    with pytest.raises(MeasureError, match=r"train\.py: 20 steps were seen, wanted more: 20 of them are not timed"):
+        timed(rare, ["--size", "tiny", "--steps", "30"])
 
 
 def test_a_script_leaves_the_process_as_it_found_it(sim, tmp_path):
@@ -101,29 +114,21 @@ def test_an_unknown_slot_is_refused(tmp_path):
         write(tmp_path, {"forwards": ""}, host="plain", model="gpu-bound")
 
 
-def test_the_doctor_s_json_is_read(tmp_path, monkeypatch):
-    """What it prints, after whatever the script printed; and an exit code that says it could not measure."""
-    entry = {"kind": "sync", "file": "train.py", "line": 7, "count": 1.0, "ms": 0.5, "certainty": "replayed"}
-    whole = {"kind": "launch_bound", "file": None, "line": None, "count": 400, "ms": None, "certainty": "estimate"}
-    asked = []
+def test_the_doctor_looks_in_its_turn_and_thinks_outside(sim, tmp_path, monkeypatch):
+    """A read, its line and its kind; and the judge is asked when the next script may have the device."""
+    case, order, judged = Case("item", "helper", "gpu-bound"), [], by_doctor.judge
 
-    def doctor(argv: list[str]) -> int:
-        asked.append(argv)
-        os.write(
-            1, ("the script's own line\n" + json.dumps({"step_ms": 4.5, "findings": [whole], "harmless": [entry]})).encode()
-        )
-        os.write(2, b"gpubound doctor: no step was seen\n")
-        return 3 if "--steps" in argv else 0
+    @contextmanager
+    def turn():
+        order.append("begins")
+        yield
+        order.append("ends")
 
-    monkeypatch.setattr(by_doctor.cli, "main", doctor)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    script = tmp_path / "train.py"
-    sight = by_doctor.look(script, ["--size", "tiny"])
-    assert sight.step_ms == 4.5
-    assert sight.found == [Found("launch_bound", "", 0), Found("sync", "train.py", 7, 0.5, harmless=True)]
-    assert asked == [["doctor", "--json", str(script), "--size", "tiny"]]
-    with pytest.raises(MeasureError, match="gpubound doctor ended with code 3: gpubound doctor: no step was seen"):
-        by_doctor.look(script, ["--steps", "9"])
+    monkeypatch.setattr(by_doctor, "judge", lambda evidence: (order.append("judged"), judged(evidence))[1])
+    script = write_planted(case, tmp_path)
+    sight = by_doctor.look(script.path, DRY_STEPS, turn(), dry=True)
+    assert order == ["begins", "ends", "judged"]
+    assert Outcome(str(case), script, sight.found).located and sight.seconds > 0 and sight.alone_ms is None
 
 
 def test_what_linters_say_is_read(tmp_path, monkeypatch):
@@ -188,29 +193,87 @@ def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path
     assert Score([Outcome("faster", script, [], 10.0, said_step_ms=9.0)]).overhead == 0.0
 
 
-def test_a_call_in_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(child, "PRELOAD", [])
-    assert child.call(os.getpid) != os.getpid()
-    with pytest.raises(MeasureError, match="TypeError: must be real number, not str"):
-        child.call(math.sqrt, "two")
-    with pytest.raises(MeasureError, match="_exit: its process ended with code 7"):
-        child.call(os._exit, 7)
-    with pytest.raises(MeasureError, match=r"sleep: no result after 0\.2 s"):
-        child.call(time.sleep, 60, timeout_s=0.2)
+def test_calls_in_a_few_processes(monkeypatch):
+    """A process does several; one that dies or hangs costs its own task alone."""
+    monkeypatch.setattr(crew, "PRELOAD", ["benchmarks.doctor_corpus.crew"])
+    found = dict(crew.calls(operator.call, {str(n): (os.getpid,) for n in range(4)}, processes=2))
+    assert len(found) == 4 and len(set(found.values())) <= 2 and os.getpid() not in found.values()
+    tasks = {"dies": (os._exit, 7), "fails": (math.sqrt, "two"), "works": (math.sqrt, 4)}
+    found = dict(crew.calls(operator.call, tasks, processes=1))
+    assert str(found["dies"]) == "its process ended with code 7" and found["works"] == 2.0
+    assert "TypeError: must be real number, not str" in str(found["fails"])
+    ((_, late),) = crew.calls(operator.call, {"hangs": (time.sleep, 600)}, processes=1, timeout_s=0.1)
+    assert str(late) == "no result after 0.1 s"
+    assert list(crew.calls(operator.call, tasks, processes=1, until=0.0)) == []
 
 
-def test_the_bench_reports_what_was_missed(sim, monkeypatch, capsys):
-    """With eyes that see only `.item()`: one of two plants, and no false alarm."""
-    monkeypatch.setattr(bench_doctor, "call", lambda function, *arguments: function(*arguments))
+def test_one_at_a_time_has_its_turn(tmp_path):
+    with crew.turn(tmp_path / "lock"), open(tmp_path / "lock") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def half_blind(script: Path, arguments: list[str]) -> Sight:
-        return Sight([found for found in findings(script, arguments) if ".item()" in script.read_text()])
 
-    monkeypatch.setitem(bench_doctor.EYES, "doctor", half_blind)
-    monkeypatch.setattr(bench_doctor, "CALM", {"decoy": {"item_of_a_cpu_tensor": CALM["decoy"]["item_of_a_cpu_tensor"]}})
-    code = bench_doctor.main(["--dry", "--kinds", "item,printed", "--hosts", "plain", "--models", "gpu-bound"])
+@pytest.fixture
+def half_blind(monkeypatch):
+    """The doctor sees only `.item()`, in this process, and each step of a script without a stall takes 2 ms, else 3."""
+
+    def look(lock: Path, eye: str, script: Path, dry: bool) -> Sight:
+        seen.append(eye)
+        clean = "clean" in script.parts
+        found = [
+            Found("sync", str(script), n, 1.1) for n, line in enumerate(script.read_text().split("\n"), 1) if ".item()" in line
+        ]
+        return Sight([] if clean else found, alone_ms=None if dry else 2.0 if clean else 3.0)
+
+    def calls(function, tasks, **options):
+        return ((name, look(*arguments)) for name, arguments in tasks.items())
+
+    seen: list[str] = []
+    monkeypatch.setattr(bench_doctor, "calls", calls)
+    monkeypatch.setattr(bench_doctor, "CALM", {"decoy": {"to_where_it_is": CALM["decoy"]["to_where_it_is"]}})
+    return seen
+
+
+def test_the_bench_reports_what_was_missed(half_blind, capsys):
+    """One of two plants, and no false alarm."""
+    code = bench_doctor.main(["--dry", "--only", "item/plain/gpu-bound,printed/plain/gpu-bound,decoy"])
     said = capsys.readouterr()
     assert code == 0  # a dry run holds nothing to a gate
     assert "item/plain/gpu-bound                                   found" in said.out
     assert "MISSED  printed/plain/gpu-bound: wanted sync at train.py:" in said.err
     assert "50.0 %" in said.out and "2 scripts with a stall, 1 without" in said.out
+    assert half_blind == ["doctor"] * 3  # without a clock nothing is to be compared
+
+
+def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_path, capsys):
+    """Outcomes are kept one by one; scripts that are equal without their stalls are timed once."""
+    monkeypatch.setattr(bench_doctor, "resolve", lambda wanted: torch.device("cpu"))
+    run_bench = ["--results", str(tmp_path), "--only", "item/launch-bound,printed/launch-bound"]
+    assert bench_doctor.main([*run_bench, "--from", "printed/plain/launch-bound"]) == 1  # it finds nothing
+    (kept,) = (tmp_path / "corpus").iterdir()
+    assert [outcome.true_ms for outcome in read_outcomes(kept)] == [1.0] * 3 and kept.name.startswith("doctor-")
+    assert bench_doctor.main(["--results", str(tmp_path), "--only", "item"]) == 1
+    said = capsys.readouterr().out
+    assert "item                     found in 4 of 6, price 10% off in 4" in said
+    assert "printed                  found in 0 of 3" in said and "44.4 %" in said
+    outcomes = read_outcomes(kept)
+    write_outcomes(tmp_path / "again", outcomes)
+    assert len(outcomes) == 9 and read_outcomes(tmp_path / "again") == outcomes
+    assert half_blind.count("nothing") == 9
+
+
+def test_parts_of_names_choose_scripts():
+    asked = bench_doctor.asked(bench_doctor.Doctor(only="gpu-bound/plain/item,decoy"))
+    assert asked[0] == "item/plain/gpu-bound" and len(asked) == 1 + 6 and fits("control", "control/fed")
+    assert (
+        len(bench_doctor.asked(bench_doctor.Doctor(from_="item/plain/gpu-bound")))
+        < 196
+        == len(bench_doctor.asked(bench_doctor.Doctor()))
+    )
+    with pytest.raises(ValueError, match="--only: 'items' fits no script; wanted names or parts of them"):
+        bench_doctor.asked(bench_doctor.Doctor(only="items"))
+    with pytest.raises(
+        ValueError, match="--from: got 'item', wanted the name of a script, such as backward_hook/plain/launch-bound"
+    ):
+        bench_doctor.asked(bench_doctor.Doctor(from_="item"))

@@ -1,57 +1,48 @@
-"""What `gpubound doctor` finds in a script, by the JSON that it prints. To be called in a process of its own."""
+"""What `gpubound doctor` finds in a script: its phases, behind one in which nothing looks."""
 
-import json
-import os
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from time import perf_counter
 
-import torch
+from gpubound.doctor.finding import Verdict
+from gpubound.doctor.judge import judge
+from gpubound.doctor.phases import Phase
+from gpubound.doctor.run import Itinerary, examine
+from gpubound.doctor.script import Script
 
-from gpubound import cli
-from gpubound.errors import MeasureError
-
+from .running import FIRST, Alone, forgetting
 from .score import Found, Sight
 
 
-def look(script: Path, arguments: Sequence[str]) -> Sight:
-    """With a price on a GPU. Without one its dry run: counts and lines."""
-    dry = [] if torch.cuda.is_available() else ["--dry-run"]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        with _redirected(1, out), _redirected(2, errors):
-            code = cli.main(["doctor", "--json", *dry, str(script), *arguments])
-        for file in (out, errors):
-            file.seek(0)
-        printed, complained = out.read(), errors.read().strip().splitlines()
-    if code not in (0, 1) or "{" not in printed:
-        raise MeasureError(f"gpubound doctor ended with code {code}: {complained[-1] if complained else 'it said nothing'}")
-    return read(json.loads(printed[printed.index("{") :]))
+@dataclass(frozen=True)
+class Timed(Itinerary):
+    """The doctor's phases; `before` are steps that it has no part in."""
+
+    before: Sequence[Phase] = field(default_factory=list)
+
+    def phases(self) -> list[Phase]:
+        return [*self.before, *super().phases()]
 
 
-def read(verdict: dict[str, Any]) -> Sight:
+def look(script: Path, arguments: Sequence[str], alone: AbstractContextManager, dry: bool) -> Sight:
+    """With a price on a GPU. Without one its dry run: counts and lines. What a tape says is thought about outside the turn."""
+    steps = Alone()
+    before = [] if dry else [Phase(FIRST), steps]
+    with alone, forgetting(script.parent):
+        began = perf_counter()
+        evidence = examine(Script(str(script), tuple(arguments)), Timed(dry=dry, warmup=2, before=before))
+    verdict = judge(evidence)
+    seconds = perf_counter() - began - (0.0 if dry else steps.seconds)
+    return read(verdict, None if dry else steps.ms, seconds)
+
+
+def read(verdict: Verdict, alone_ms: float | None, seconds: float) -> Sight:
     """The findings of a verdict, the harmless ones marked. One without a line has none here either."""
     found = [
-        Found(entry["kind"], entry["file"] or "", entry["line"] or 0, entry["ms"], harmless)
-        for name, harmless in (("findings", False), ("harmless", True))
-        for entry in verdict[name]
+        Found(each.kind, each.line.file if each.line else "", each.line.line if each.line else 0, each.ms, harmless)
+        for some, harmless in ((verdict.findings, False), (verdict.harmless, True))
+        for each in some
     ]
-    return Sight(found, verdict["step_ms"])
-
-
-@contextmanager
-def _redirected(handle: int, file: IO[str]) -> Iterator[None]:
-    """Let what is written to a file descriptor go into `file`, also what a library writes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(handle)
-    os.dup2(file.fileno(), handle)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(kept, handle)
-        os.close(kept)
+    return Sight(found, verdict.step_ms, seconds, alone_ms)

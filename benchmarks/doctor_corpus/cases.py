@@ -10,9 +10,18 @@ from .kinds import PLANTS
 from .plant import Calm, Case, Script
 
 
-def cases(kinds: list[str] | None = None, hosts: list[str] | None = None, models: list[str] | None = None) -> list[Case]:
+def cases() -> list[Case]:
     """Every plant in every host with every model."""
-    return [Case(kind, host, model) for kind in kinds or PLANTS for host in hosts or HOSTS for model in models or MODELS]
+    return [Case(kind, host, model) for kind in PLANTS for host in HOSTS for model in MODELS]
+
+
+def fits(word: str, name: str) -> bool:
+    """Whether these are parts of a script's name, in any order.
+
+    >>> fits("gpu-bound/item", "item/plain/gpu-bound"), fits("items", "item/plain/gpu-bound")
+    (True, False)
+    """
+    return set(word.split("/")) <= set(name.split("/"))
 
 
 def sample() -> list[Case]:

@@ -1,38 +1,40 @@
-"""Running a script of the corpus in this process, as `python train.py` would, and how long its steps take there."""
+"""Running a script of the corpus in this process, as the doctor does, and how long its steps take there."""
 
 import os
-import runpy
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpubound.doctor.phases import Phase, Phases
+from gpubound.doctor.script import Script
+from gpubound.doctor.steps import Steps
 from gpubound.errors import MeasureError
 
 WARMUP = 2
+FIRST = 20  # steps: they allocate, choose algorithms and compile
+LEAST_S, MANY = 0.3, 40
+MOST_S, FEW = 0.8, 10
 
 
 @contextmanager
-def as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """The argv, the path and the modules that `python script` starts with; what it imported from its folder is forgotten."""
-    argv, path, folder = sys.argv, sys.path[:], str(script.parent)
-    sys.argv, sys.path[0:0] = [str(script), *arguments], [folder]
+def forgetting(folder: Path) -> Iterator[None]:
+    """What a script imports from its folder is another thing for the next script."""
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
         for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(folder + os.sep):
+            if (getattr(module, "__file__", None) or "").startswith(str(folder) + os.sep):
                 del sys.modules[name]
 
 
 def run(script: Path, arguments: Sequence[str]) -> None:
-    with as_main(script, arguments):
-        runpy.run_path(str(script), run_name="__main__")
+    with forgetting(script.parent):
+        Script(str(script), tuple(arguments)).run()
 
 
 def watched(script: Path, arguments: Sequence[str], sensor: AbstractContextManager) -> None:
@@ -53,23 +55,46 @@ def watched(script: Path, arguments: Sequence[str], sensor: AbstractContextManag
         raise MeasureError(f"{script}: {steps} optimizer steps were seen, wanted more than the {WARMUP} of the warm-up.")
 
 
-def step_ms(script: Path, arguments: Sequence[str], steps: int, warmup: int) -> float:
-    """Milliseconds a step between the optimizer steps `warmup` and `steps`, with nothing in between: the host waits at both."""
-    seen, ends = 0, []
+class Alone(Phase):
+    """Steps in which nothing looks, between two waits for the device: their mean is what a step takes.
 
-    def stepped(*_) -> None:
-        nonlocal seen
-        seen += 1
-        if seen in (warmup, steps):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            ends.append(perf_counter())
+    As many as fill the time of LEAST_S, of which 1 % is more than a clock or a queue is off; few where each of them is long.
+    """
 
-    hook = register_optimizer_step_post_hook(stepped)
-    try:
-        run(script, [*arguments, "--steps", str(steps)])
-    finally:
-        hook.remove()
-    if len(ends) != 2:
-        raise MeasureError(f"{script}: {seen} optimizer steps were seen, wanted {steps}.")
-    return (ends[1] - ends[0]) / (steps - warmup) * 1e3
+    name = "alone"
+
+    def __init__(self) -> None:
+        super().__init__(steps=1_000_000)
+
+    def begin(self) -> None:
+        _wait()
+        super().begin()
+
+    def step(self) -> None:
+        super().step()
+        took = time.perf_counter() - self._began
+        if (took > LEAST_S and self.done >= MANY) or (took > MOST_S and self.done >= FEW):
+            self.steps = self.done
+
+    def end(self) -> None:
+        _wait()
+        super().end()
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * self.seconds / self.done
+
+
+def timed(script: Path, arguments: Sequence[str]) -> float:
+    """Milliseconds a step of a script that nothing looks at, behind its first steps."""
+    steps = Alone()
+    with Phases([Phase(FIRST), steps]) as phases, Steps(phases.ended):
+        run(script, arguments)
+    if not phases.finished:
+        raise MeasureError(f"{script.name}: {phases.total} steps were seen, wanted more: {FIRST} of them are not timed.")
+    return steps.ms
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

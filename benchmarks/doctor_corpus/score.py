@@ -1,9 +1,12 @@
 """How good something is at finding stalls: what it found in each script, beside what was planted there."""
 
+import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from gpubound.files import write_whole
 
 from .plant import Script
 
@@ -24,11 +27,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Sight:
-    """All that something says of a script. `step_ms` is how long it says a step takes, where it says so."""
+    """All that something says of a script. `step_ms` is how long it says a step takes, where it says so.
+
+    `seconds` is how long it looked. `alone_ms` is how long a step took while nothing looked.
+    """
 
     found: list[Found]
     step_ms: float | None = None
-    seconds: float = 0.0
+    seconds: float | None = None
+    alone_ms: float | None = None
 
 
 @dataclass
@@ -81,10 +88,9 @@ class Outcome:
 
 @dataclass
 class Score:
-    """All outcomes of one run of the corpus, and the scripts that could not be looked at."""
+    """All outcomes of the corpus."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
 
     @property
     def stalls(self) -> list[Outcome]:
@@ -127,6 +133,18 @@ class Score:
         seconds = [outcome.seconds for outcome in self.outcomes if outcome.seconds is not None]
         return statistics.median(seconds) if seconds else None
 
+    def by_kind(self) -> list[str]:
+        """A line for each kind of stall: in how many of its scripts it was found, and how far off its prices are."""
+        kinds: dict[str, list[Outcome]] = {}
+        for outcome in self.stalls:
+            kinds.setdefault(outcome.name.partition("/")[0], []).append(outcome)
+        lines = []
+        for kind, some in sorted(kinds.items()):
+            errors = [outcome.price_error for outcome in some if outcome.price_error is not None]
+            price = f", price {statistics.median(errors):.0%} off in {len(errors)}" if errors else ""
+            lines.append(f"{kind:24} found in {sum(bool(outcome.located) for outcome in some)} of {len(some)}{price}")
+        return lines
+
     def table(self) -> list[str]:
         """A line for each script that was not judged rightly."""
         lines = []
@@ -137,6 +155,34 @@ class Score:
                 lines.append(f"MISSED  {outcome.name}: wanted {outcome.script.kinds[0]} at {wanted}, found {found}")
             lines += [f"WRONG   {outcome.name}: {f.kind} at {Path(f.file).name}:{f.line}" for f in outcome.wrong]
         return lines
+
+
+def write_outcomes(file: Path, outcomes: Iterable[Outcome]) -> None:
+    """A line of JSON each. Only names of files are kept of where they lie."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for outcome in outcomes:
+        row = asdict(outcome) | {"expected": sorted(outcome.expected)}
+        row["script"] = {"kinds": outcome.script.kinds, "blamed": sorted(outcome.script.blamed)}
+        row["found"] = [asdict(found) | {"file": Path(found.file).name} for found in outcome.found]
+        rows.append(json.dumps(row))
+    write_whole(file, "\n".join([*rows, ""]))
+
+
+def read_outcomes(file: Path) -> list[Outcome]:
+    """What was kept; nothing, where no run came before."""
+    outcomes = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        row = json.loads(text)
+        kinds, blamed = row["script"]["kinds"], frozenset((name, line) for name, line in row["script"]["blamed"])
+        found = [Found(**each) for each in row["found"]]
+        known = {
+            "script": Script(Path("train.py"), tuple(kinds), blamed),
+            "found": found,
+            "expected": frozenset(row["expected"]),
+        }
+        outcomes.append(Outcome(**row | known))
+    return outcomes
 
 
 def _percent(hits: Iterable[bool]) -> float | None:

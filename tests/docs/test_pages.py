@@ -112,7 +112,7 @@ def options() -> set[str]:
     modules = [import_module(f"gpubound.cli.{path.stem}") for path in (ROOT / "src/gpubound/cli").glob("[a-z]*.py")]
     modules += [import_module(f"benchmarks.{path.stem}") for path in (ROOT / "benchmarks").glob("bench_*.py")]
     kinds = {kind for m in modules for kind in vars(m).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    names = {f.name.replace("_", "-") for kind in kinds for f in dataclasses.fields(kind)}
+    names = {f.name.rstrip("_").replace("_", "-") for kind in kinds for f in dataclasses.fields(kind)}
     return {f"--{name}" for name in names} | {f"--no-{name}" for name in names} | {"--help", "--version", "--check", "--dry"}
 
 

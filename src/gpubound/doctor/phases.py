@@ -12,9 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
@@ -85,12 +88,19 @@ class Taped(Phase):
     """Steps under the profiler, without stacks. Its first step is not on the tape: a profiler is slow to start."""
 
     name = "taped"
-    tape: Tape | None = None
     foreign = False  # whether the script runs a profiler
 
     def __init__(self, steps: int):
         super().__init__(steps)
         self.places: dict[str, Place] = {}  # a span's name -> its line
+        folder = tempfile.mkdtemp(prefix="gpubound-tape-")
+        self._trace = Path(folder) / "trace.json"
+        finalize(self, rmtree, folder, ignore_errors=True)
+
+    @cached_property
+    def tape(self) -> Tape | None:
+        """Read when it is asked for, which is when the script has ended: a second for 100,000 events."""
+        return read_trace(self._trace) if self._trace.exists() else None
 
     def begin(self) -> None:
         super().begin()
@@ -105,8 +115,7 @@ class Taped(Phase):
             activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
             schedule=self._action,
             experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
-            on_trace_ready=self._read,
-            acc_events=True,  # or torch warns that a cycle's events go when it ends
+            on_trace_ready=lambda done: done.export_chrome_trace(str(self._trace)),
         )
         self._profile.start()
         if _Annotation is None:
@@ -120,9 +129,7 @@ class Taped(Phase):
         super().step()
         if self._profile is None:
             return
-        if (
-            self.done == 1
-        ):  # what the first step left in the queues would hold up the works of the next without being on the tape
+        if self.done == 1:  # what it left in the queues would hold up the next step's works without being on the tape
             torch.cuda.synchronize()
         self._profile.step()
 
@@ -136,12 +143,6 @@ class Taped(Phase):
         if step == self.steps - 1:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if 0 < step < self.steps else ProfilerAction.WARMUP if step == 0 else ProfilerAction.NONE
-
-    def _read(self, done: profile) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            done.export_chrome_trace(str(path))
-            self.tape = read_trace(path)
 
     def _saving(self, save: Callable) -> Callable:
         def saved(*args: Any, **kwargs: Any) -> Any:
