@@ -51,7 +51,7 @@ class Read(NamedTuple):
     """What is asked with a layer's tokens, and kept of them."""
 
     q: Tensor  # (N, H, D), turned
-    kv: Tensor  # (B, T, D), turned
+    kv: Tensor  # turned: (B, T, D); or of a step (B, R, D), the ring that its tokens went to
     entry: EntryProducts | None
     asked: Asked | None
 
@@ -80,7 +80,7 @@ class LatentAttention:
         """What the rows' next tokens get, whose streams mix to u (B, T, hidden) fp32."""
         w, B = self.weights, len(u)
         read = self._read(u, now)
-        ring, store, ids, limit = self.window.step(now, read.kv), None, None, None
+        store, ids, limit = None, None, None
         if self.entries is not None and read.entry is not None:
             limit = now.closed(self.entries.weights.rate)
             store = self.entries.step(now, read.entry, w.table)
@@ -89,7 +89,7 @@ class LatentAttention:
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
         y = torch.empty_like(read.q)
         angles = now.tables[w.table]
-        sparse_attention(read.q, now.places, ring, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
+        sparse_attention(read.q, now.places, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
         return self._output(y).view_as(u)
 
     def prompt(self, u: Tensor, now: Stretch) -> Tensor:
@@ -137,15 +137,18 @@ class LatentAttention:
         low, kv, *others = (t.contiguous() for t in products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index))
         q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
 
-        def turn(x: Tensor, heads: int, *norm: Any) -> Tensor:
+        def turn(x: Tensor, heads: int, weight: Tensor | None = None, eps: float | None = None, *kept: Tensor) -> Tensor:
+            """`kept`: where its tokens go, and to which slots there."""
             x = x.contiguous().unflatten(-1, (heads, -1))
-            return turn_heads(x, now.places, *angles, torch.empty_like(x, dtype=self.dtype), *norm)
+            out, slot = kept or (torch.empty_like(x, dtype=self.dtype), None)
+            return turn_heads(x, now.places, *angles, out, weight, eps, slot=slot)
 
         pairs = [EntryProducts(*(t.unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair]
         asked = None
         if w.index is not None:
             asked = Asked(pairs[1], turn(index_q[0], w.index.heads), others[4])
-        kv = turn(kv, 1, w.kv_norm.weight, w.kv_norm.eps).view(B, T, -1)
+        kept = (self.window.data[:B].flatten(0, 1)[:, None], now.slot(self.window.size)) if isinstance(now, Moment) else ()
+        kv = turn(kv, 1, w.kv_norm.weight, w.kv_norm.eps, *kept).view(B, -1, kv.shape[-1])
         return Read(turn(q, w.heads, None, w.eps), kv, pairs[0] if pairs else None, asked)
 
     @property

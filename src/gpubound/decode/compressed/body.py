@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import GenerateError
-from ...kernels import hc_head
+from ...kernels import hc_head, norm_product
 from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
@@ -106,8 +106,11 @@ class CompressedBody(Body):
     @torch.no_grad()
     def leave(self, x: Tensor) -> Tensor:
         """The logits (N, V) of the streams behind the last layer."""
-        logits = self._logits(x if x.dim() == 4 else x.view(len(x), 1, self.streams, -1)).flatten(0, 1)
-        return self.logits[: len(logits)].copy_(logits)
+        h = self._collapsed(x.view(-1, self.streams, x.shape[-1] if x.dim() == 4 else x.shape[-1] // self.streams))
+        logits = self.logits[: len(h)]
+        if len(h) <= NARROW:
+            return norm_product(h, self.norm, self.head, out=logits)
+        return logits.copy_(self._logits(h))
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -120,7 +123,7 @@ class CompressedBody(Body):
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for token, when in self._pieces(ids):
             for some in self._through(token, when, LatentAttention.prompt)[0].split(SCORED):
-                yield self._logits(some)
+                yield self._logits(self._collapsed(some))
 
     def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, When]]:
         """Of the sequence ids (T,), in the place of the first row."""
@@ -146,10 +149,12 @@ class CompressedBody(Body):
         x = F.embedding(token_BT, self.embed_weight).float()
         return x[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _collapsed(self, x: Tensor) -> Tensor:
         w = self.collapse
-        h = normed(hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps), self.norm).to(self.dtype)
-        return F.linear(h, self.head).float()
+        return hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return F.linear(normed(h, self.norm).to(self.dtype), self.head).float()
 
     def moved(self) -> str | None:
         return self.watched.moved()

@@ -39,7 +39,6 @@ class Moment:
         self.position, self.tables = position_BT, tables
         self.places = position_BT.flatten().int()  # (N,)
         self.first = position_BT[:, 0].int()
-        self.row = torch.arange(len(position_BT), device=position_BT.device)[:, None]
         self._made: dict[tuple[str, int], Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
@@ -47,8 +46,11 @@ class Moment:
         return self._once(("closed", rate), lambda: torch.div(self.places + 1, rate, rounding_mode="floor"))
 
     def slot(self, size: int) -> Tensor:
-        """(B, T): where each token goes in a ring."""
-        return self._once(("slot", size), lambda: mod(self.position, size))
+        """(N,) int32: where each token goes in rings of so many slots that lie one behind the other, a row each."""
+        return self._once(("slot", size), lambda: (mod(self.position, size) + self._rows(size)).flatten().int())
+
+    def _rows(self, size: int) -> Tensor:
+        return torch.arange(0, len(self.position) * size, size, device=self.position.device)[:, None]
 
     def _once(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:
@@ -83,11 +85,6 @@ class TokenRing:
         found = copy(self)
         found.data = self.data[rows]
         return found
-
-    def step(self, now: Moment, new_BTD: Tensor) -> Tensor:
-        """What the rows hold with their new tokens, (B, R, D)."""
-        put(self.data, now.row, now.slot(self.size), new_BTD)
-        return self.data[: len(new_BTD)]
 
     def before(self, now: Stretch, count: int) -> Tensor:
         """(B, count, D) of the tokens before a piece of a prompt, in order; of what is before the first token, anything."""
@@ -155,11 +152,6 @@ class Entries:
         self.kv.prompt(now, new.kv)
         self.gate.prompt(now, new.gate)
         return self.store[:rows, : now.end // w.rate]
-
-
-def put(data: Tensor, row: Tensor, place: Tensor, new: Tensor) -> None:
-    """data[row, place] = new, without the check of indices that reads the largest back to the host."""
-    torch._index_put_impl_(data, (row, place), new.to(data.dtype), accumulate=False, unsafe=True)
 
 
 def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

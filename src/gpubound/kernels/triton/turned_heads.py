@@ -17,9 +17,10 @@ def _gained(x_ptr, weight_ptr, i, inside):
     return x
 
 
-@triton.jit(do_not_specialize=["positions"])
-def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, eps, heads, positions, D: tl.constexpr,
-                       C: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["positions", "places"])
+def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, slot_ptr, eps, heads, positions, places,
+                       D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr,
+                       BACK: tl.constexpr):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     x_ptr += head * D
     i = tl.arange(0, C)
@@ -39,20 +40,25 @@ def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_pt
         plain = tl.load(x_ptr + i, mask=inside, other=0.0).to(tl.float32)
         y *= 1.0 / tl.sqrt(tl.sum(plain * plain, 0) / D + eps)
     y = tl.where(known, y, float("nan"))
-    tl.store(out_ptr + head * D + i, y.to(out_ptr.dtype.element_ty), mask=inside)
+    to = head
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + head // heads).to(tl.int64)
+        inside = tl.where((slot >= 0) & (slot < places), i, D) < D
+        to = slot * heads + head % heads
+    tl.store(out_ptr + to * D + i, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.no_grad()
 def turn_heads(
     x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None = None, eps: float | None = None,
-    back: bool = False,
+    back: bool = False, slot: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     tokens, heads, width = x.shape
 
     def run(plan: TilePlan) -> None:
         _turn_heads_kernel[(tokens * heads,)](
-            x, position, cos, sin, out, weight, 0.0 if eps is None else eps, heads, len(cos), width, power_of_two(width),
-            cos.shape[1], eps is not None, back, num_warps=plan.warps,
+            x, position, cos, sin, out, weight, slot, 0.0 if eps is None else eps, heads, len(cos), len(out), width,
+            power_of_two(width), cos.shape[1], eps is not None, back, num_warps=plan.warps,
         )  # fmt: skip
 
     launch(job_of("turn_heads", "", (width,), x), run)
