@@ -216,3 +216,17 @@ def test_the_text_is_never_held(tmp_path, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4e5
+
+
+def test_a_compilation_is_one_span_with_the_name_of_its_line(tmp_path):
+    """Torch times its parts; the doctor's own span inside says where it was. Another thread's is another one."""
+    timed = [("_compile", 0, 90), ("entire_frame", 10, 50), ("backend", 20, 30), ("_compile", 100, 40), ("inductor", 110, 10)]
+    events = [x("user_annotation", f"{name} (dynamo_timed)", at, us) for name, at, us in timed]
+    events += [
+        x("user_annotation", "span|compile|compile (3)", 5, 1),
+        x("user_annotation", "a (dynamo_timed)", 20, 5, tid=AUTOGRAD),
+    ]
+    tape = read_trace(written(tmp_path / "t.json", {"traceEvents": events}))
+    assert [(span.name, span.start, span.end) for span in tape.spans if span.kind == "compile"] == [
+        ("compile (3)", 0, 90), ("a (dynamo_timed)", 20, 25), ("_compile (dynamo_timed)", 100, 140),
+    ]  # fmt: skip

@@ -1,5 +1,10 @@
 """A script goes through the phases step by step."""
 
+import gc
+import io
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -119,3 +124,26 @@ def test_conversions_that_change_nothing_are_seen_once_for_a_module():
         (".to()", "model.to(torch.float64)"): 1,
     }  # fmt: skip
     assert all(row.ms > 0 for row in rows.values()) and "to" not in vars(torch.Tensor)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_pauses_are_on_the_tape_with_their_lines(monkeypatch):
+    """A collection, a checkpoint, and torch's span of a compilation: torch calls who has registered inside it."""
+    compiling = []
+    handler = SimpleNamespace(register_start_callback=compiling.append, remove_start_callback=compiling.remove)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    taped = Taped(3)
+    with Phases([taped], keep_going=True) as phases:
+        for _ in range(3):
+            gc.collect()
+            torch.save({}, io.BytesIO())
+            with torch.profiler.record_function("_compile (dynamo_timed)"):
+                compiling[0](None)
+            phases.ended()
+    spans = [(span.kind, taped.places[span.name].site.code) for span in taped.tape.spans if span.name in taped.places]
+    assert spans == [
+        ("gc", "gc.collect()"), ("checkpoint", "torch.save({}, io.BytesIO())"),
+        ("compile", "compiling[0](None)"),
+    ] * 2  # fmt: skip
+    assert compiling == [] and taped._collecting not in gc.callbacks

@@ -193,6 +193,22 @@ def test_nothing_is_found_in_a_clean_loop(run):
     assert not verdict.findings and not verdict.harmless
 
 
+def test_pauses_are_told_by_their_lines():
+    """Python's own collections are one finding, at the costliest line; gc.collect() and each compilation have their own."""
+
+    def body(loop):
+        loop.sync().doing("gc", 300, "one").doing("gc", 400, "two").doing("gc", 900, "asked").doing("gc", 50, "young")
+        loop.doing("compile", 200, "here").doing("compile", 500, "there").doing("compile", 100, "lost")
+
+    lines = {"one": at(1), "two": at(2), "asked": at(3, "gc.collect()"), "here": at(4), "there": at(5)}
+    rows = [row("gc", "generation 2", lines["asked"]), row("compile", "recompile 0/1", lines["here"])]
+    found = {f.site.line: (f.kind, f.count, f.ms) for f in judge(seen(steps(body), *rows, places=lines)).findings}
+    assert {line: (kind, count) for line, (kind, count, _) in found.items()} == {
+        2: ("gc", 3.0), 3: ("gc", 1.0), 4: ("compile", 1.0), 5: ("compile", 1.0),
+    }  # fmt: skip
+    assert {line: ms for line, (*_, ms) in found.items()} == pytest.approx({2: 0.75, 3: 0.9, 4: 0.3, 5: 0.5}, rel=0.05)
+
+
 def test_a_wait_of_a_copy_is_not_named_twice():
     both = seen(None, up("pageable, blocking", at(5)), row("sync", "copy to device", at(5)), up("", at(5), "repeat"))
     assert [finding.kind for finding in judge(both).findings] == ["repeat"]

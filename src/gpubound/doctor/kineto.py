@@ -12,6 +12,7 @@ from ..errors import DataError
 from .chrome import WANTED, events
 from .tape import MARK, SPAN, SPANS, Call, Mark, Span, Tape, Work
 
+TIMED = "(dynamo_timed)"  # ends the name of torch's own spans of a compilation and its parts
 PYTHON = 100.0  # µs; shorter calls of Python functions are left out: a trace with stacks has millions of them
 
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver"})
@@ -143,7 +144,7 @@ class _Reader:
             kind = "data"
         elif name == "Python GC":
             kind = "gc"
-        elif name.endswith("(dynamo_timed)"):
+        elif name.endswith(TIMED):
             kind = "compile"
         elif name.startswith("autograd::engine::evaluate_function"):
             kind = "backward"
@@ -155,7 +156,7 @@ class _Reader:
 
     def tape(self, head: dict[str, Any]) -> Tape:
         steps = self.marked or self.profiled or list(pairwise(sorted(self.updates)))
-        return Tape(self._completed(), self.work, self.spans, self.marks, steps, _about(head))
+        return Tape(self._completed(), self.work, _outermost(self.spans), self.marks, steps, _about(head))
 
     def _completed(self) -> list[Call]:
         """The calls, each with what other events say of it, and none inside another."""
@@ -191,6 +192,20 @@ class _Reader:
         if (stream := sources.get(call.correlation, -1)) >= 0:
             return replace(call, stream=stream)
         return call
+
+
+def _outermost(spans: list[Span]) -> list[Span]:
+    """Of compilations, which torch times in parts of parts, each whole one, by the name that the doctor gave to it."""
+    kept = [span for span in spans if span.kind != "compile"]
+    whole: dict[int, Span] = {}  # each thread's last one
+    for span in sorted((span for span in spans if span.kind == "compile"), key=lambda span: (span.start, -span.end)):
+        outer = whole.get(span.thread)
+        if outer is None or span.start >= outer.end:
+            whole[span.thread] = span
+            kept += [outer] if outer else []
+        elif not span.name.endswith(TIMED):
+            whole[span.thread] = replace(outer, name=span.name)
+    return kept + list(whole.values())
 
 
 def _correlation(args: dict[str, Any]) -> int:

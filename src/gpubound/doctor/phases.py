@@ -7,8 +7,10 @@ on the tape for each stall. What a phase could not do goes into `absent`, with t
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -117,13 +119,18 @@ class Taped(Phase):
             experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
             on_trace_ready=lambda done: done.export_chrome_trace(str(self._trace)),
         )
-        self._profile.start()
+        with warnings.catch_warnings():  # torch 2.11 warns that a cycle's events go when it ends; there is one cycle
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profile.start()
         if _Annotation is None:
             self.absent["marks"] = f"torch {torch.__version__} has no _RecordFunctionFast"
             return
         gc.callbacks.append(self._collecting)
         self._ending.callback(gc.callbacks.remove, self._collecting)
         self._ending.enter_context(replaced(torch, "save", self._saving))
+        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+            dynamo.callback_handler.register_start_callback(self._compiling)
+            self._ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
 
     def step(self) -> None:
         super().step()
@@ -144,19 +151,31 @@ class Taped(Phase):
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if 0 < step < self.steps else ProfilerAction.WARMUP if step == 0 else ProfilerAction.NONE
 
+    def _named(self, what: str) -> str:
+        """The name of a span of what happens here, by which its line is known."""
+        place = Place(here().site)
+        known = (name for name, there in self.places.items() if there == place and name.startswith(what))
+        name = next(known, f"{what} ({len(self.places)})")
+        self.places[name] = place
+        return name
+
     def _saving(self, save: Callable) -> Callable:
         def saved(*args: Any, **kwargs: Any) -> Any:
-            place = here()
-            name = next((name for name, known in self.places.items() if known == place), f"save {len(self.places)}")
-            self.places[name] = place
-            with _Annotation(f"{SPAN}checkpoint|{name}"):
+            with _Annotation(f"{SPAN}checkpoint|{self._named('save')}"):
                 return save(*args, **kwargs)
 
         return saved
 
+    def _compiling(self, args: Any) -> None:
+        """Torch's own span of a compilation, which is around this one, has no line."""
+        with _Annotation(f"{SPAN}compile|{self._named('compile')}"):
+            pass
+
     def _collecting(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
-            self._collection = _Annotation(f"{SPAN}gc|generation {info['generation']}")
+            what = f"generation {info['generation']}"
+            # A young generation takes some 10 µs, as long as it takes to find its line.
+            self._collection = _Annotation(f"{SPAN}gc|{self._named(what) if info['generation'] else what}")
             self._collection.__enter__()
         elif (begun := self.__dict__.pop("_collection", None)) is not None:
             begun.__exit__(None, None, None)

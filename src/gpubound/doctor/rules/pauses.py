@@ -37,28 +37,33 @@ def data(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
 
 
 def collections(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
-    spans = [n for _, some in spans_of(evidence, "gc").values() for n in some]
-    asked = [rows for rows in by_line(evidence, "gc") if rows[0].place.site and "gc.collect" in rows[0].place.site.code]
-    if asked:
-        rows, fix = asked[0], "leave out gc.collect(), or collect between epochs"
-        said = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
-        yield Claim("gc", rows[0].place, times(evidence, rows), said, spans=frozenset(spans), fix=fix)
-    elif spans:
-        said = f"collections take {lasting(evidence, spans):.3g} ms a step"
-        yield Claim("gc", Place(), len(spans) / taped(evidence), said, spans=frozenset(spans))
+    """One claim for each gc.collect(). Python's own fall on any line: they are one claim, at the line that has most of them."""
+    spans = spans_of(evidence, "gc")
+    for rows in by_line(evidence, "gc"):
+        if (site := rows[0].place.site) and "gc.collect" in site.code:
+            _, mine = spans.pop(line_of(rows[0].place), (None, []))
+            said = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
+            fix = "leave out gc.collect(), or collect between epochs"
+            yield Claim("gc", rows[0].place, times(evidence, rows), said, spans=frozenset(mine), fix=fix)
+    if spans:
+        every = [n for _, some in spans.values() for n in some]
+        placed = [pair for line, pair in spans.items() if line]
+        place, most = max(placed, key=lambda pair: lasting(evidence, pair[1]), default=(Place(), []))
+        said = f"collections take {lasting(evidence, every):.3g} ms a step"
+        said += f", {lasting(evidence, most):.3g} of them in this line" if len(placed) > 1 else ""
+        yield Claim("gc", place, len(every) / taped(evidence), said, spans=frozenset(every))
 
 
 def compilations(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
-    every = spans_of(evidence, "compile")
-    spans = frozenset(n for _, some in every.values() for n in some)
-    lines = by_line(evidence, "compile")
-    for nth, rows in enumerate(lines):
-        mine = spans if nth == 0 else frozenset()  # spans without a line are the busiest one's
+    spans = spans_of(evidence, "compile")
+    _, lost = spans.pop(None, (None, []))
+    for rows in by_line(evidence, "compile"):  # the busiest first: what has no line is its own
+        _, mine = spans.pop(line_of(rows[0].place), (None, []))
         count = times(evidence, rows)
-        yield Claim("compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=mine)
-    if not lines and spans:
-        place = next((place for line, (place, _) in every.items() if line), Place())
-        yield Claim("compile", place, len(spans) / taped(evidence), "compilations after the warm-up", spans=spans)
+        yield Claim("compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=frozenset([*mine, *lost]))
+        lost = []
+    for place, mine in [*spans.values(), *([(Place(), lost)] if lost else [])]:
+        yield Claim("compile", place, len(mine) / taped(evidence), "compilations after the warm-up", spans=frozenset(mine))
 
 
 RULES = (
