@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import gpubound as gb
 from gpubound.errors import GraphError
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
+from gpubound.train import rows
 from gpubound.train.optimizer import AdamW8bit, Muon
 from gpubound.train.recompute import blocks_of
 from gpubound.train.run import Average
@@ -38,8 +40,13 @@ def batch(step: int, number: int) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": labels}
 
 
-def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", **options):
-    """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds."""
+def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, **options):
+    """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds.
+
+    `full`: as a GPU with a hundredth of its memory left.
+    """
+    rows.memory_taken = lambda device: (99, 100) if full else None  # the process is this test's
+    sums = counted(_fsdp_param_group, "foreach_reduce")
     with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
         model = llama(ranks.rank)  # the first rank's weights are everyone's
         if world > 1:
@@ -52,11 +59,29 @@ def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", **options)
         for number in range(STEPS):
             said = step([batch(number, ranks.rank + world * i) for i in range(each)]).read()
             average.update()
+            sums.append(0)
             reports.append((said.loss, said.grad_norm, said.tokens, said.skipped))
         state = {name: whole(tensor) for name, tensor in step.state_dict().items()}
         state |= {f"average.{name}": whole(tensor) for name, tensor in average.state().items()}
         step.close()
-        return {name: whole(tensor) for name, tensor in model.state_dict().items()}, reports, state, step.memory
+        return (
+            {name: whole(tensor) for name, tensor in model.state_dict().items()},
+            reports,
+            state,
+            step.memory | {"sums": sums},
+        )
+
+
+def counted(module, name):
+    """How often it is called, in the last number of a list."""
+    counts, original = [0], getattr(module, name)
+
+    def called(*args):
+        counts[-1] += 1
+        return original(*args)
+
+    setattr(module, name, called)
+    return counts
 
 
 def whole(tensor):
@@ -69,13 +94,15 @@ def equal(wanted, got, rtol=1e-6, atol=1e-6):
         torch.testing.assert_close(torch.from_numpy(got[name]), torch.from_numpy(wanted[name]), rtol=rtol, atol=atol, msg=name)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("world, each", [(2, 1), (4, 1), (2, 4)])
-def test_ranks_that_share_the_rows_are_one_process(world, each):
+@pytest.mark.parametrize("world, each, full", [(2, 1, False), (4, 1, False), (2, 4, False), (2, 2, True)])
+def test_ranks_that_share_the_rows_are_one_process(world, each, full):
+    """Two blocks and the rest are summed apart: with each micro-batch of the first step, and then, if there is room, once."""
     weights, reports, state, memory = trained(1, world * each)
-    for theirs, said, their_state, their_memory in on_ranks(world, trained, world, each):
+    for theirs, said, their_state, their_memory in on_ranks(world, partial(trained, full=full), world, each):
+        assert their_memory["sums"] == [3 * each] + [3 * each if full else 3] * (STEPS - 1) + [0]
         for a, b in zip(reports, said):
             assert b == pytest.approx(a, rel=2e-6)
         equal(weights, theirs)
@@ -87,8 +114,13 @@ def test_ranks_that_share_the_rows_are_one_process(world, each):
 
 @pytest.mark.parametrize(
     "precision, optimizer, recompute, off",
-    [("bf16", ADAMW, "cheap", 0.2), ("fp32", AdamW8bit(1e-2, eps=1e-4), "cheap", 0.2), ("fp32", ADAMW, "blocks", 1e-4)],
-    ids=["bf16", "8 bits", "recompute"],
+    [
+        ("bf16", ADAMW, "cheap", 0.2),
+        ("fp16", ADAMW, "cheap", 0.2),
+        ("fp32", AdamW8bit(1e-2, eps=1e-4), "cheap", 0.2),
+        ("fp32", ADAMW, "blocks", 1e-4),
+    ],
+    ids=["bf16", "fp16", "8 bits", "recompute"],
 )
 def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, recompute, off):
     """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256

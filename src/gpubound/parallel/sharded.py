@@ -98,6 +98,12 @@ class DealtParameter:
         if there is None or there.to_local().data_ptr() != rows.data_ptr():
             self.parameter.grad = self.whole(rows)
 
+    def forget(self) -> None:
+        """Drop what a backward that broke off has left of a whole gradient."""
+        self._known.unsharded_accumulated_grad = None
+        if (gathered := getattr(self._known, "_unsharded_param", None)) is not None:
+            gathered.grad = None
+
     def whole(self, rows: Tensor) -> DTensor:
         """All ranks' rows as one tensor, of which this rank holds its own."""
         p = self.parameter
@@ -151,6 +157,16 @@ class DealtModel:
         for unit in self.units:
             unit.reshard()
 
+    def sum_with_backward(self, now: bool) -> None:
+        """Whether the next backward adds its gradients up over the ranks. Until one does, each rank keeps its own, whole."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(now, recurse=False)
+
+    @property
+    def whole_gradients(self) -> int:
+        """The bytes of those."""
+        return 4 * sum(p.parameter.numel() for p in self.pieces if p.parameter.requires_grad)
+
     def within(self, work: Callable[[], Result]) -> Result:
         """work() with the outermost parameters there, as in the model's own forward: a loss may use its head, say."""
         return self._model.gathered(work)
@@ -167,7 +183,9 @@ class DealtModel:
         for unit in self.units:
             vars(unit).pop(GATHERED, None)
             unit.set_gradient_divide_factor(float(self.ranks.world))
+        self.sum_with_backward(True)
         for piece in self.pieces:
+            piece.forget()
             piece.parameter.grad = None
 
 

@@ -73,6 +73,7 @@ class DeviceStep:
         """One micro-batch more: its loss, items and gradients are added to those before. `last`: sums over ranks may begin."""
         with torch.enable_grad(), products(self.precision.products):
             total, items = self.held.loss(partial(self._loss_of, batch))
+            self.held.before_backward(last)
             listening = self.reduction.listening() if last else nullcontext()
             with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()

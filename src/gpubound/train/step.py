@@ -30,12 +30,12 @@ from .device_step import DeviceStep, Loss, StepResult
 from .flat_buffers import Members
 from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
-from .holding import holding
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW, AdamW8bit, Muon
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas
+from .rows import holding
 from .schedule import Schedule, is_rate
 
 Result = TypeVar("Result")
@@ -134,6 +134,7 @@ class TrainStep:
         result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
+        self._held.stepped(len(batches))
         return StepResult(result)
 
     @property

@@ -4,7 +4,7 @@ Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a t
 """
 
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
