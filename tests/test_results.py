@@ -64,7 +64,8 @@ def test_an_unknown_unit():
     with pytest.raises(ValueError) as error:
         ratio("furlongs", 1.0, 1.0)
     assert str(error.value) == (
-        "ratio: unknown unit 'furlongs', wanted one of %, % off, GB/s, GiB, TFLOP/s, launches, ms, s, steps/s, syncs, tok/s, us."
+        "ratio: unknown unit 'furlongs', wanted one of %, % off, GB/s, GiB, TFLOP/s, launches, ms, s, steps/s, syncs, tok/s, "
+        "us."
     )
 
 

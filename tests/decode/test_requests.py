@@ -49,12 +49,20 @@ WRONG_PROMPTS = [
     ([1.5, 2.0], "prompt 0: got 1.5, wanted text or a list of token ids."),
     ([[3, 4], [1.5]], "prompt 1: got [1.5], wanted text or a list of token ids."),
     (
-        {"input_ids": [PROMPT]},
-        "prompts: got dict, wanted text, token ids, or a list of either; of a tokenizer's output pass the input_ids.",
+        {"ids": [PROMPT]},
+        "prompts: got dict, wanted text, token ids, a list of either, or a tokenizer's output with input_ids.",
     ),
     (
         None,
-        "prompts: got NoneType, wanted text, token ids, or a list of either; of a tokenizer's output pass the input_ids.",
+        "prompts: got NoneType, wanted text, token ids, a list of either, or a tokenizer's output with input_ids.",
+    ),
+    (
+        {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]},
+        "attention_mask: got another shape than input_ids, wanted a number for each id.",
+    ),
+    (
+        {"input_ids": [[3], [1, 2, 3]], "attention_mask": [[1], [1, 0, 1]]},
+        "attention_mask of prompt 1: got padding between its tokens, wanted it before or behind them.",
     ),
 ]
 

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -102,7 +102,12 @@ def make_request(
 
 
 def read_prompts(given: Any, tokenizer: Any) -> list[list[int]]:
-    """Token ids of one prompt or several: text, ids, lists of either, or a tensor (T,) or (B, T), all of whose ids count."""
+    """Token ids of one prompt or several: text, ids, lists of either, a tensor (T,) or (B, T), all of whose ids count, or a
+    tokenizer's output, whose attention_mask says which ids are padding."""
+    if isinstance(given, Mapping) and "input_ids" in given:
+        ids = read_prompts(given["input_ids"], tokenizer)
+        mask = given.get("attention_mask")
+        return ids if mask is None else _unpadded(ids, mask)
     if isinstance(given, Tensor):
         if given.dim() not in (1, 2) or given.dtype.is_floating_point or given.dtype == torch.bool:
             raise ValueError(
@@ -113,8 +118,8 @@ def read_prompts(given: Any, tokenizer: Any) -> list[list[int]]:
         return [_encode(given, tokenizer)]
     if not isinstance(given, Sequence):
         raise ValueError(
-            f"generate: prompts: got {type(given).__name__}, wanted text, token ids, or a list of either; of a tokenizer's "
-            "output pass the input_ids."
+            f"generate: prompts: got {type(given).__name__}, wanted text, token ids, a list of either, or a tokenizer's output "
+            "with input_ids."
         )
     if given and all(isinstance(item, Integral) for item in given):
         return [[int(token) for token in given]]
@@ -126,6 +131,22 @@ def _ids(number: int, item: Any) -> list[int]:
     if not isinstance(tokens, Sequence) or not all(isinstance(token, Integral) for token in tokens):
         raise ValueError(f"generate: prompt {number}: got {item!r}, wanted text or a list of token ids.")
     return [int(token) for token in tokens]
+
+
+def _unpadded(ids: list[list[int]], mask: Any) -> list[list[int]]:
+    """Of each row the ids that count. Padding stands before them or behind them."""
+    rows = mask.tolist() if hasattr(mask, "tolist") else mask
+    rows = rows if not rows or isinstance(rows[0], Sequence) or hasattr(rows[0], "tolist") else [rows]
+    marks = [list(map(bool, row)) for row in rows]
+    if [len(row) for row in marks] != [len(row) for row in ids]:
+        raise ValueError("generate: attention_mask: got another shape than input_ids, wanted a number for each id.")
+    for number, row in enumerate(marks):
+        first = row.index(True) if True in row else 0
+        if not all(row[first : first + sum(row)]):
+            raise ValueError(
+                f"generate: attention_mask of prompt {number}: got padding between its tokens, wanted it before or behind them."
+            )
+    return [[token for token, real in zip(*pair) if real] for pair in zip(ids, marks)]
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

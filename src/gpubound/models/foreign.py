@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import DataError
 from ..files import read_json
+from .deepseek_v4.checkpoint import is_coded, load_coded
 from .folder import INDEX, WEIGHTS, check_layers, stored_tensors
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -27,8 +28,10 @@ def load_foreign(
     from transformers import AutoModelForCausalLM, logging
 
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
-        about = folder / "config.json"
-        check_layers(about, layer_counts(read_json(about)), stored_tensors(folder))
+        about, told = folder / "config.json", read_json(folder / "config.json")
+        check_layers(about, layer_counts(told), stored_tensors(folder))
+        if is_coded(told):
+            return attempt(folder, lambda: load_coded(folder, device, dtype))
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(

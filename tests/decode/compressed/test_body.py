@@ -112,6 +112,17 @@ def test_greedy_tokens_are_those_of_generate():
     assert str(fast).count("of 4 tokens: 6 by index") == 1 and fast.path == ""
 
 
+def test_a_padded_batch_gives_the_tokens_of_its_prompts_alone():
+    """As a tokenizer pads it, on the left or on the right; transformers' own tokens would change."""
+    fast, prompts = gb.decoder(model_of(), 2, ROOM), [text(5, seed=2), text(13, seed=3)]
+    want = [fast.generate(prompt, max_new_tokens=6, stop=()).tokens[0] for prompt in prompts]
+    for side in ("left", "right"):
+        ids, mask = (
+            torch.nn.utils.rnn.pad_sequence(rows, True, 0, side) for rows in (prompts, [torch.ones_like(p) for p in prompts])
+        )
+        assert fast.generate({"input_ids": ids, "attention_mask": mask}, max_new_tokens=6, stop=()).tokens == want
+
+
 def test_weights_are_read_live_and_one_that_moved_is_bound_anew():
     model, ids = build(), text(40).tolist()
     fast = gb.decoder(model, 1, ROOM)

@@ -1,0 +1,150 @@
+"""A folder of DeepSeek-V4 whose weights are codes: fp8 in blocks with a scale each, and experts in fp4, 32 numbers a scale.
+
+DeepSeek-V4's step has no kernel for these codes, so they become numbers of the model's dtype, one tensor at a time: beside the
+model, memory holds the one that is being read. Names are those of the published files, which transformers has a table for, or
+its own: layers.0.ffn.experts.3.w1.weight and .scale, or model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
+
+    number = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import DataError
+from ...trace import fallback, notice
+from ..folder import CURE, Stored, opened, stored_tensors
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
+GROUP = 32  # fp4 numbers of a row that share a scale
+BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
+CODES = {"F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
+
+
+def is_coded(about: dict[str, Any]) -> bool:
+    """Whether a config.json is of such a folder."""
+    told = about.get("quantization_config")
+    return about.get("model_type") == "deepseek_v4" and isinstance(told, dict) and told.get("quant_method") == "fp8"
+
+
+def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's."""
+    from transformers import AutoConfig, DeepseekV4ForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    block = tuple(config.quantization_config.get("weight_block_size") or (128, 128))
+    del config.quantization_config
+    with device, no_init_weights():
+        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
+    _fill(model, folder, stored_tensors(folder), block)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -> None:
+    places, stacks = _places(model)
+    own = _own_name(model, places)
+    missing, unread, coded = set(places) - set(stacks), [], dict.fromkeys(CODES.values(), 0)
+    for file in dict.fromkeys(about.file for about in stored.values()):
+        with opened(file) as tensors:
+            for name in (name for name, about in stored.items() if about.file == file):
+                if name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored:
+                    continue  # a scale, read with its codes
+                target = own(name)
+                if target not in places:
+                    unread.append(name)
+                    continue
+                scale = next((s for s in _scales_of(name) if s in stored), None)
+                values = tensors.get_tensor(name).to(places[target].device)
+                if scale is not None:
+                    coded[CODES.get(stored[name].dtype, "fp8")] += 1
+                    values = numbers(values, _read(stored, scale, file, tensors).to(values.device), block, name)
+                if values.shape != places[target].shape:
+                    got, wanted = tuple(values.shape), tuple(places[target].shape)
+                    raise DataError(f"{file}: {name}: got {got}, wanted {wanted}, by config.json; {CURE}.")
+                places[target].copy_(values)
+                missing.difference_update(stacks.get(target, [target]))
+    if missing:
+        raise DataError(f"{folder} lacks {sorted(missing)[:3]} ({len(missing)} tensors in all); {CURE}.")
+    if unread:
+        notice(f"{folder.name}: {len(unread)} tensors are no part of transformers' model and are not read, first {unread[0]}")
+    kept = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
+    if kept:
+        dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+        fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for DeepSeek-V4's step has no kernel for such codes")
+
+
+def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "weight") -> Tensor:
+    """fp32 (..., rows, columns) of codes of that shape, or of fp4 (..., rows, columns / 2), with a scale for each block."""
+    if codes.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        codes = codes.view(torch.uint8)
+    if codes.dtype in BYTES:
+        block, codes = (1, GROUP), codes.view(torch.uint8)
+        table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+        values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
+    else:
+        values = codes.float()
+    wide = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    rows, columns = values.shape[-2:]
+    wanted = (*values.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
+    if wide.shape != wanted:
+        raise DataError(
+            f"{name}: got scales {tuple(wide.shape)} for {tuple(values.shape)} numbers, wanted {wanted}: one for each block of "
+            f"{block[0]} x {block[1]}; {CURE}."
+        )
+    wide = wide.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+    return values.mul_(wide)
+
+
+def _places(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
+    found, stacks = {name: tensor.data for name, tensor in model.state_dict().items()}, {}
+    for name in [name for name in found if name.endswith(".experts.gate_up_proj")]:
+        stem = name.removesuffix(".gate_up_proj")
+        gate, up = found[name].chunk(2, 1)
+        down = f"{stem}.down_proj"
+        for whole, parts in ((name, {"w1": gate, "w3": up}), (down, {"w2": found[down]})):
+            single = {f"{stem}.{n}.{part}.weight": one for part, experts in parts.items() for n, one in enumerate(experts)}
+            stacks[whole] = list(single)
+            found |= single
+    return found, stacks
+
+
+def _own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
+    """transformers' name of a tensor in a file, by its own table."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    table = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+
+    def own(name: str) -> str:
+        renamed = name
+        for rule in table:
+            renamed, _ = rule.rename_source_key(renamed)
+        return next((one for one in (name, renamed, f"model.{renamed}", f"model.{name}") if one in known), renamed)
+
+    return own
+
+
+def _scales_of(name: str) -> Iterator[str]:
+    yield f"{name}_scale_inv"
+    yield f"{name.removesuffix('weight')}scale"
+
+
+def _scaled_by(name: str) -> str:
+    """The weight whose scales these would be."""
+    return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
+
+
+def _read(stored: dict[str, Stored], name: str, file: Path, tensors: Any) -> Tensor:
+    if stored[name].file == file:
+        return tensors.get_tensor(name)
+    with opened(stored[name].file) as others:
+        return others.get_tensor(name)

@@ -1,0 +1,126 @@
+"""Folders of DeepSeek-V4 in fp8 and fp4: their numbers beside transformers' own, another block size, sentences."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gpubound as gb
+from gpubound import trace
+from gpubound.errors import DataError
+from gpubound.models.deepseek_v4.checkpoint import E2M1, numbers
+from gpubound.models.foreign import load_foreign
+
+from ...decode.compressed.cases import build, own_logits, text
+
+CPU = torch.device("cpu")
+BLOCK = 8
+DENSE = re.compile(r".*\.(wq_a|wq_b|wkv|wo_a|wo_b|shared_experts\.w[123])\.weight")
+E8M0 = torch.float8_e8m0fnu
+
+
+def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each block, the power of two above its greatest over 448."""
+    tiles = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = torch.exp2(torch.ceil(torch.log2(tiles.abs().amax((1, 3)) / 448)))
+    return (tiles / scale[:, None, :, None]).flatten(0, 1).flatten(1).to(torch.float8_e4m3fn), scale.to(E8M0)
+
+
+def in_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2) / 6)))
+    levels = torch.tensor([*E2M1, *(-x for x in E2M1)])
+    codes = ((groups / scale[..., None])[..., None] - levels).abs().argmin(-1).flatten(1).to(torch.uint8)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), scale.to(E8M0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What transformers writes of a tiny model, its matrices coded as in the published files, one of them in a second file."""
+    path = tmp_path_factory.mktemp("coded")
+    build(moe_intermediate_size=32).save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in list(tensors):
+        coded = in_fp4 if ".ffn.experts." in name else in_fp8 if DENSE.fullmatch(name) and "compressor" not in name else None
+        if coded is not None:
+            tensors[name], tensors[name.removesuffix("weight") + "scale"] = coded(tensors[name])
+    tensors["mtp.0.norm.weight"] = torch.ones(32)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"] = {
+        "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "scale_fmt": "ue8m0", "expert_dtype": "fp4",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(about))
+    return path
+
+
+def test_numbers_are_transformers_own_and_are_decoded(folder):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), scale_fmt="ue8m0", expert_dtype="fp4", dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
+    before = sum(trace.fallbacks.values())
+    model = load_foreign(folder, CPU, torch.float32)
+    row = next(key for key in trace.fallbacks if key[0].startswith(f"weights of {folder.name}"))
+    assert row[0].endswith("25 in fp8, 54 in fp4") and sum(trace.fallbacks.values()) == before + 1
+    assert row[1] == "read as float32, for DeepSeek-V4's step has no kernel for such codes"
+    ids = text(40)
+    torch.testing.assert_close(own_logits(model, ids), own_logits(theirs, ids), rtol=0, atol=1e-6)
+    assert (own_logits(model, ids) - own_logits(build(moe_intermediate_size=32), ids)).abs().max() > 1e-2  # codes round
+    found = gb.decoder(model, 1, 64).generate([ids[:9].tolist()], max_new_tokens=12, stop=()).tokens[0]
+    assert found == theirs.generate(ids[None, :9], max_new_tokens=12, do_sample=False)[0, 9:].tolist()
+
+
+def test_transformers_own_names(folder, tmp_path):
+    """The same numbers of a file that names its tensors as the model does, experts stacked."""
+    model = load_foreign(folder, CPU, torch.float32)
+    tensors = {name: t.clone() for name, t in model.state_dict().items()}
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        coded = [in_fp4(expert) for expert in tensors[name]]
+        tensors[name], tensors[f"{name}_scale_inv"] = (torch.stack(list(t)) for t in zip(*coded))
+    name = "model.layers.0.self_attn.q_a_proj.weight"
+    tensors[name], tensors[f"{name}_scale_inv"] = in_fp8(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    found = load_foreign(tmp_path, CPU, torch.float32).state_dict()
+    for name, want in model.state_dict().items():
+        torch.testing.assert_close(found[name], want, rtol=0, atol=0)  # powers of two: coded once more, the same numbers
+
+
+def test_blocks_that_end_behind_a_matrix():
+    """576 rows in blocks of 128, as published; every byte of fp4; e8m0 as bytes."""
+    codes = torch.ones(5, 7).to(torch.float8_e4m3fn)
+    scales = torch.arange(6.0).view(3, 2)
+    want = scales.repeat_interleave(2, 0)[:5].repeat_interleave(4, 1)[:, :7]
+    torch.testing.assert_close(numbers(codes, scales, (2, 4)), want, rtol=0, atol=0)
+    halves = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    found = numbers(halves.view(torch.int8), torch.full((16, 1), 128, dtype=torch.uint8), (2, 4))
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)]) * 2
+    torch.testing.assert_close(found[:, 1::2], table[:, None].expand(16, 16), rtol=0, atol=0)
+    torch.testing.assert_close(found[:, ::2], table.expand(16, 16), rtol=0, atol=0)
+
+
+def test_a_folder_that_is_not_whole(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+
+    def said(**changed: torch.Tensor | None) -> str:
+        whole = {name: t for name, t in (tensors | changed).items() if t is not None}
+        save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DataError) as error:
+            load_foreign(tmp_path, CPU)
+        return str(error.value)
+
+    name = "model.layers.1.attn.wkv.weight"
+    lacking = said(**{name: None, "model.layers.1.attn.wkv.scale": None})
+    assert lacking == (
+        f"{tmp_path} lacks ['model.layers.1.self_attn.kv_proj.weight'] (1 tensors in all); download the model again."
+    )
+    assert said(**{"model.layers.1.attn.wkv.scale": torch.ones(2, 3)}) == (
+        f"{name}: got scales (2, 3) for (16, 32) numbers, wanted (2, 4): one for each block of 8 x 8; download the model again."
+    )
+    assert said(**{"model.norm.weight": torch.ones(31)}) == (
+        f"{tmp_path}/model.safetensors: model.norm.weight: got (31,), wanted (32,), by config.json; download the model again."
+    )
