@@ -1,12 +1,16 @@
-"""The indexer: one launch for the scores, one for the choice.
+"""The indexer: one launch for the scores, one for the choice, and of long stores two.
 
 A program of `index_scores` multiplies a token's heads with a tile of keys on tensor cores, DEPTH numbers of them at a time: in
 fp32, which no tensor core takes, 128 at once would spill. A tile behind the limit reads nothing.
 
 `index_topk` is one program a token. Scores become unsigned numbers of the same order, and the k-th largest is found two bits
 at a time: of three thresholds, the program counts how many numbers reach each, in one sum. After 16 rounds everything above it
-is taken, and of those equal to it the first. Where each goes follows from one running count. Those of one block stay
-in registers; of more, each round reads all again, from the L1 or L2. A token that sees no more than k entries takes all.
+is taken, and of those equal to it the first. Where each goes follows from one running count. A token that sees no more than k
+entries takes all.
+
+Scores of one block stay in registers. Of a longer store, each stretch of a block has a program, which leaves its k best; a
+second launch chooses among these, which stand in the order of their places, so the same entries win. One program alone would
+read all of them 18 times: 141 µs for 32,768. Where a text ends in the first stretch, the second launch copies.
 """
 
 import torch
@@ -45,9 +49,13 @@ def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places,
 
 
 @triton.jit
-def _ordered(line, at, limit):
-    """Scores as uint32 of the same order: 0 where there is none or it is -inf; NaN as infinity."""
-    x = tl.load(line + at, mask=at < limit, other=float("-inf")).to(tl.float32)
+def _ordered(line, from_ptr, at, reach):
+    """Scores as uint32 of the same order: 0 where there is none or it is -inf; NaN as infinity. from_ptr: their places."""
+    live = at < reach
+    if from_ptr is not None:
+        at = tl.load(from_ptr + at, mask=live, other=-1)
+        live = at >= 0
+    x = tl.load(line + at, mask=live, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("inf"), tl.where(x == 0.0, 0.0, x))
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
@@ -62,46 +70,58 @@ def _reaching(key, least, step):
     return tl.sum(first + (second << 21) + (third << 42), 0)
 
 
-@triton.jit
-def _index_topk_kernel(score_ptr, limit_ptr, ids_ptr, places, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-                       WHOLE: tl.constexpr):  # fmt: skip
-    """WHOLE: a row's scores are one block."""
-    n = tl.program_id(0).to(tl.int64)
-    line, to, at, slot = score_ptr + n * places, ids_ptr + n * K, tl.arange(0, BLOCK), tl.arange(0, KP)
-    limit = tl.minimum(tl.load(limit_ptr + n), places)
-    key = _ordered(line, at, limit)
+@triton.jit(do_not_specialize=["places", "span"])
+def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EACH: tl.constexpr, K: tl.constexpr,
+                       KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Of each stretch of `span` scores, or with from_ptr of the EACH places that every stretch has left there.
+
+    WHOLE: what a program reads is one block."""
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, at, slot = score_ptr + n * places, tl.arange(0, BLOCK), tl.arange(0, KP)
+    limit, first = tl.minimum(tl.load(limit_ptr + n), places), part * span
+    to = ids_ptr + (n * tl.num_programs(1) + part) * K
+    if from_ptr is None:
+        line += first
+        reach = tl.minimum(limit - first, span)
+    else:
+        from_ptr += n * tl.cdiv(places, span) * EACH
+        reach = tl.cdiv(tl.maximum(limit, 0), span) * EACH
+    key = _ordered(line, from_ptr, at, reach)
     least = tl.zeros([1], tl.uint32)  # the largest number that K numbers reach, found from its highest bits down
-    if limit > K:
+    if reach > K:
         for bits in tl.static_range(16):
             step = tl.full([1], 1 << (30 - 2 * bits), tl.uint32)
             counts = tl.zeros([1], tl.int64)
             if WHOLE:
                 counts += _reaching(key, least, step)
             else:
-                for start in range(0, limit, BLOCK):
-                    counts += _reaching(_ordered(line, start + at, limit), least, step)
+                for start in range(0, reach, BLOCK):
+                    counts += _reaching(_ordered(line, from_ptr, start + at, reach), least, step)
             more = ((counts & 0x1FFFFF) >= K).to(tl.uint32) + (((counts >> 21) & 0x1FFFFF) >= K).to(tl.uint32)
             least += (more + ((counts >> 42) >= K).to(tl.uint32)) * step
     above = tl.zeros([1], tl.int32)
-    for start in range(0, limit, BLOCK):
+    for start in range(0, reach, BLOCK):
         if not WHOLE:
-            key = _ordered(line, start + at, limit)
+            key = _ordered(line, from_ptr, start + at, reach)
         above += tl.sum((key > least).to(tl.int32), 0)
     room = K - above  # for those equal to `least`
     taken, equals = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
-    for start in range(0, limit, BLOCK):
+    for start in range(0, reach, BLOCK):
         if not WHOLE:
-            key = _ordered(line, start + at, limit)
+            key = _ordered(line, from_ptr, start + at, reach)
         over, equal = (key > least).to(tl.int32), ((key == least) & (key > 0)).to(tl.int32)
         before = tl.cumsum(over + (equal << 16), 0)  # this one counted; a block has at most 2^15 places
         equal_before = equals + (before >> 16) - equal
         place = taken + (before & 0xFFFF) - over + tl.minimum(equal_before, room)
         chosen = (over > 0) | ((equal > 0) & (equal_before < room))
-        tl.store(to + place, start + at, mask=chosen)
+        found = first + start + at
+        if from_ptr is not None:
+            found = tl.load(from_ptr + start + at, mask=chosen, other=-1)
+        tl.store(to + place, found, mask=chosen)
         taken += tl.sum(over, 0)
         equals += tl.sum(equal, 0)
-    found = taken + tl.minimum(equals, room)
-    tl.store(to + slot, tl.full([KP], -1, tl.int32), mask=(slot < K) & (slot >= found))
+    count = taken + tl.minimum(equals, room)
+    tl.store(to + slot, tl.full([KP], -1, tl.int32), mask=(slot < K) & (slot >= count))
 
 
 @torch.no_grad()
@@ -124,11 +144,21 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
     (tokens, places), slots = scores.shape, ids.shape[1]
 
     def run(plan: TilePlan) -> None:
-        block = min(plan.elements, power_of_two(places))
-        _index_topk_kernel[(tokens,)](
-            scores, limit, ids, places, slots, power_of_two(slots), block, places <= block,
-            num_warps=max(1, min(plan.warps, block // 256)),
-        )  # fmt: skip
+        span = min(plan.elements, power_of_two(places))
+        parts, each = triton.cdiv(places, span), min(slots, span)
+
+        def choose(among: Tensor | None, to: Tensor, programs: int, keep: int, reach: int) -> None:
+            block = min(plan.elements, power_of_two(reach))
+            _index_topk_kernel[(tokens, programs)](
+                scores, limit, among, to, places, span, each, keep, power_of_two(keep), block, reach <= block,
+                num_warps=max(1, min(plan.warps, block // 256)),
+            )  # fmt: skip
+
+        if parts == 1:
+            return choose(None, ids, 1, slots, span)
+        best = torch.empty(tokens, parts, each, device=ids.device, dtype=torch.int32)
+        choose(None, best, parts, each, span)
+        choose(best, ids, 1, slots, parts * each)
 
     launch(job_of("index_topk", "", (places,), scores), run)
     return ids
