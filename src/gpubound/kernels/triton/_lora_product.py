@@ -1,0 +1,158 @@
+"""A frozen product with an adapter in it (lora.py): h bᵀ is added to a tile before it is stored, so y is not read again.
+
+Its tiles come in by the copy engine of Hopper (TMA, tensor descriptors) or through pointers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...device import interpreted
+from ..lora import Drop
+from ..plans import job_of
+from ..plans.kinds import ProductPlan
+from ._launch import launch, options
+from ._lora_tiles import _arithmetic, _block, _dot, _early, _edges, _ranks, _rows, _tile, _within
+from ._step import _wait
+
+# Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,
+# and 344,064 for 130.
+PRODUCT_RANKS = 64
+# Ranks up to which the product takes an fp32 b as it is. Tiles of 64 do not fit beside three tiles in flight: the compiler asks
+# for 262,184 bytes then.
+FP32_RANKS = 32
+NARROWEST = 64  # columns of a product's tile, if it is to be faster than cuBLAS and another pass
+GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
+# Multiplications from which cuBLAS and another pass over y are faster than the product's pointer form. H200, bf16: 2048 x 768 x
+# 768 8.3 us against 6.5 + 3.5, 8192 x 4096 x 4096 557 against 349 + 38.
+POINTERS = 2 * 10**10
+
+
+@triton.jit
+def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, middle, last, sx, swo, swk, sh, sbo, sbr, sy,
+                         DESCRIBED: tl.constexpr, RANKS_DESCRIBED: tl.constexpr, WEIGHT_ALONG: tl.constexpr,
+                         B_ALONG: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+                         DEPTH: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+                         PRECISION: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
+    """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
+    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks.
+
+    FLAT: a program takes several tiles, and loads ahead across them. It is never DEPENDENT: a wait within such a loop leaves
+    the compiler one tile in flight, of three.
+    """
+    tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=FLAT):
+        band = tile // (GROUP * wide)
+        height = min(tall - band * GROUP, GROUP)
+        top = (band * GROUP + tile % (GROUP * wide) % height) * BLOCK
+        left = tile % (GROUP * wide) // height * COLUMNS
+        row, column = top + tl.arange(0, BLOCK), left + tl.arange(0, COLUMNS)
+        of_block = _block(left, middle, last) * R
+        total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for start in range(0, K, DEPTH):
+            if DESCRIBED:
+                xt = x.load([top, start])
+                wt = weight.load([left, start]).T if WEIGHT_ALONG else weight.load([start, left])
+            else:
+                k = start + tl.arange(0, DEPTH)
+                xt, wt = _tile(x, row, k, N, K, sx, 1), _tile(weight, k, column, K, O, swk, swo)
+            total = _dot(xt, wt, total, PRECISION, WIDE)
+        _wait(DEPENDENT)
+        for i in tl.static_range(COUNT):
+            if RANKS_DESCRIBED:
+                ht = h.load([top, of_block + i * RANKS])
+                bt = b.load([left, i * RANKS]).T if B_ALONG else b.load([i * RANKS, left])
+            else:
+                rank = i * RANKS + tl.arange(0, RANKS)
+                ht, bt = _tile(h + of_block, row, rank, N, R, sh, 1), _tile(b, rank, column, R, O, sbr, sbo)
+            total = _dot(ht, bt, total, PRECISION, WIDE)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[None]
+        if not DESCRIBED:
+            at = y + row.to(tl.int64)[:, None] * sy + column[None]
+            tl.store(at, total.to(y.dtype.element_ty), mask=(row < N)[:, None] & (column < O)[None])
+        elif PARTS == 2:
+            near, far = tl.split(tl.permute(tl.reshape(total, (BLOCK, 2, COLUMNS // 2)), (0, 2, 1)))
+            y.store([top, left], near.to(y.dtype))
+            y.store([top, left + COLUMNS // 2], far.to(y.dtype))
+        else:
+            y.store([top, left], total.to(y.dtype))
+
+
+def _described(t: Tensor) -> bool:
+    """Whether a tensor descriptor takes this matrix: dense rows, everything at multiples of 16 bytes."""
+    apart = t.stride(0) >= t.shape[1] and t.stride(0) * t.element_size() % 16 == 0
+    return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
+
+
+def _along(t: Tensor) -> bool:
+    return t.stride(1) == 1
+
+
+def _in_memory(t: Tensor) -> Tensor:
+    """The matrix, or its transpose where that has dense rows."""
+    return t if _along(t) else t.t()
+
+
+def _way(x: Tensor, weight: Tensor, rank: int, drop: Drop | None, blocks: Sequence[int] | None = None) -> str | None:
+    """The kernel's form for these: "described", "pointers", or None, and cuBLAS makes the product.
+
+    With dropout the kernel would hold a second tile of sums. fp32 has no tensor cores but by rounding to tf32. Descriptors are
+    for Hopper: compiled for 10.0, Triton 3.9 ends in "PassManager::run failed".
+    """
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    narrow = _within(NARROWEST, blocks) < NARROWEST
+    if drop is not None or narrow or (x.dtype == torch.float32 and not interpreted()):
+        return None
+    if (
+        job_of("lora", "", (), x).chip.capability == 90
+        and rank <= PRODUCT_RANKS
+        and _described(x)
+        and _described(_in_memory(weight))
+        and outputs % 8 == 0
+    ):
+        return "described"
+    return "pointers" if rows * inputs * outputs < POINTERS else None
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool,
+    blocks: Sequence[int] | None = None, dependent: bool = False,
+) -> Tensor:  # fmt: skip
+    (rows, inputs), outputs, rank = x.shape, weight.shape[0], b.shape[1]
+    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
+    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(rank))
+    ranks_described = described and _described(h) and _described(_in_memory(b))
+    job = job_of("lora", "described" if described else "pointers", (_rows(rows), outputs, ranks), x)
+
+    def run(plan: ProductPlan) -> None:
+        if (width := _within(plan.columns, blocks)) < plan.columns:
+            plan = plan._replace(columns=width, parts=1)
+        tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(outputs, plan.columns)
+        flat = described and tiles > job.chip.sms
+        given: tuple = (x, weight, bias, h, b, y)
+        if described:
+            tall, wide, deep = plan.rows, plan.columns, plan.depth
+            of = TensorDescriptor.from_tensor
+            given = (
+                of(x, [tall, deep]), of(_in_memory(weight), [wide, deep] if along else [deep, wide]), bias, h, b,
+                of(y, [tall, wide // plan.parts]),
+            )  # fmt: skip
+            if ranks_described:
+                theirs = of(h, [tall, ranks]), of(_in_memory(b), [wide, ranks] if b_along else [ranks, wide])
+                given = (*given[:3], *theirs, given[5])
+        _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
+            *given, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
+            *b.stride(), y.stride(0), DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along,
+            B_ALONG=b_along, COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth,
+            RANKS=ranks, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_stages=plan.stages,
+            **options(plan.warps, dependent * (not flat) * _early(job)),
+        )  # fmt: skip
+
+    launch(job, run)
+    return y
