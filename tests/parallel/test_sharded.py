@@ -12,9 +12,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 import gpubound as gb
 from gpubound.errors import GraphError
 from gpubound.models.llama import Decoder, DecoderConfig
+from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train import rows
+from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.train.optimizer import AdamW8bit, Muon
 from gpubound.train.recompute import blocks_of
 from gpubound.train.run import Average
@@ -40,7 +42,28 @@ def batch(step: int, number: int) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": labels}
 
 
-def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, **options):
+class SeededDiffusion(MaskedDiffusion):
+    """Masks that follow from the batch, whichever process draws them."""
+
+    def __call__(self, model, batch, scale=None):
+        torch.manual_seed(int(batch["input_ids"].sum()))
+        return super().__call__(model, batch | {"labels": batch["input_ids"]}, scale)
+
+
+def mixture(seed):
+    """Three experts, which two ranks do not divide, and a loss that wants their load even."""
+    torch.manual_seed(seed)
+    return RichardsDecoder(RichardsConfig(16, 24, 2, 2, 2, WORDS, mlp="moe", experts=3, balance=0.5))
+
+
+def denoiser(seed):
+    torch.manual_seed(seed)
+    return RichardsDecoder(RichardsConfig(16, 24, 2, 2, 2, WORDS, causal=False, time="film"))
+
+
+def trained(
+    world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, make=llama, objective="next_token", **options
+):
     """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds.
 
     `full`: as a GPU with a hundredth of its memory left.
@@ -48,11 +71,11 @@ def trained(world: int, each: int, optimizer=ADAMW, precision="fp32", full=False
     rows.memory_taken = lambda device: (99, 100) if full else None  # the process is this test's
     sums = counted(_fsdp_param_group, "foreach_reduce")
     with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
-        model = llama(ranks.rank)  # the first rank's weights are everyone's
+        model = make(ranks.rank)  # the first rank's weights are everyone's
         if world > 1:
             shard(model, blocks_of(model), ranks, DTYPES[precision])
         step = gb.TrainStep(
-            model, "next_token", optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
+            model, objective, optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
         average = Average(step, 0.9)
         reports = []
@@ -134,6 +157,21 @@ def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, 
         apart = sum(((theirs[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
         moved = sum(((began[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
         assert apart < off * moved
+
+
+@pytest.mark.parametrize(
+    "make, objective",
+    [(mixture, "next_token"), (denoiser, SeededDiffusion(mask_token=WORDS - 1))],
+    ids=["experts", "diffusion"],
+)
+def test_experts_and_diffusion_in_shards_are_one_process(make, objective):
+    options = {"make": make, "objective": objective}
+    weights, reports, state, _ = trained(1, 2, **options)
+    for theirs, said, their_state, _ in on_ranks(2, partial(trained, **options), 2, 1):
+        for one, other in zip(reports, said):
+            assert other == pytest.approx(one, rel=2e-6)
+        equal(weights, theirs)
+        equal(state, their_state)
 
 
 class Own(nn.Module):
