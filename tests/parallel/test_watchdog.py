@@ -35,6 +35,7 @@ def standing_still(fate, folder, run, kind="cpu"):
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
     with join(kind, SOON) as ranks:
         x = torch.ones(1, device=ranks.device)
+        ranks.sum(x)  # NCCL's first call waits on the host until all are there
         ranks.wait()
         ranks.at(3, "reading a micro-batch")
         if ranks.rank == 1:

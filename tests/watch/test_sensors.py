@@ -311,6 +311,7 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
         (torch.optim.__file__, site.READER),
         (getattr(find_spec("triton"), "origin", torch._ops.__file__), site.PLUMBING),
         (ops.__file__.replace("watch/ops", "graph/runner"), site.PLUMBING),
+        (ops.__file__.replace("watch/ops", "trace"), site.PLUMBING),
         (threading.__file__, site.STDLIB),
         (pytest.__file__, site.LIBRARY),
         (unseen.__file__, site.OWN),

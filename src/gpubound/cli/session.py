@@ -28,6 +28,7 @@ from ..monitor.live import Gauges, open_log
 from ..parallel import ALONE, Ranks
 from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
+from ..train.precision import precision
 from ..train.run import HOPELESS, Run
 from ..train.work import size_of, work_of
 from ..version import __version__
@@ -147,13 +148,16 @@ def hear(ranks: Ranks) -> None:
                 notice(f"fallback: rank {rank}: {what}: {why}", logging.WARNING)
 
 
+MATRIX_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 class Scale:
     """Turns a step's pace into a share of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
         self.run, self.work = run, work_of(run.model, family_of(run.recipe.model).sizes(run.model))
-        dtype = str(next(run.model.parameters()).dtype).removeprefix("torch.")
-        kind = "tf32" if run.recipe.precision == "tf32" else {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+        numbers = precision(run.recipe.precision_on(run.device))  # a sharded model's rows are fp32, whatever it computes in
+        kind = "tf32" if run.recipe.precision == "tf32" else MATRIX_KINDS[numbers.dtype]
         self.figure = f"{kind}_flops_per_s"
         self.flops_per_s: float | None = None
         self.formula: str | None = None  # how `mfu` comes about, with this run's numbers

@@ -44,8 +44,7 @@ def begin_alike(model: nn.Module, ranks: Ranks) -> None:
 def assert_alike(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """RankError, on every rank, with the first tensor in which one has other bits than the first rank. Waits for the device."""
     named = list(named)
-    sums = [_bits(tensor) for _, tensor in named]
-    mine = torch.stack(sums).tolist() if sums else []
+    mine = _read([_bits(tensor) for _, tensor in named])
     first = ranks.of_first(mine)
     odd = next((name for (name, _), a, b in zip(named, mine, first) if a != b), None)
     for rank, name in enumerate(ranks.gather(odd)):
@@ -54,6 +53,16 @@ def assert_alike(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
                 f"rank {rank} has other values in {name} than rank 0, and every rank should have the same; go on from a "
                 f"checkpoint before this step, and look for what writes weights on one rank alone."
             )
+
+
+def _read(scalars: list[Tensor]) -> list[int]:
+    """Their values, with one wait for each device: a part of a state lies on the host."""
+    values = [0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        there = [number for number, scalar in enumerate(scalars) if scalar.device == device]
+        for number, value in zip(there, torch.stack([scalars[number] for number in there]).tolist()):
+            values[number] = value
+    return values
 
 
 def _bits(tensor: Tensor) -> Tensor:
