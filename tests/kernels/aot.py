@@ -37,9 +37,15 @@ def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
     return *arguments[:at], dependent, *arguments[at + 1 :]
 
 
-def shared(devices: int, rank: int = 0) -> tuple:
-    """A step's product of which each device has a part."""
-    return adapted("add_product", rank, True, devices, dependent=2, at=4)
+def shared(op: str, devices: int) -> tuple:
+    """A part of a sum, or the sum, in a chain of launches."""
+    from gpubound.kernels.mail import example_mail
+
+    g = torch.Generator().manual_seed(0)
+    mail = example_mail(g, devices, devices, 48)
+    if op == "take_words":
+        return torch.zeros(2, 48), mail, True, 2
+    return torch.randn(2, 40), torch.randn(48, 40), None, mail, 2
 
 
 def curve(*form: Any) -> Any:
@@ -66,8 +72,8 @@ def example_of(op: str, *shape: Any) -> tuple:
 
 # Cases that take kernels or plans which an op's self-test does not.
 MORE = {
-    "add_product that devices share": ("add_product", lambda: shared(2)),
-    "add_product that three devices share, with adapters": ("add_product", lambda: shared(3, 16)),
+    "send_product to three devices": ("send_product", lambda: shared("send_product", 3)),
+    "take_words of three devices": ("take_words", lambda: shared("take_words", 3)),
     "add_product with adapters": ("add_product", lambda: adapted("add_product", 16, True, dependent=1, at=4)),
     "norm_gate_up with adapters": (
         "norm_gate_up",

@@ -84,15 +84,15 @@ class Part:
         return x if self._sum is None else self._sum[: len(x)]
 
     def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
-        """Add the last product, of h, to where it belongs: with a peer, that of all devices."""
+        """Add the last product, of h, to where it belongs; with a peer, send it, for `close` adds that of all devices."""
         if self.bench.peer is None:
             product.add_product(h, self.target(x), mode)
         else:
-            self.bench.peer.add_product(product, h, self.target(x), mode)
+            product.send_product(h, self.bench.peer.sum(), mode)
 
     def close(self, x: Tensor, mode: int = 0) -> None:
         if self.bench.peer is not None:
-            self.bench.peer.close(self.target(x))
+            self.bench.peer.add(self.target(x), mode)
         if self._sum is not None:
             add_norm(self.target(x), self.weights.post_norm, x, mode)
 

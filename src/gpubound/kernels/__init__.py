@@ -17,6 +17,7 @@ from .decode_product import (
     norm_gate_up as norm_gate_up,
     norm_product as norm_product,
     norm_rows as norm_rows,
+    send_product as send_product,
 )
 from .dynamic_tanh import (
     add_dynamic_tanh as add_dynamic_tanh,

@@ -172,51 +172,49 @@ def norm_gate_up_reference(
 
 
 def add_product(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x: Tensor,
-    dependent: int = 0,
-    adapters: StepAdapters | None = None,
-    mail: Mail | None = None,
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
 ) -> Tensor:
-    """x += h weightᵀ, in place: the output and the down product, with the residual.
-
-    With `mail` (mail.py), x += the sum of what all devices that share the product give: each has some columns of the weight.
-    """
-    require("add_product", "weight", weight, None, ("outputs", "inputs"), x.device, "the kernel reads row after row")
-    require("add_product", "h", h, None, (*h.shape[:1], weight.shape[1]), x.device, "the kernel reads row after row")
-    check_biases("add_product", (bias,), [weight])
+    """x += h weightᵀ, in place: the output and the down product, with the residual."""
+    check_add("add_product", h, weight, bias, x.device)
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     check_adapters("add_product", adapters, h, [weight])
-    if mail is not None:
-        check_mail("add_product", mail, (len(x), x.shape[1]), x.device, takes=True)
-    kernel = implementation("add_product", weight, None, add_form(form_of(adapters), len(mail.boxes) if mail else 0))
-    return kernel(h, weight, bias, x, dependent, adapters, mail)
+    kernel = implementation("add_product", weight, None, form_of(adapters))
+    return kernel(h, weight, bias, x, dependent, adapters)
 
 
 @definition(
-    lambda g, rank=0, wide=True, senders=0: (
-        *(draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)),
-        example_mail(g, senders, senders, 48) if senders else None,
+    lambda g, rank=0, wide=True: (
+        draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)
     )
-)
+)  # fmt: skip
 @torch.no_grad()
 def add_product_reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
-    mail: Mail | None = None,
-) -> Tensor:  # fmt: skip
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+) -> Tensor:
     h = h.to(x.dtype)
-    y = _times(h, weight, bias) + _added(adapters, 0, h)
-    if mail is None:
-        return x.add_(y)
-    mail.post(y)
-    return x.add_(mail.summed(len(x)))
+    return x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
 
 
-def add_form(added: tuple = (), devices: int = 0) -> tuple:
-    """What an example of add_product takes of a call. added: `form_of` its adapters; devices: that share it."""
-    return (*(added or (0, True)), devices) if devices else added
+def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
+    """Write h weightᵀ into the boxes of `mail` (mail.py): one device's part of a sum, which `take_words` adds to the stream."""
+    check_add("send_product", h, weight, bias, h.device)
+    check_mail("send_product", mail, (len(h), len(weight)), h.device)
+    return implementation("send_product", weight)(h, weight, bias, mail, dependent)
+
+
+@definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, example_mail(g, 2, 2, 48)))
+@torch.no_grad()
+def send_product_reference(
+    h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0
+) -> tuple[Tensor, ...]:
+    mail.post(_times(h.float(), weight, bias))
+    return mail.boxes
+
+
+def check_add(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
+    require(op, "weight", weight, None, ("outputs", "inputs"), device, "the kernel reads row after row")
+    require(op, "h", h, None, (*h.shape[:1], weight.shape[1]), device, "the kernel reads row after row")
+    check_biases(op, (bias,), [weight])
 
 
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:

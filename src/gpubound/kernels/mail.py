@@ -24,6 +24,7 @@ from .plans import power_of_two
 
 # How often a kernel asks for a word before it takes NaN, so that a device that has failed does not hold the others for ever.
 # At 0.5 to 1 us each, 10 s or more: the host launches one device's work behind the other's, and may be held up in between.
+# Whoever has asked so often in vain asks no more, or every later exchange would take as long again.
 POLLS = 1 << 24
 LATE = -1  # a word that has not come: all ones, which is NaN, or -1
 
@@ -34,9 +35,8 @@ class Mail(NamedTuple):
     boxes: tuple[Tensor, ...]  # where it is sent, each on its own device: int64 (S, at least B, C)
     own: int | None  # which of them is this device's; None: it takes nothing
     sender: int  # which place of each box this device writes to
-    epoch: Tensor  # int32 (1,), on this device: the same number on all
+    state: Tensor  # `new_state`'s, on this device
     number: int = 0  # of this exchange in its epoch: the stamp is the sum of both
-    polls: int = POLLS
     addresses: Tensor | None = (
         None  # `addresses_of(boxes)`, on this device. None: made in each call, which waits for the device
     )
@@ -48,7 +48,7 @@ class Mail(NamedTuple):
 
     def stamp(self) -> Tensor:
         """int32, which wraps."""
-        return self.epoch + self.number
+        return self.state[:1] + self.number
 
     def words(self, rows: int) -> Tensor:
         """What has come, int32 (S, rows, C); LATE in place of what has not. The definition of taking."""
@@ -67,6 +67,11 @@ class Mail(NamedTuple):
         words = (y.view(torch.int32).long() & 0xFFFFFFFF) | (self.stamp().long() << 32)
         for box in self.boxes:
             box[self.sender, : len(y), column : column + y.shape[1]] = words.to(box.device)
+
+
+def new_state(device: torch.device, polls: int = POLLS) -> Tensor:
+    """int32 (2,): the epoch, which is the same on all devices; and how often a word is asked for, 0 once one has not come."""
+    return torch.tensor([1, polls], dtype=torch.int32, device="cpu").to(device)  # of a new box, stamps are 0
 
 
 def addresses_of(boxes: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -93,10 +98,11 @@ def send_words_reference(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor
     return mail.boxes
 
 
-def take_words(out: Tensor, mail: Mail, added: bool = False) -> Tensor:
+def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     """out (B, C) = the words of one sender, as soon as all are there; or, `added`, out += the sum of all senders' words.
 
-    A word that does not come for so many polls is NaN, or -1 as an int32.
+    A word that does not come is NaN, or -1 as an int32. `dependent` is as in a step's products (decode_product.py): the kernel
+    before sends what is taken.
     """
     if out.dim() != 2 or out.dtype not in (torch.float32, torch.int32)[: 2 - added] or not out.is_contiguous():
         kinds = "float32" if added else "float32 or int32"
@@ -104,12 +110,12 @@ def take_words(out: Tensor, mail: Mail, added: bool = False) -> Tensor:
     check_mail("take_words", mail, (len(out), out.shape[1]), out.device, takes=True)
     if not added and len(mail.box) != 1:
         raise ValueError(f"take_words: got words of {len(mail.box)} senders, wanted one; with added=True they are summed.")
-    return implementation("take_words", out.view(torch.float32), None, (added,))(out, mail, added)
+    return implementation("take_words", out.view(torch.float32), None, (added,))(out, mail, added, dependent)
 
 
 @definition(lambda g, added=False: (draw(g, 2, 40).detach(), example_mail(g, 1, 3 if added else 1, 40, own=-1), added))
 @torch.no_grad()
-def take_words_reference(out: Tensor, mail: Mail, added: bool = False) -> Tensor:
+def take_words_reference(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     if added:
         return out.add_(mail.summed(len(out)))
     out.view(torch.int32).copy_(mail.words(len(out))[0])
@@ -118,7 +124,7 @@ def take_words_reference(out: Tensor, mail: Mail, added: bool = False) -> Tensor
 
 def check_mail(op: str, mail: Mail, size: tuple[int, int], device: torch.device, takes: bool = False) -> None:
     """That words of `size` have room in each box."""
-    require(op, "mail.epoch", mail.epoch, torch.int32, (1,), device, "each device counts for itself")
+    require(op, "mail.state", mail.state, torch.int32, (2,), device, "each device counts for itself; `new_state` makes it")
     if mail.addresses is not None:
         size_of = (power_of_two(len(mail.boxes)),)
         require(op, "mail.addresses", mail.addresses, torch.int64, size_of, device, "`addresses_of` makes it")
@@ -136,7 +142,7 @@ def check_mail(op: str, mail: Mail, size: tuple[int, int], device: torch.device,
 def example_mail(g: torch.Generator, boxes: int, senders: int, columns: int, own: int = 0) -> Mail:
     """For examples of two rows. The words of all senders but `own`, which is this device, have come."""
     made = tuple(torch.zeros(senders, 3, columns, device="cpu", dtype=torch.int64) for _ in range(boxes))
-    mail = Mail(made, 0, own, ints(7), 5)
+    mail = Mail(made, 0, own, ints(7, POLLS), 5)
     for sender in range(senders):
         if sender != own:
             mail._replace(sender=sender).post(draw(g, 2, columns).detach())

@@ -92,12 +92,11 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
             except BaseException as error:
                 failed.append(error)
 
-        with peers.together(fast.body.peers):
-            threads = [threading.Thread(target=run, args=(number,)) for number in range(devices)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(devices)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert not failed, failed
 
     monkeypatch.setattr(fast.graphs, "launch", at_once)

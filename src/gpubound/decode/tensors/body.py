@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...device import entered, label
 from ...kernels.choose import hasten
-from ...kernels.decode_product import add_form, capped_
+from ...kernels.decode_product import capped_
 from ...trace import notice, say
 from ...words import readable
 from ..bind import BoundModel, bind
@@ -49,7 +49,7 @@ def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
     _check_room(live, build, plans)
     for plan in plans:
         shared = [
-            ("add_product", add_form((), plan.count)),
+            ("send_product", ()),
             ("send_words", ()),
             ("take_words", (False,)),
             ("take_words", (True,)),
@@ -176,6 +176,8 @@ class SlicedBody(Body):
 
     def begin(self, token: Tensor) -> None:
         self.home.begin(token)
+        for peer in self.peers:  # again, if a device had failed
+            peer.wait()
 
     def reserve(self, limits: Tensor) -> None:
         for one in self.slices:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from ..steps import LaunchWay, StepGraphs, choose, into_body
-from .peers import together
 
 
 class SliceGraphs(StepGraphs):
@@ -22,16 +21,16 @@ class SliceGraphs(StepGraphs):
         runners = [self._runner_on(plan.device) for plan in self.body.plans]
         if (rows, way) not in self._warm:  # kernels compile and test themselves, and wait for nobody
             saved = self._state(rows)
-            with together(self.body.peers, polls=0):
-                for number, runner in enumerate(runners):
-                    runner.run(partial(self._run_on, number, rows, 1, way))
+            for number, (peer, runner) in enumerate(zip(self.body.peers, runners)):
+                peer.wait(0)
+                runner.run(partial(self._run_on, number, rows, 1, way))
+                peer.wait()
             for tensor, before in saved:
                 tensor.copy_(before)
             self._warm.add((rows, way))
-        with together(self.body.peers):
-            for number, runner in enumerate(runners):
-                call = partial(self._run_on, number, rows, steps, way)
-                runner.record(f"decode {rows} x {steps}, slice {number}", call, [], set())
+        for number, runner in enumerate(runners):
+            call = partial(self._run_on, number, rows, steps, way)
+            runner.record(f"decode {rows} x {steps}, slice {number}", call, [], set())
         return partial(_replay, runners)
 
     def _run_on(self, number: int, rows: int, steps: int, way: LaunchWay) -> None:

@@ -5,20 +5,18 @@ part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP
 the others hand the first their stretch of the logits, or of their partial maxima. A box of the last and of the first kind is
 written once a step, after the other kind has been answered: so none is written before it was read.
 
-On a GPU a product and its sum are one kernel, which asks for words that the others' kernels send meanwhile. Where one device
-computes after the other (on a CPU, or a step outside a graph), all send before any asks.
+A kernel that sends waits for nobody, and one that waits has sent before. So devices may compute at once (graphs.py), or one
+after the other, if all send before any takes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import permutations
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import send_words, take_words
-from ...kernels.mail import POLLS, Mail, addresses_of
+from ...kernels.mail import POLLS, Mail, addresses_of, new_state
 
 SUMS = ("attention", "mlp")  # the boxes that sums take turns with
 
@@ -26,46 +24,38 @@ SUMS = ("attention", "mlp")  # the boxes that sums take turns with
 class Peer:
     """One of the devices."""
 
-    together = False  # whether the others compute at the same time
-
     def __init__(self, number: int, device: torch.device) -> None:
         self.number, self.device = number, device
-        self.epoch = torch.ones(1, device=device, dtype=torch.int32)  # of a new box, stamps are 0
-        self.polls = POLLS
+        self.state = new_state(device)
         self._mails: dict[str, Mail] = {}
         self._summed = 0  # sums of this step
 
     def connect(self, kind: str, boxes: Sequence[Tensor], own: int | None, sender: int = 0) -> None:
         found = addresses_of(boxes, self.device)
-        self._mails[kind] = Mail(tuple(boxes), own, sender, self.epoch, addresses=found)
+        self._mails[kind] = Mail(tuple(boxes), own, sender, self.state, addresses=found)
 
-    def add_product(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
-        """x += the product of all devices: here and now, or when `close` is called."""
-        if self.together:
-            product.add_product(h, x, mode, self._sum())
-            self._summed += 1
-        else:
-            part = torch.zeros_like(x)
-            product.add_product(h, part, mode)
-            send_words(part, self._sum())
+    def sum(self) -> Mail:
+        """Where this device sends its part of the next sum."""
+        return self._mails[SUMS[self._summed % 2]]._replace(number=self._summed)
 
-    def close(self, x: Tensor) -> None:
-        if not self.together:
-            take_words(x, self._sum(), added=True)
-            self._summed += 1
-
-    def _sum(self) -> Mail:
-        return self._mails[SUMS[self._summed % 2]]._replace(number=self._summed, polls=self.polls)
+    def add(self, x: Tensor, mode: int) -> None:
+        """x += that sum, as soon as all devices have sent theirs."""
+        take_words(x, self.sum(), True, mode)
+        self._summed += 1
 
     def send(self, kind: str, y: Tensor, column: int = 0) -> None:
         send_words(y, self._mails[kind], column)
 
     def take(self, kind: str, out: Tensor) -> None:
-        take_words(out, self._mails[kind]._replace(polls=self.polls))
+        take_words(out, self._mails[kind])
+
+    def wait(self, polls: int = POLLS) -> None:
+        """From here on, ask for each word so often."""
+        self.state[1:].fill_(polls)
 
     def end(self) -> None:
         """Of a step: the stamps of the next go on behind this one's."""
-        self.epoch.add_(max(1, self._summed))
+        self.state[:1].add_(max(1, self._summed))
         self._summed = 0
 
 
@@ -99,15 +89,3 @@ def _let_reach(devices: Sequence[torch.device]) -> None:
     """torch lets a GPU's kernels write another's memory from the first copy between them on."""
     for here, there in permutations(devices, 2):
         torch.zeros(1, device=here).to(there)
-
-
-@contextmanager
-def together(peers: Sequence[Peer], polls: int = POLLS) -> Iterator[None]:
-    """Kernels that are launched inside compute at the same time on all devices. polls 0: they wait for none."""
-    for peer in peers:
-        peer.together, peer.polls = True, polls
-    try:
-        yield
-    finally:
-        for peer in peers:
-            peer.together, peer.polls = False, POLLS

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernels import Norm, add_product, add_routed, norm_gate_up, norm_product, routed_gate_up
+from ...kernels import Norm, add_product, add_routed, norm_gate_up, norm_product, routed_gate_up, send_product
 from ...kernels.mail import Mail
 from ...models.decoding import Linear
 from ..adapters import AddedProduct, given
@@ -70,8 +70,11 @@ class OwnProduct:
         (gate, up, _), (gate_bias, up_bias, _) = self._given
         norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, given(self.added, len(x)))
 
-    def add_product(self, h: Tensor, x: Tensor, mode: int, mail: Mail | None = None) -> None:
-        add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)), mail)
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+        add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)))
+
+    def send_product(self, h: Tensor, mail: Mail, mode: int) -> None:
+        send_product(h, *self.layers[0][:2], mail, mode)
 
     def matrices(self) -> list[Tensor]:
         return [layer.weight.detach() for layer in self.layers]  # without their records: `added` is added apart

@@ -1,13 +1,13 @@
 """How kernels write words into the boxes of other devices and take those in their own (mail.py).
 
 A place is written by one store of 64 bits, which reaches another device's memory whole or not at all. It is asked for past the
-L1, which may hold what was there before. Programs send before they ask, and what one asks for is sent by the other devices'
-programs of the same number; programs begin in the order of their numbers, so of those that ask, the first is always answered.
+L1, which may hold what was there before. What asks is a small kernel of its own. Asked for by the programs of the product
+itself, whoever waits holds a place that the next program of the product needs: two H200s, 4096 x 7168 in bf16, 16.9 us alone,
+28.8 summed inside (4 waves of programs), and a sum by itself takes 3.1.
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -15,7 +15,7 @@ from ..mail import LATE, Mail, addresses_of
 from ..plans import power_of_two
 
 _LATE = tl.constexpr(LATE)
-SCALARS = ["number", "sender", "polls", "room"]  # of a kernel's arguments: their values compile nothing anew
+SCALARS = ["number", "sender", "room"]  # of a kernel's arguments: their values compile nothing anew
 
 
 @triton.jit
@@ -26,8 +26,8 @@ def _addresses(boxes, BOXES: tl.constexpr):
 
 
 @triton.jit
-def _stamp(epoch, number):
-    return (tl.load(epoch) + number).to(tl.int64) << 32
+def _stamp(state, number):
+    return (tl.load(state) + number).to(tl.int64) << 32
 
 
 @triton.jit
@@ -39,15 +39,24 @@ def _send(addresses, at, bits, stamp, there):
 
 
 @triton.jit
-def _take(box, at, stamp, there, polls, room, SENDERS: tl.constexpr, S: tl.constexpr):
+def _missing(words, stamp, wanted):
+    return tl.max(tl.max((wanted & ((words ^ stamp) >> 32 != 0)).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _take(box, state, at, stamp, there, room, SENDERS: tl.constexpr, S: tl.constexpr):
     """The words at the places `at` of each sender, (S, places) int32, when all are there, or LATE."""
     s = tl.arange(0, S)
     wanted = (s < SENDERS)[:, None] & there[None]
     from_ = box + s.to(tl.int64)[:, None] * room + at[None]
     words = tl.load(from_, mask=wanted, other=0, volatile=True)
-    while (tl.max(tl.max((wanted & ((words ^ stamp) >> 32 != 0)).to(tl.int32), 1), 0) > 0) & (polls > 0):
+    missing = _missing(words, stamp, wanted)
+    polls = tl.load(state + 1, volatile=True)
+    while (missing > 0) & (polls > 0):
         words = tl.load(from_, mask=wanted, other=0, volatile=True)
+        missing = _missing(words, stamp, wanted)
         polls -= 1
+    tl.store(state + 1, 0, mask=missing > 0)
     return tl.where((words ^ stamp) >> 32 == 0, words.to(tl.int32), _LATE)
 
 
@@ -62,18 +71,17 @@ def _summed(words, SENDERS: tl.constexpr, S: tl.constexpr):
     return total
 
 
-def mailed(mail: Mail | None, device: torch.device) -> dict[str, Any]:
+def mailed(mail: Mail | None) -> dict[str, Any]:
     """What a kernel gets of its mail; of none, nothing that it reads."""
     if mail is None:
-        return dict.fromkeys(("boxes", "box", "epoch")) | dict.fromkeys((*SCALARS, "BOXES", "SENDERS", "S"), 0)
+        return dict.fromkeys(("boxes", "box", "state")) | dict.fromkeys((*SCALARS, "BOXES", "SENDERS", "S"), 0)
     senders, rows, columns = mail.boxes[0].shape
     return {
-        "boxes": addresses_of(mail.boxes, device) if mail.addresses is None else mail.addresses,
-        "box": mail.epoch if mail.own is None else mail.box,  # where nothing is taken, it is not read
-        "epoch": mail.epoch,
+        "boxes": addresses_of(mail.boxes, mail.state.device) if mail.addresses is None else mail.addresses,
+        "box": mail.state if mail.own is None else mail.box,  # where nothing is taken, it is not read
+        "state": mail.state,
         "number": mail.number,
         "sender": mail.sender,
-        "polls": mail.polls,
         "room": rows * columns,
         "BOXES": power_of_two(len(mail.boxes)),
         "SENDERS": senders,

@@ -6,6 +6,8 @@ squares is taken from the x that the product reads, and its factor applied to th
 there is no norm.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from ..mail import Mail
 from ..plans import job_of, power_of_two
 from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
-from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed
+from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
 from ._step import _begin, _end, _gained, _row, _tile, _wait
 
@@ -165,7 +167,7 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
 
 @triton.jit(do_not_specialize=SCALARS)
 def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow, before, columns, split, second,
-                        emptied, ahead, boxes, box, epoch, number, sender, polls, room, B: tl.constexpr, K: tl.constexpr,
+                        emptied, ahead, boxes, box, state, number, sender, room, B: tl.constexpr, K: tl.constexpr,
                         R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, RANKS: tl.constexpr,
                         MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, BOXES: tl.constexpr,
                         SENDERS: tl.constexpr, S: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
@@ -192,7 +194,7 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
         addresses = _addresses(boxes, BOXES)
     _wait(DEPENDENT)
     if boxes is not None:
-        stamp = _stamp(epoch, number)  # the kernel that counts epochs may have been running until here
+        stamp = _stamp(state, number)
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
@@ -200,8 +202,9 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
         if table is not None:
             words = _begun(narrow, table, ids, b, 0, columns, columns, RANKS)
-        to = x_ptr + b * rows.to(tl.int64) + first + row
-        x = tl.load(to, mask=there, other=0.0)
+        if boxes is None:
+            to = x_ptr + b * rows.to(tl.int64) + first + row
+            x = tl.load(to, mask=there, other=0.0)
         total = tl.zeros([R, C], tl.float32)
         for start in range(0, K, C):
             total += w.to(tl.float32) * _row(h_ptr + b * K + start, col, K - start, EVEN)[None]
@@ -216,12 +219,6 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, there)
         else:
             tl.store(to, x + y, mask=there)
-    if boxes is not None:
-        for b in tl.static_range(B):
-            to = x_ptr + b * rows.to(tl.int64) + first + row
-            x = tl.load(to, mask=there, other=0.0)
-            words = _take(box, b * rows + first + row, stamp, there, polls, room, SENDERS, S)
-            tl.store(to, x + _summed(words, SENDERS, S), mask=there)
 
 
 @triton.jit
@@ -309,12 +306,21 @@ def norm_gate_up(
 
 @torch.no_grad()
 def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
-    mail: Mail | None = None,
-) -> Tensor:  # fmt: skip
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
+) -> Tensor:
+    _launch_add(h, weight, bias, x, dependent, **launched(adapters, len(h), weight.shape[1]), **mailed(None))
+    return x
+
+
+@torch.no_grad()
+def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
+    _launch_add(h, weight, bias, None, dependent, **launched(None, len(h), weight.shape[1]), **mailed(mail))
+    return mail.boxes
+
+
+def _launch_add(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor | None, dependent: int, **more: Any) -> None:
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
-        bias, x, rows, B=len(h), BIAS=bias is not None, **launched(adapters, len(h), width), **mailed(mail, x.device),
+        bias, x, rows, B=len(h), BIAS=bias is not None, **more,
     )  # fmt: skip
-    return x

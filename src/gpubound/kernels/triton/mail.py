@@ -5,29 +5,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..decode_product import EARLY
 from ..mail import Mail
 from ..plans import power_of_two
+from ._launch import options
 from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed
+from ._step import _begin, _wait
 
-WORDS, WARPS = 1024, 4  # of a program
+WORDS, WARPS = 512, 4  # of a program
 
 
 @triton.jit(do_not_specialize=[*SCALARS, "columns", "width", "column"])
-def _send_words_kernel(y_ptr, columns, width, column, boxes, box, epoch, number, sender, polls, room, BOXES: tl.constexpr,
+def _send_words_kernel(y_ptr, columns, width, column, boxes, box, state, number, sender, room, BOXES: tl.constexpr,
                        SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A row of y by program_id(1), into rows of `width` words."""
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     there = i < columns
     bits = tl.load(y_ptr + b * columns + i, mask=there, other=0)
-    _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(epoch, number), there)
+    _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(state, number), there)
 
 
 @triton.jit(do_not_specialize=[*SCALARS, "count"])
-def _take_words_kernel(out_ptr, count, boxes, box, epoch, number, sender, polls, room, BOXES: tl.constexpr,
-                       SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr):  # fmt: skip
+def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, BOXES: tl.constexpr,
+                       SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
+    """Words that have come, this device's too, say that the kernel before is at its end: it is waited for behind them."""
+    _begin(DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < count
-    words = _take(box, i, _stamp(epoch, number), there, polls, room, SENDERS, S)
+    words = _take(box, state, i, _stamp(state, number), there, room, SENDERS, S)
+    _wait(DEPENDENT)
     if ADDED:
         tl.store(out_ptr + i, tl.load(out_ptr + i, mask=there, other=0.0) + _summed(words, SENDERS, S), mask=there)
     else:
@@ -39,16 +46,16 @@ def send_words(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor, ...]:
     rows, columns = y.shape
     block = min(WORDS, power_of_two(columns))
     _send_words_kernel[(triton.cdiv(columns, block), rows)](
-        y.view(torch.int32), columns, mail.boxes[0].shape[2], column, **mailed(mail, y.device), BLOCK=block, num_warps=WARPS
+        y.view(torch.int32), columns, mail.boxes[0].shape[2], column, **mailed(mail), BLOCK=block, num_warps=WARPS
     )
     return mail.boxes
 
 
 @torch.no_grad()
-def take_words(out: Tensor, mail: Mail, added: bool = False) -> Tensor:
+def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     block = min(WORDS, power_of_two(out.numel()))
     to = out if added else out.view(torch.int32)
     _take_words_kernel[(triton.cdiv(out.numel(), block),)](
-        to, out.numel(), **mailed(mail, out.device), BLOCK=block, ADDED=added, num_warps=WARPS
+        to, out.numel(), **mailed(mail), BLOCK=block, ADDED=added, **options(WARPS, min(dependent, EARLY))
     )
     return out
