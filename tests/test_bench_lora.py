@@ -17,6 +17,8 @@ from gpubound import device as facts
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
 
+from . import forked
+
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers"
@@ -246,6 +248,11 @@ def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
 # --- the command ---
 
 
+@pytest.fixture
+def forked_workers(monkeypatch):
+    monkeypatch.setattr("sys.executable", forked.python())
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -260,11 +267,13 @@ def test_what_is_refused(capsys, options, sentence):
     assert capsys.readouterr().err.startswith(f"gpubound bench: {sentence}")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_profile(capfd):
     assert guarded("bench", bench_lora.main, ["--dry", "--profile", "floor"]) == 0
     assert capfd.readouterr().out.startswith("tiny floor: ")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
     monkeypatch.setattr(workers, "SAMPLE_S", 0.01)
     assert guarded("bench", bench_lora.main, ["--dry", "--parts", "train"]) == 0

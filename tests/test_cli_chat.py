@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +14,7 @@ from gpubound.cli.chat import ends_of_turn
 from gpubound.corpus import Tokenizer
 from gpubound.models import load_hf, save_hf
 
-from . import by_heart
+from . import by_heart, forked
 from .by_heart import LINE
 from .processes import plain_environment
 
@@ -81,7 +80,7 @@ class Terminal:
         """`ignored`: started as a shell starts a background job, which does not hear Ctrl-C."""
         mine, its = pty.openpty()
         behind = BEHIND.format(handler="signal.SIG_IGN" if ignored else "signal.default_int_handler")
-        command = [sys.executable, "-c", behind, "generate", *map(str, argv), "--device", "cpu"]
+        command = [forked.python(), "-c", behind, "generate", *map(str, argv), "--device", "cpu"]
         own = {"env": plain_environment() | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}, "start_new_session": True}
         self.child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, **own)
         os.close(its)

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from gpubound.models.llama.training import PRESETS
 from gpubound.models.registry import presets as every_preset
 from gpubound.train.checkpoint import Checkpoints
 
-from . import tiny_recipe
+from . import forked, tiny_recipe
 from .processes import plain_environment
 from .train.runs import texts
 
@@ -256,7 +255,7 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
 def test_signals_save_and_say_how_to_go_on(config, tmp_path):
     """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
     out = tmp_path / "it's mine"  # to be quoted in the line that goes on
-    command = [sys.executable, "-m", "gpubound", "train", str(config), "--out", str(out), "--steps", "100000"]
+    command = [forked.python(), "-m", "gpubound", "train", str(config), "--out", str(out), "--steps", "100000"]
     stopped = []
     for more, number in (([], signal.SIGINT), (["--resume"], signal.SIGTERM)):
         before = stopped[-1] if stopped else 0
@@ -288,9 +287,9 @@ def test_a_folder_in_use_is_refused(config, tmp_path, capsys):
 
 
 def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpubound"]
+    command = [forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpubound"]
     options = ["--accumulate", "2", "--evaluate-every", "4", "--export", str(tmp_path / "model"), "--json"]
-    environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = plain_environment() | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked.python()}
     done = subprocess.run([*command, "train", str(config), *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

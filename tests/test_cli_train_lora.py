@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file
 
+from . import forked
 from .processes import plain_environment
 from .train.runs import CHATS, build_corpus, recipe, train
 
@@ -88,7 +88,7 @@ def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, b
     arguments = json.dumps([str(base), answer["export"], str(tmp_path / "run" / "corpus"), told])
     there = ["peft"] if find_spec("peft") else []
     said = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HELD_OUT), arguments, *there],
+        [forked.python(), "-W", "ignore", "-c", textwrap.dedent(HELD_OUT), arguments, *there],
         capture_output=True,
         check=True,
         env=plain_environment(),

@@ -1,9 +1,12 @@
 """The suite itself: what it does where other people's plugins are installed, and how `make test-hard` shuffles it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from . import forked
 
 TESTS = Path(__file__).parent
 
@@ -36,3 +39,22 @@ def test_a_cell_says_when_it_failed(capfd):
     missing = "tests/test_floors.py::test_there_is_no_such_test"
     assert main(["one-thread", "--seed", "1", "--", "-n0", "-p", "no:cacheprovider", missing]) == 1
     assert "FAILED  one-thread (seed 1)" in capfd.readouterr().out
+
+
+def test_a_forked_python_does_what_python_does(tmp_path):
+    """Its files, arguments, environment and folder, its warnings, and how it ends: a code, an error, or a signal."""
+    asked = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE'], sys.stdin.read(), __name__); sys.exit(3)"
+    where = {"cwd": tmp_path, "env": {**os.environ, "MINE": "is here"}}
+    told = {"input": "and heard", "capture_output": True, "text": True}
+    ways = (["-c", asked, "a b"], ["-W", "error", "-c", "import warnings; warnings.warn('seen')"], ["-m", "no.such"])
+    python, theirs = ([subprocess.run([it, *way], **where, **told) for way in ways] for it in (sys.executable, forked.python()))
+    assert [done.returncode for done in theirs] == [done.returncode for done in python] == [3, 1, 1]
+    assert theirs[0].stdout == python[0].stdout and "is here and heard __main__" in python[0].stdout
+    assert "UserWarning: seen" in theirs[1].stderr and "No module named 'no'" in theirs[2].stderr
+    waits = [forked.python(), "-u", "-c", "import os, time; print(os.getpid()); time.sleep(60)"]
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(waits, stdout=subprocess.PIPE, text=True) as caller:
+            program = int(caller.stdout.readline())
+            caller.send_signal(end)
+            assert caller.stdout.read() == "", "the program's end of the pipe is closed: it is gone, too"
+        assert caller.returncode == -end and program != caller.pid

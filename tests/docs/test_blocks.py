@@ -15,6 +15,7 @@ import tyro
 
 from gpubound.cli.train import from_file
 
+from .. import forked
 from ..processes import plain_environment
 from .blocks import MARKS, PAGES, PYTHON, ROOT, SHELL, Block, blocks, commands, plain
 from .follow import _differs
@@ -30,7 +31,7 @@ def followed() -> dict[str, list[dict]]:
     alone = [page for page in RUN if "simgpu()" in page.read_text()]
     found: dict[str, list[dict]] = {page.name: [] for page in RUN}
     for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
-        command = [sys.executable, str(Path(__file__).parent / "follow.py"), *map(str, pages)]
+        command = [forked.python(), str(Path(__file__).parent / "follow.py"), *map(str, pages)]
         done = subprocess.run(command, capture_output=True, text=True, env=with_commands(), timeout=600)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
         assert done.returncode == any(result["wrong"] for result in results), done.stderr[-4000:]

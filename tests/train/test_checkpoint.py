@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+
+from .. import forked
 
 
 def tensors(step):
@@ -197,7 +198,7 @@ def test_killed_in_the_middle_and_always_whole(tmp_path):
     twenty: five lie between the temporary folder's birth and its renaming, the rest prune), then 15 times at a random moment,
     which may lie inside the writing of the tensors.
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    command = [forked.python(), "-W", "ignore", "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == "survived True", done.stdout + done.stderr
 

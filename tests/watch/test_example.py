@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .. import forked
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "assert_no_sync.py"
 
 
 def test_assert_no_sync():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # PYTHONPATH=src would lead nowhere from the example's folder
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=120, cwd=EXAMPLE.parent, env=env
+        [forked.python(), str(EXAMPLE)], capture_output=True, text=True, timeout=120, cwd=EXAMPLE.parent, env=env
     )
     assert done.returncode == 0, done.stderr
     (line,) = [n for n, text in enumerate(EXAMPLE.read_text().splitlines(), 1) if "loss.item()" in text]

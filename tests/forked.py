@@ -1,0 +1,182 @@
+"""A Python for tests that starts in 0.1 s of CPU instead of 4 to 7: its programs are forked from one that has imported all.
+
+`python()` is the path of an executable that takes what `sys.executable` takes: `-u`, `-W`, then `-m`, `-c` or a script.
+A program has its own process, session, arguments, environment, folder and files; signals reach it, and its exit code
+comes back.
+What it does not show is Python's own start and end, and what an import does. Tests of those take `sys.executable`.
+"""
+
+import ast
+import atexit
+import gc
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import warnings
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from .processes import plain_environment
+
+ROOT = Path(__file__).parents[1]
+
+# What `python()` runs: it hands its own files to the server, and waits. Without site packages, 20 ms.
+CLIENT = """#!{python} -IS
+import os, signal, socket, sys
+there = socket.socket(socket.AF_UNIX)
+there.connect({address!r})
+said = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
+socket.send_fds(there, [len(said).to_bytes(8, "big")], [0, 1, 2])
+there.sendall(said)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: there.send(bytes([number])))
+code = int(there.recv(16))
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@cache
+def python() -> str:
+    """The path of the executable. Where processes have no handles (not Linux), this Python's."""
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="forked"))
+    client, address = folder / "python", str(folder / "server")
+    client.write_text(CLIENT.format(python=sys.executable, address=address))
+    client.chmod(0o700)
+    command = [sys.executable, "-c", "import sys; from tests import forked; forked.serve(sys.argv[1])", address]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, cwd=ROOT, env=plain_environment(), text=True, **pipes)
+    atexit.register(server.communicate)  # it ends with its input, and takes the folder with it
+    assert server.stdout is not None and server.stdout.readline() == "ready\n"
+    return str(client)
+
+
+def serve(address: str) -> None:
+    """Import what programs use, and fork one for each connection, until the input ends."""
+    import torch
+    import torch._inductor.config
+    import transformers
+
+    with suppress(ImportError):
+        import peft  # noqa: F401
+
+    transformers.LlamaForCausalLM, torch.profiler  # noqa: B018 - imported when they are asked for
+    gc.freeze()  # a program's collections would read, and so copy, all that it shares
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who mind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then end the input
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print("ready", flush=True)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            caller, _ = listener.accept()
+            if not os.fork():
+                listener.close()
+                _mind(caller)
+            caller.close()
+    for path in (address, Path(address).with_name("python")):
+        os.unlink(path)
+    os.rmdir(Path(address).parent)
+    os._exit(0)  # without the word of Triton's bindings about what they leave
+
+
+def _mind(caller: socket.socket) -> None:
+    """Start what the caller asks for, pass signals on, and say how it ended. A caller that was killed takes it along."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, _, _ = socket.recv_fds(caller, 8, 3)
+    with caller.makefile("rb") as stream:
+        arguments, environment, folder = ast.literal_eval(stream.read(int.from_bytes(size, "big")).decode())
+    program = os.fork()
+    if not program:
+        caller.close()
+        _begin(files, environment, folder)
+        _run(arguments)
+    for file in (*files, 0, 1, 2):
+        os.close(file)
+    ended = os.pidfd_open(program)
+    while ended not in (ready := select.select([ended, caller], [], [])[0]):
+        assert caller in ready
+        numbers = caller.recv(16) or bytes([signal.SIGKILL])
+        for number in numbers:
+            os.kill(program, number)
+        if signal.SIGKILL in numbers:
+            break
+    _, status = os.waitpid(program, 0)
+    caller.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
+    """The caller's files, environment and folder become this process's."""
+    import torch
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    more = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in more if path and path not in sys.path]
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+
+
+def _run(arguments: list[str]) -> None:
+    """As Python runs a program, to its end."""
+    code: object = 0
+    try:
+        _execute(arguments)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
+
+
+def _execute(arguments: list[str]) -> None:
+    kind, *rest = arguments
+    if kind == "-u":
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        kind, *rest = rest
+    if kind == "-W":
+        warnings._processoptions(rest[:1])  # type: ignore[attr-defined]
+        kind, *rest = rest[1:]
+    if kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    else:
+        sys.argv, sys.path[0] = [kind, *rest], str(Path(kind).resolve().parent)
+        runpy.run_path(kind, run_name="__main__")
