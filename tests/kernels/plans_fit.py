@@ -70,6 +70,7 @@ SHAPES: dict[str, list[tuple]] = {
     "lora_up": [(16, False), (64, True), (130, False), (16, False, 2)],
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
     "norm_product": [(), (1.0, 30.0), (None, 0.0), (0.0, 0.0, 16, True), (None, 0.0, 256, False)],
+    "norm_products": [(), (1.0,), (None,)],
     "norm_rows": [(), (1.0,)],
     "poly_attention": [
         (8, 64, 8, 3, 0.0, False, False, False, True, 256),

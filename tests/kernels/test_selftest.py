@@ -50,6 +50,7 @@ SHAPED = {
     "lora_up": (16, False, 3),
     "norm_gate_up": (1.0, "gelu_tanh"),
     "norm_product": (1.0, 30.0, 16, True),
+    "norm_products": (1.0,),
     "norm_rows": (1.0,),
     "plan_update": (160, (0.9, 0.95), 0.2, None, 0),
     "poly_attention": (2, 16, 1, 5, 0.0, True, False, True, False, 20),

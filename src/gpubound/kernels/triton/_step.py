@@ -56,3 +56,20 @@ def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.cons
             gain += GAIN
         x = x * gain
     return x
+
+
+@triton.jit
+def _products(x_ptr, norm_ptr, w_ptr, w, row, col, left, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+              WHOLE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """A row of x, times its norm's gain, with R rows of a weight, `left` of which are there, by column; and x's squares.
+
+    w: the first tile of the weight, which was asked for before x was there."""
+    EVEN: tl.constexpr = K % C == 0
+    total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
+    for start in range(0, K, C):
+        x = _row(x_ptr + start, col, K - start, EVEN)
+        total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
+        square += x * x
+        if start + C < K:
+            w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+    return total, square

@@ -21,7 +21,7 @@ from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
-from ._step import _begin, _end, _gained, _row, _tile, _wait
+from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
 
 
 @triton.jit
@@ -55,7 +55,6 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     local = first - tl.where(in_v, q_rows + k_rows, tl.where(in_k, q_rows, 0))
     w_ptr += local.to(tl.int64) * K
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
     w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
     offset = tl.zeros([R], tl.float32)
     if BIAS:
@@ -73,13 +72,7 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
         if table is not None:
             words = _begun(narrow, table, ids, b, low, high, columns, RANKS)
-        total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
-        for start in range(0, K, C):
-            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
-            square += x * x
-            if start + C < K:
-                w = _tile(w_ptr + start + C, row, col, rows - first, K - start - C, K, WHOLE)
+        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
         if GAIN is None:
