@@ -108,6 +108,10 @@ def refuse():
     raise DataError("rows: they are damaged; restore them.")
 
 
+def refuse_on_all():
+    raise DataError("data: there is none.")
+
+
 def run_out():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
@@ -126,7 +130,8 @@ def failing(fate, folder, run):
 
     def command(argv):
         with join("cpu") as ranks:
-            if ranks.rank == 1:
+            if ranks.rank == 1 or fate is refuse_on_all:
+                time.sleep(0.2 * (1 - ranks.rank))  # the first is the last to come to it
                 fate()
             ranks.gather("here")
         return 0
@@ -159,6 +164,14 @@ def test_a_rank_leaves_a_note_of_its_own_sentence_and_its_log_has_the_traceback(
     assert f"in {fate.__name__}\n" in (log := (tmp_path / "stderr-1").read_text()) and sentence in log
     assert failure_from(0, Ended(tmp_path / "note-0", 1)).kind == "bereft"
     assert (tmp_path / "stderr-0").read_text() == ""  # the process that started them speaks
+
+
+def test_what_all_ranks_refuse_alike_is_no_ranks_own(tmp_path):
+    processes, pipes, _ = started(2, failing, refuse_on_all, tmp_path, "gpubound-test")
+    assert [pipe.recv() for pipe in pipes] == [2, 2]
+    for rank, process in enumerate(processes):
+        process.join()
+        assert failure_from(rank, Ended(tmp_path / f"note-{rank}", 2)).sentence == "data: there is none."
 
 
 def test_a_rank_knows_that_another_was_killed(tmp_path):

@@ -4,6 +4,7 @@ A rank that fails leaves a note where torch's agent looks for one, in the form t
 the ranks reads the notes and finds the first: when one rank is gone, the others fail too, because they wait for it in vain.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,8 @@ AGAIN = (KILLED, HUNG, RAISED, BEREFT)
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, where nothing was saved for it."""
+
+MOMENT = timedelta(seconds=1)  # by which ranks that refuse the same input come to it one after the other
 
 SMALLER = "take a smaller micro_batch, or recompute=blocks"
 
@@ -75,8 +78,25 @@ def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
         kind, said = REFUSED, f"rank {rank} ran out of memory: {said.rstrip('.')}; {SMALLER}."
     elif of_another(error):
         kind, said = BEREFT, f"rank {rank} waited for another rank that is gone: {said}"
+    elif kind == REFUSED and refused_by_first(rank, said):
+        rank = 0
     trace = "".join(traceback.format_exception(error))
     return Failure(rank, kind, said, code, trace, time.time())
+
+
+def refused_by_first(rank: int, said: str) -> bool:
+    """Whether the first rank refuses in the same words, now or in a moment: then the sentence is the run's, not this rank's."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"gpubound/refused/{attempt}/{hashlib.sha256(said.encode()).hexdigest()}"
+    try:
+        place = meeting_place(5 * MOMENT)
+        if rank == 0:
+            place.set(key, "")
+        else:
+            place.wait([key], MOMENT)
+        return True
+    except (dist.DistError, RuntimeError):  # it refuses nothing of the kind; or the place is gone
+        return False
 
 
 def of_another(error: BaseException) -> bool:
