@@ -1,0 +1,79 @@
+"""What only two GPUs show: both compute at once, in graphs, and the tokens are those of one."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode.steps import Stepper
+from gpubound.decode.tensors.peers import connected
+from gpubound.kernels import send_words
+from gpubound.watch import watch
+
+from .. import cases
+from ..stages.test_gpu import TWO, served
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and fewer are visible"),
+]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3", "own"])
+def test_families_in_fp32(kind):
+    """Beside the model's own forward, whose model stays on the CPU; rows of different lengths."""
+    fast = gb.decoder(cases.build(kind), 3, cases.ROOM, devices=TWO, split="tensors")
+    assert {p.device.type for p in fast.model.parameters()} == {"cpu"}
+    given = cases.prompts()
+    found = fast.generate(given, max_new_tokens=40).tokens
+    assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_devices_at_once_give_what_they_give_in_turns(rows, how):
+    """In bf16: graphs on both beside single launches, all of which send before any takes."""
+    given = cases.prompts(*range(5, 5 + rows))
+    fast = gb.decoder(served(), 8, 512, devices=TWO, split="tensors")
+    want = fast.generate(given, max_new_tokens=75, **how).tokens
+    assert len({token for row in want for token in row}) > 20
+    fast.graphs.launch = Stepper(fast.body, fast.slots).run
+    assert fast.generate(given, max_new_tokens=75, **how).tokens == want
+
+
+def test_a_request_waits_for_nothing_on_either_gpu():
+    fast = gb.decoder(served(), 4, 512, devices=TWO, split="tensors")
+    for _ in range(3):
+        fast.generate(cases.prompts(5), max_new_tokens=64)
+    for device in TWO:
+        torch.cuda.synchronize(device)
+    with watch(gputrace=True) as ledger:
+        found = fast.generate(cases.prompts(5), max_new_tokens=64)
+    assert ledger.totals["syncs"] == 0, str(ledger)
+    assert found.count == 64
+
+
+def test_a_model_that_trains_and_the_next_token_sees_it():
+    fast = gb.decoder(cases.build("Llama", device="cuda:0"), 2, cases.ROOM, devices=TWO, split="tensors")
+    optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05)
+    for _ in range(2):
+        ids = torch.tensor([cases.prompts(20)[0]], device="cuda:0")
+        fast.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = fast.generate(cases.PROMPT, max_new_tokens=24).tokens[0]
+        assert found == cases.likeliest(fast.model, cases.PROMPT, found)
+
+
+def test_a_device_that_sends_nothing_holds_the_other_once():
+    """Not at every exchange: what has asked in vain asks no more, and takes NaN. A request lets it ask again."""
+    peers = connected([torch.device(name) for name in TWO], 1, 64, {})
+    y, x = torch.ones(1, 64, device=TWO[0]), torch.zeros(1, 64, device=TWO[0])
+    peers[0].wait(1 << 14)
+    for _ in range(2):
+        send_words(y, peers[0].sum())
+        peers[0].add(x, 0)
+    assert x.isnan().all() and peers[0].state.tolist() == [1, 0]
+    peers[0].wait()
+    assert peers[0].state[1] > 1 << 20
