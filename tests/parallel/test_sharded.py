@@ -61,17 +61,23 @@ def denoiser(seed):
     return RichardsDecoder(RichardsConfig(16, 24, 2, 2, 2, WORDS, causal=False, time="film"))
 
 
+def wider(seed):
+    """What the kernels of a GPU take."""
+    torch.manual_seed(seed)
+    return Decoder(DecoderConfig(64, 128, 2, 4, 2, 256, tied=True))
+
+
 def trained(
-    world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, make=llama, objective="next_token", **options
-):
+    world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, make=llama, objective="next_token", device="cpu",
+    **options,
+):  # fmt: skip
     """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds.
 
     `full`: as a GPU with a hundredth of its memory left.
     """
-    rows.memory_taken = lambda device: (99, 100) if full else None  # the process is this test's
-    sums = counted(_fsdp_param_group, "foreach_reduce")
-    with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
-        model = make(ranks.rank)  # the first rank's weights are everyone's
+    sums = counted_sums(full) if world > 1 else [0]
+    with join(device) if world > 1 else nullcontext(ALONE) as ranks:
+        model = make(ranks.rank).to(device if world == 1 else ranks.device)  # the first rank's weights are everyone's
         if world > 1:
             shard(model, blocks_of(model), ranks, DTYPES[precision])
         step = gb.TrainStep(
@@ -80,35 +86,34 @@ def trained(
         average = Average(step, 0.9)
         reports = []
         for number in range(STEPS):
-            said = step([batch(number, ranks.rank + world * i) for i in range(each)]).read()
+            micro_batches = [batch(number, ranks.rank + world * i) for i in range(each)]
+            said = step([{k: t.to(step.device) for k, t in one.items()} for one in micro_batches]).read()
             average.update()
             sums.append(0)
             reports.append((said.loss, said.grad_norm, said.tokens, said.skipped))
         state = {name: whole(tensor) for name, tensor in step.state_dict().items()}
         state |= {f"average.{name}": whole(tensor) for name, tensor in average.state().items()}
         step.close()
-        return (
-            {name: whole(tensor) for name, tensor in model.state_dict().items()},
-            reports,
-            state,
-            step.memory | {"sums": sums},
-        )
+        weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        return weights, reports, state, step.memory | {"sums": sums}
 
 
-def counted(module, name):
-    """How often it is called, in the last number of a list."""
-    counts, original = [0], getattr(module, name)
+def counted_sums(full):
+    """How often gradients are summed, in the last number of a list. The process is a rank's, which ends with its test."""
+    if full:
+        rows.memory_taken = lambda device: (99, 100)
+    counts, original = [0], _fsdp_param_group.foreach_reduce
 
-    def called(*args):
+    def reduced(*args):
         counts[-1] += 1
         return original(*args)
 
-    setattr(module, name, called)
+    _fsdp_param_group.foreach_reduce = reduced
     return counts
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().float().numpy().copy()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().float().cpu().numpy().copy()
 
 
 def equal(wanted, got, rtol=1e-6, atol=1e-6):
@@ -148,15 +153,32 @@ def test_ranks_that_share_the_rows_are_one_process(world, each, full):
 def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, recompute, off):
     """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256
     numbers begin elsewhere."""
-    weights, reports, _, _ = trained(1, 2, optimizer, precision, recompute=recompute)
-    began = {name: tensor.numpy() for name, tensor in llama(0).state_dict().items()}
-    ranks = on_ranks(2, partial(trained, recompute=recompute), 2, 1, optimizer, precision)
+    alone = trained(1, 2, optimizer, precision, recompute=recompute)
+    near(alone, on_ranks(2, partial(trained, recompute=recompute), 2, 1, optimizer, precision), llama(0), off)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_shards_on_gpus_are_one_gpu():
+    """Over NCCL, in bf16, with two micro-batches, whose sums wait for the last one from the second step on."""
+    options = {"precision": "bf16", "make": wider, "device": "cuda"}
+    ranks = on_ranks(2, partial(trained, **options), 2, 2)
+    near(trained(1, 4, **options), ranks, wider(0), 0.2)
+    assert all(memory["sums"] == [6, 3, 3, 0] for *_, memory in ranks)
+
+
+def near(alone, ranks, began, off):
+    """Reports are one process's, and weights, beside how far they have moved."""
+    weights, reports, _, _ = alone
+    moved = distance(weights, {name: tensor.numpy() for name, tensor in began.state_dict().items()})
     for theirs, said, _, _ in ranks:
         for one, other in zip(reports, said):
             assert other[:2] == pytest.approx(one[:2], rel=max(off / 10, 1e-5)) and other[2:] == one[2:]
-        apart = sum(((theirs[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
-        moved = sum(((began[name] - weights[name]) ** 2).sum() for name in weights) ** 0.5
-        assert apart < off * moved
+        assert distance(weights, theirs) < off * moved
+
+
+def distance(one, other):
+    return sum(((other[name] - one[name]) ** 2).sum() for name in one) ** 0.5
 
 
 @pytest.mark.parametrize(
