@@ -1,14 +1,17 @@
 """Sums that copy engines carry: here threads are the ranks, and what they see of each other is plain memory."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from threading import Barrier
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory as symmetric
 
+from gpubound import trace
 from gpubound.parallel import ALONE, join, peers
-from gpubound.parallel.peers import PeerSums, peer_sums, shares
+from gpubound.parallel.peers import PeerSums, cannot, peer_sums, shares
 from tests.parallel.processes import on_ranks
 
 
@@ -49,9 +52,37 @@ def test_a_cpu_and_one_that_is_alone_have_none():
     assert on_ranks(2, found_on_cpus) == [True, True]
 
 
+def test_gpus_that_do_not_see_each_other_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 2)
+    assert cannot(0, [0, 1]) is None
+    assert cannot(1, [0, 1, 2]) == "GPU 1 cannot read the memory of GPU 2"
+    assert cannot(0, [0, 0]) == "each process sees its own GPU alone"
+
+
 def found_on_cpus():
     with join("cpu") as ranks:
         return peer_sums(ranks, 100) is None
+
+
+def without(stage):
+    """A driver that gives rank 1 no shared memory, or shows nobody the others'."""
+    with join("cpu") as ranks:
+        torch.cuda.can_device_access_peer = lambda own, other: True
+        torch.cuda.memory_reserved = lambda device: 0
+        symmetric.empty = lambda elements, dtype, device: failing("no memory") if stage == ranks.rank else torch.zeros(elements)
+        symmetric.rendezvous = lambda buffer, group: failing("no fabric")
+        ours = replace(ranks, device=torch.device("cuda", ranks.rank))  # as if: nothing runs there
+        return peer_sums(ours, 100), [line for line in trace._said if line.startswith("parallel: ")]
+
+
+def failing(said):
+    raise RuntimeError(f"{said}\nand a long explanation")
+
+
+@pytest.mark.parametrize("stage, why", [(1, "no memory"), (None, "no fabric")])
+def test_where_one_rank_cannot_none_does_and_a_line_says_why(stage, why):
+    said = f"parallel: gradients are summed by NCCL's kernels, not by copies between GPUs: {why}."
+    assert on_ranks(2, without, stage) == [(None, [said])] * 2
 
 
 def summed_on_gpus(elements):

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..trace import notice
 from .ranks import Ranks
 
 PIECE = (16 << 20) // 4  # elements that are fetched before they are added: scratch memory for each other rank
+T = TypeVar("T")
 ALIGNED = 32  # elements: shares begin where a copy is fast
 
 
@@ -86,26 +88,64 @@ class PeerSums:
 
 
 def peer_sums(ranks: Ranks, elements: int) -> PeerSums | None:
-    """Of fp32 buffers of so many elements in memory that all ranks see; None where they do not see each other's.
+    """Of fp32 buffers of so many elements in memory that all ranks see; None where NCCL or gloo must sum.
 
-    All ranks must call it.
+    All ranks must call it. Between machines NCCL knows the way; on one machine a line says why it is taken.
     """
     if ranks.alone or ranks.device.type != "cuda" or not elements:
         return None
     where = ranks.gather((socket.gethostname(), ranks.device.index))
     if len({host for host, _ in where}) > 1:
-        return None  # NCCL knows the way between machines
-    own = ranks.device.index
-    if not ranks.all(all(other == own or torch.cuda.can_device_access_peer(own, other) for _, other in where)):
-        notice("parallel: gradients are summed by NCCL's kernels: these GPUs cannot read each other's memory.")
         return None
+    try:
+        buffer, uncounted = _tried(ranks, lambda: _buffer(ranks.device, elements, [index for _, index in where]))
+        sums = _tried(ranks, lambda: _shared(ranks, buffer))
+    except _NotHere as reason:
+        notice(f"parallel: gradients are summed by NCCL's kernels, not by copies between GPUs: {reason}.")
+        return None
+    count_memory(sums, ranks.device, uncounted)
+    return sums
+
+
+class _NotHere(Exception):
+    """Why one of the ranks cannot; the same on all of them."""
+
+
+def _tried(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What `work` gave here, once no rank's has failed: one that went on alone would wait for the others."""
+    result, why = None, None
+    try:
+        result = work()
+    except (RuntimeError, _NotHere) as error:  # a driver, or a container, without memory that processes share
+        why = str(error).partition("\n")[0]
+    if reasons := [said for said in ranks.gather(why) if said]:
+        raise _NotHere(reasons[0])
+    return result  # type: ignore[return-value]
+
+
+def cannot(own: int, indices: Sequence[int]) -> str | None:
+    """Why GPU `own` cannot read the memory of the others, or None."""
+    if len(set(indices)) < len(indices):
+        return "each process sees its own GPU alone"
+    if blind := [other for other in indices if other != own and not torch.cuda.can_device_access_peer(own, other)]:
+        return f"GPU {own} cannot read the memory of GPU {blind[0]}"
+    return None
+
+
+def _buffer(device: torch.device, elements: int, indices: Sequence[int]) -> tuple[Tensor, int]:
+    """A buffer, and how many of its bytes torch's allocator does not count: all of them, by torch 2.11."""
+    if why := cannot(device.index, indices):
+        raise _NotHere(why)
     from torch.distributed import _symmetric_memory as symmetric  # a second's import
 
-    before = torch.cuda.memory_reserved(ranks.device)
-    buffer = symmetric.empty(elements, dtype=torch.float32, device=ranks.device)
-    counted = torch.cuda.memory_reserved(ranks.device) - before  # nothing, by torch 2.11
+    before = torch.cuda.memory_reserved(device)
+    buffer = symmetric.empty(elements, dtype=torch.float32, device=device)
+    return buffer, max(buffer.nbytes - (torch.cuda.memory_reserved(device) - before), 0)
+
+
+def _shared(ranks: Ranks, buffer: Tensor) -> PeerSums:
+    from torch.distributed import _symmetric_memory as symmetric
+
     shared = symmetric.rendezvous(buffer, ranks.group)
-    seen = [shared.get_buffer(rank, (elements,), torch.float32) for rank in range(ranks.world)]
-    sums = PeerSums(seen, shared.rank, shared.barrier, torch.cuda.Stream(ranks.device))
-    count_memory(sums, ranks.device, max(buffer.nbytes - counted, 0))
-    return sums
+    seen = [shared.get_buffer(rank, tuple(buffer.shape), buffer.dtype) for rank in range(ranks.world)]
+    return PeerSums(seen, shared.rank, shared.barrier, torch.cuda.Stream(ranks.device))
