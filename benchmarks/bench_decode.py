@@ -38,7 +38,7 @@ class Decode:
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
     host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. cache: over long texts, with
     keys and values in int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
-    stages: the layers of 8b on two GPUs beside one; it is not among those measured by default.
+    stages: 8b on two GPUs, in stages and in slices, beside one; it is not among those measured by default.
     cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.
 
     Examples: gpubound bench decode --only 1b --batch 1 --peers graph

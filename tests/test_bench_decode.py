@@ -210,7 +210,8 @@ def test_stages_beside_one_device(capsys, monkeypatch):
     monkeypatch.setattr(decode_stages, "ROWS", 4)
     assert guarded("bench", bench_decode.main, ["--dry", "--parts", "stages"]) == 0
     said = capsys.readouterr().out
-    assert all(f"tiny batch {rows} in two stages" in said for rows in (1, 4, 8)) and "decode: 3 lines" in said
+    assert all(f"tiny batch {rows} in two stages" in said for rows in (1, 4, 8)) and "decode: 4 lines" in said
+    assert "tiny batch 1 in two slices" in said
 
 
 def test_a_dry_run(capsys):

@@ -192,6 +192,8 @@ PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy fo
 class StepGraphs:
     """The captured launches of a stepper, made when first wanted; those of one device share a pool of memory."""
 
+    longest_prompt = PROMPT_TOKENS
+
     def __init__(self, stepper: Stepper) -> None:
         self.body, self.slots, self.run = stepper.body, stepper.slots, stepper.run
         self.clear()
@@ -215,7 +217,7 @@ class StepGraphs:
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """body.prefill(ids (B, T), lengths (B,))."""
         size = ids.shape
-        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= PROMPT_TOKENS
+        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
         if not fits or size not in self._prompts:  # at its first, its kernels compile and test themselves
             self.body.prefill(ids, lengths)
             self._prompts.setdefault(size, None)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -82,13 +83,13 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
     want = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1).tokens
     monkeypatch.setattr(Mail, "words", waited)
 
-    def at_once(rows: int, steps: int, way: LaunchWay) -> None:
+    def at_once(call: Callable[[int], None]) -> None:
         failed: list[BaseException] = []
 
         def run(number: int) -> None:
             try:
                 with torch.no_grad():
-                    fast.graphs._run_on(number, rows, steps, way)
+                    call(number)
             except BaseException as error:
                 failed.append(error)
 
@@ -99,7 +100,10 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
             thread.join()
         assert not failed, failed
 
-    monkeypatch.setattr(fast.graphs, "launch", at_once)
+    body, graphs = fast.body, fast.graphs
+    monkeypatch.setattr(graphs, "launch", lambda *how: at_once(lambda number: graphs._run_on(number, *how)))
+    monkeypatch.setattr(graphs, "prefill", lambda ids, lengths: at_once(lambda number: body.prompt_on(number, ids)))
+    body.poison()
     found = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1)
     assert found.tokens == want
 

@@ -68,7 +68,7 @@ def test_a_model_that_trains_and_the_next_token_sees_it():
 
 def test_a_device_that_sends_nothing_holds_the_other_once():
     """Not at every exchange: what has asked in vain asks no more, and takes NaN. A request lets it ask again."""
-    peers = connected([torch.device(name) for name in TWO], 1, 64, {})
+    peers = connected([torch.device(name) for name in TWO], 1, 64)
     y, x = torch.ones(1, 64, device=TWO[0]), torch.zeros(1, 64, device=TWO[0])
     peers[0].wait(1 << 14)
     for _ in range(2):

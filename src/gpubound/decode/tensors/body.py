@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...device import entered, label
+from ...kernels import send_words
 from ...kernels.choose import hasten
 from ...kernels.decode_product import capped_
 from ...trace import notice, say
@@ -32,6 +33,10 @@ from ..weights.versions import WeightVersions
 from .peers import connected
 from .plan import SlicePlan, plan_slices
 from .slices import ModelSlice
+
+# Tokens of prompts that are captured, padding counted: as many rows as sums have boxes for. More keep GPUs busy for longer than
+# their launches take. At hidden 4096 and two devices they are 42 MB of each.
+PROMPT_ROWS = 256
 
 
 def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> "SlicedBody":
@@ -86,6 +91,7 @@ def _described(live: ModelSlice, kept: int) -> str:
 class SlicedBody(Body):
     """`step` computes device after device. tensors/graphs.py lets them compute at once."""
 
+    captures_prefill = True
     x: Tensor
     best: Tensor
     arg: Tensor
@@ -106,7 +112,8 @@ class SlicedBody(Body):
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.places = [torch.zeros(B, 1, device=one.device, dtype=torch.int32) for one in self.slices]
         columns = {"logits": self.vocab, "best": parts, "arg": parts}
-        self.peers = connected([plan.device for plan in plans], B, live.shape.hidden, columns)
+        streams = max(B, PROMPT_ROWS)
+        self.peers = connected([plan.device for plan in plans], streams, live.shape.hidden, B, columns)
         for one, peer in zip(self.slices, self.peers):
             one.bench.peer = peer
 
@@ -203,6 +210,23 @@ class SlicedBody(Body):
                 pending = self._summed([part.prompt(h, *given) for part, (h, _) in zip(parts, read)])
                 pending = [part.behind(y) for part, y in zip(parts, pending)]
         return [added(x, y, one.live.norm)[0] for x, y, one in zip(streams, pending, self.slices)]
+
+    def prompt_on(self, number: int, ids: Tensor) -> None:
+        """`prefill` of one device while the others do theirs, of at most PROMPT_ROWS tokens. ids (B, T) are on the first."""
+        peer, one = self.peers[number], self.slices[number]
+        x = torch.zeros(ids.numel(), self.live.shape.hidden, device=peer.device)
+        if number == 0:
+            x.copy_(self.home.embedded(ids).flatten(0, 1))
+        (peer.take if number else peer.send)("stream", x)
+        x, pending = x.to(self.live.dtype).view(*ids.shape, -1), None
+        for layer in one.layers:
+            for part, given in zip(layer, ((0, ids.shape[1]), ())):
+                h, x = added(x, pending, part.weights.norm)
+                send_words(part.prompt(h, *given).flatten(0, 1).float(), peer.sum())
+                total = torch.zeros(ids.numel(), x.shape[-1], device=peer.device)
+                peer.add(total, 0)
+                pending = part.behind(total.to(x.dtype).view_as(x))
+        peer.end()
 
     def _summed(self, parts: list[Tensor]) -> list[Tensor]:
         """The sum of what each device computed, on each, in one order."""

@@ -9,28 +9,45 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..steps import LaunchWay, StepGraphs, choose, into_body
+from .body import PROMPT_ROWS
 
 
 class SliceGraphs(StepGraphs):
     """The captured launches of all devices. On a CPU they compute one after the other."""
 
+    longest_prompt = PROMPT_ROWS
+
     def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
         if self.slots.device.type != "cuda":
             return partial(self.run, rows, steps, way)
-        runners = [self._runner_on(plan.device) for plan in self.body.plans]
-        if (rows, way) not in self._warm:  # kernels compile and test themselves, and wait for nobody
+        if (rows, way) not in self._warm:
             saved = self._state(rows)
-            for number, (peer, runner) in enumerate(zip(self.body.peers, runners)):
-                peer.wait(0)
-                runner.run(partial(self._run_on, number, rows, 1, way))
-                peer.wait()
+            self._try(lambda number: self._run_on(number, rows, 1, way))
             for tensor, before in saved:
                 tensor.copy_(before)
             self._warm.add((rows, way))
+        return self._record(f"decode {rows} x {steps}", lambda number: self._run_on(number, rows, steps, way))
+
+    def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+        self._try(lambda number: self.body.prompt_on(number, ids))
+        replay = self._record(f"prefill {len(ids)} x {ids.shape[1]}", lambda number: self.body.prompt_on(number, ids))
+        self._prompts[ids.shape] = found = (ids, lengths), replay
+        return found
+
+    def _try(self, call: Callable[[int], None]) -> None:
+        """Let the kernels of each device compile and test themselves. They wait for nobody: what they compute is nothing."""
+        for number, peer in enumerate(self.body.peers):
+            peer.wait(0)
+            self._runner_on(peer.device).run(partial(call, number))
+            peer.wait()
+
+    def _record(self, name: str, call: Callable[[int], None]) -> Callable[[], None]:
+        runners = [self._runner_on(peer.device) for peer in self.body.peers]
         for number, runner in enumerate(runners):
-            call = partial(self._run_on, number, rows, steps, way)
-            runner.record(f"decode {rows} x {steps}, slice {number}", call, [], set())
+            runner.record(f"{name}, slice {number}", partial(call, number), [], set())
         return partial(_replay, runners)
 
     def _run_on(self, number: int, rows: int, steps: int, way: LaunchWay) -> None:

@@ -9,8 +9,9 @@ A kernel that sends waits for nobody, and one that waits has sent before. So dev
 after the other, if all send before any takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -59,24 +60,29 @@ class Peer:
         self._summed = 0
 
 
-def connected(devices: Sequence[torch.device], rows: int, hidden: int, home: dict[str, int]) -> list[Peer]:
-    """A peer for each device. home: the columns of what the others hand to the first, by kind."""
+def connected(
+    devices: Sequence[torch.device], streams: int, hidden: int, rows: int = 1, home: Mapping[str, int] = MappingProxyType({})
+) -> list[Peer]:
+    """A peer for each device. streams: the most rows of a sum; rows: of a step.
+
+    home: the columns of what the others hand to the first, by kind.
+    """
     _let_reach(devices)
     peers = [Peer(number, device) for number, device in enumerate(devices)]
 
-    def boxes(to: Sequence[torch.device], senders: int, columns: int) -> list[Tensor]:
+    def boxes(to: Sequence[torch.device], senders: int, rows: int, columns: int) -> list[Tensor]:
         return [torch.zeros(senders, rows, columns, device=device, dtype=torch.int64) for device in to]
 
     for kind in SUMS:
-        made = boxes(devices, len(peers), hidden)
+        made = boxes(devices, len(peers), streams, hidden)
         for peer in peers:
             peer.connect(kind, made, peer.number, peer.number)
-    for kind, columns in (("stream", hidden), ("position", 1)):
-        made = boxes(devices[1:], 1, columns)
+    for kind, size in (("stream", (streams, hidden)), ("position", (rows, 1))):
+        made = boxes(devices[1:], 1, *size)
         for peer in peers:
             peer.connect(kind, made, peer.number - 1 if peer.number else None)
     for kind, columns in home.items():
-        made = boxes(devices[:1], 1, columns)
+        made = boxes(devices[:1], 1, rows, columns)
         for peer in peers:
             peer.connect(kind, made, None if peer.number else 0)
     for device in devices:
