@@ -1,5 +1,6 @@
 """A proof runs what it says, changes no file, records the losses to the last bit, and says no more than was measured."""
 
+import json
 import math
 import py_compile
 import subprocess
@@ -121,6 +122,29 @@ def test_a_script_that_fails_is_no_proof(script, tmp_path, monkeypatch):
     assert str(error.value) == "prove: the script with the patch ended with code 3:   line / KeyError: 'x'."
 
 
+def test_ranks_are_started_together_and_the_slowest_counts(tmp_path, monkeypatch):
+    """They meet at a place of their own: what torchrun has said of this process is not passed on."""
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ROLE_NAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LOCAL_MODELS", "kept")
+    job = SeededJob("train.py", [], {}, str(tmp_path / "result"))
+
+    def started(command, env, **options):
+        assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        assert "LOCAL_MODELS" in env and not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ROLE_NAME"} & env.keys()
+        for rank in range(2):
+            found = {"step_ms": [float(1 + rank)] * 12, "losses": [float(rank).hex()] * 2}
+            job.result_of(rank).write_text(json.dumps(found))
+        return subprocess.CompletedProcess(command, code, "", said)
+
+    monkeypatch.setattr(subprocess, "run", started)
+    code, said = 0, ""
+    assert run_once(job, "before", tmp_path, ranks=2) == SeededRun(2.0, (0.0, 0.0, 1.0, 1.0))
+    code, said = 1, "ValueError: no data\ntrain.py failed\n/x/torch/distributed/elastic: E1123 failed\nRoot Cause\n"
+    with pytest.raises(MeasureError, match=r"with code 1: ValueError: no data / train\.py failed\.$"):
+        run_once(job, "before", tmp_path, ranks=2)
+
+
 def test_too_few_steps_are_no_proof():
     with pytest.raises(MeasureError) as error:
         proving.read_run({"step_ms": [1.0] * 8, "losses": []})
@@ -131,7 +155,7 @@ def test_the_sides_take_turns(script, monkeypatch):
     """Each round runs both, only one of them patched; a patch that halves the time is shown to."""
     rounds = []
 
-    def fake(job, side, folder) -> SeededRun:
+    def fake(job, side, folder, ranks) -> SeededRun:
         rounds.append((side, {name: Path(copy).read_text() for name, copy in job.patched.items()}, job.seed))
         return SeededRun({"before": 10.0, "after": 5.0}[side] + 0.01 * len(rounds), (1.0, 0.5))
 

@@ -6,7 +6,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 
+import pytest
+
 from gpubound.cli import main
+from gpubound.cli.doctor_after import Mending
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.ranks import merged
 from gpubound.doctor.report.terminal import screen
@@ -57,13 +60,17 @@ def test_the_first_of_three_reports_for_all(tmp_path):
     assert verdict["absent"]["rank 2"].startswith("train.py failed with code 1") and len(verdict["ranks"]) == 2
 
 
-def test_a_proof_is_for_one_process(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    found = on_ranks(2, looked, str(tmp_path), "--fix", "--prove", "3")
-    want = "--prove: got 2 ranks, wanted one process: a proof starts the script itself, on one GPU."
-    assert [code for code, *_ in found] == [2, 2]
-    heard = sorted(said.replace("rank 1: ", "") for *_, said in found)  # it speaks for all where it is the first to end
-    assert heard == ["", f"gpubound doctor: {want}\n"]
+def test_a_proof_is_for_one_machine(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError) as error:
+        Mending(fix=True, rounds=3)
+    assert str(error.value) == (
+        "--prove: got 4 ranks, 2 of them on this machine, wanted all on one, where a proof can start them again and again; "
+        "run it on one machine, or leave out --prove."
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Mending(fix=True, rounds=3).rounds == 3
 
 
 def verdict(comm: float, ms: float) -> Verdict:

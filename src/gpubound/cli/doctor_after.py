@@ -1,14 +1,20 @@
 """What `gpubound doctor` does with a verdict: patches and their proof, and the gate for CI."""
 
+import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+import torch
 
 from ..doctor.finding import Verdict
 from ..doctor.fix.repair import PATCHES, Repair
 from ..doctor.fix.verdict import patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
 from ..doctor.prove import Proof, prove
+from ..parallel import launched
+from ..parallel.telling import numbers
 from ..words import hint
 
 
@@ -58,6 +64,13 @@ class Mending:
                 raise ValueError(f"--fix-also: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
         if self.rounds is not None and self.rounds < 3:
             raise ValueError(f"--prove: got {self.rounds}, wanted at least 3 rounds: an interval needs them.")
+        _, world = numbers()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if self.rounds is not None and here != world:
+            raise ValueError(
+                f"--prove: got {world} ranks, {here} of them on this machine, wanted all on one, where a proof can start them "
+                f"again and again; run it on one machine, or leave out --prove."
+            )
 
     def of(self, verdict: Verdict, script: str, arguments: Sequence[str], module: bool) -> "Mended":
         if not self.fix:
@@ -66,9 +79,10 @@ class Mending:
         if not repair.changes or self.rounds is None:
             return Mended(verdict, repair)
         changes = {path: after for path, (_, after) in repair.changes.items()}
+        _put_away()
         proof = prove(
             script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module, marker=self.marker,
-            dry=self.dry,
+            dry=self.dry, ranks=numbers()[1] if launched() else 0,
         )  # fmt: skip
         return Mended(verdict, repair, proof)
 
@@ -86,6 +100,13 @@ class Mending:
         elif self.apply:
             said += [f"patched: {path.name}" for path in mended.repair.apply()]
         return [text for text in said if text], code
+
+
+def _put_away() -> None:
+    """The script that was looked at has left its memory to this process; the next runs need as much on the same GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)

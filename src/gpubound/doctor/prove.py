@@ -1,8 +1,9 @@
 """Whether a patch makes a script faster, and whether its losses stay what they were.
 
-Both are run in turn, in random order, with the same seeds, each in a process of its own. The speed-up is the median of the
-rounds' ratios with its 95 % interval. Losses are compared bit for bit where a patch only schedules; else within a tolerance.
-The user's files are not written: the patched process imports the new text in place of the old.
+Both are run in turn, in random order, with the same seeds, each in a process of its own, or in as many as the script has ranks.
+The speed-up is the median of the rounds' ratios with its 95 % interval; of ranks the slowest counts. Losses, of all ranks, are
+compared bit for bit where a patch only schedules; else within a tolerance. The user's files are not written: the patched
+process imports the new text in place of the old.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ WARMUP = 10  # steps: the first ones allocate, autotune and compile
 STEPS = 60
 ROUNDS = 5
 DRY = "a dry run has no GPU; the losses are compared"
+LAUNCHED = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")  # what torchrun sets
 TOLERANCE = 1e-2  # of a loss: a few dozen steps apart, products rounded to 10 bits differ by about a thousandth
 
 
@@ -104,12 +108,14 @@ def prove(
     module: bool = False,
     marker: str = "",
     dry: bool = False,
+    ranks: int = 0,
 ) -> Proof:
     """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
 
     equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
     module  `script` is a module's name, as after `python -m`. marker: what ends a step, if not an optimizer.
     dry  on the pretend device, so that the losses alone are compared.
+    ranks  of a script that torchrun starts: so many processes on this machine. 0: it is started by python.
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
@@ -131,25 +137,34 @@ def prove(
                 files = patched if side == "after" else {}
                 result = str(Path(folder) / "result.json")
                 job = SeededJob(str(script), list(arguments), files, result, seed, steps, module, marker, dry)
-                runs[side].append(run_once(job, side, Path(folder)))
+                runs[side].append(run_once(job, side, Path(folder), ranks))
     return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
 
 
-def run_once(job: SeededJob, side: str, folder: Path) -> SeededRun:
-    """One run in a process of its own."""
+def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
+    """One run in a process of its own, or in ranks that meet at a place of their own."""
     job.save(folder / "job.json")
-    Path(job.result).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "gpubound.doctor.seeded", str(folder / "job.json")]
-    home = str(Path(__file__).parents[2])  # where this very gpubound is imported from
-    paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode != 0 or not Path(job.result).exists():
-        said = " / ".join(done.stderr.strip().splitlines()[-2:]) or "it said nothing"
+    results = [job.result_of(rank) for rank in range(max(ranks, 1))]
+    for result in results:
+        result.unlink(missing_ok=True)
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
+    command = [sys.executable, "-m", *start, "gpubound.doctor.seeded", str(folder / "job.json")]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
+    if done.returncode != 0 or not all(result.exists() for result in results):
+        lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())
+        said = " / ".join([line for line in lines if line.strip()][-2:]) or "it said nothing"
         what = "with the patch" if side == "after" else "as it is"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {said}.")
-    return read_run(json.loads(Path(job.result).read_text(encoding="utf-8")))
+    found = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
+    return SeededRun(max(run.step_ms for run in found), tuple(loss for run in found for loss in run.losses))
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, but for what a launcher said of it: ranks that are started anew would meet what others have left."""
+    home = str(Path(__file__).parents[2])  # where this very gpubound is imported from
+    paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    kept = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    return kept | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
 
 
 def read_run(found: Mapping[str, Any]) -> SeededRun:

@@ -26,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from ..parallel.telling import met, numbers
 from ..watch import pretend
 from ..watch.unseen import replaced
 from .script import Script
@@ -53,6 +54,10 @@ class SeededJob:
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    def result_of(self, rank: int) -> Path:
+        """Each of several ranks has a file of its own."""
+        return Path(f"{self.result}.{rank}" if rank else self.result)
 
 
 class Recorder:
@@ -146,10 +151,11 @@ def main(argv: list[str]) -> int:
     job = SeededJob(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
 
     def save() -> None:
-        Path(job.result).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
+        job.result_of(numbers()[0]).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
 
     def enough() -> None:
         save()
+        met()
         sys.stdout.flush()
         os._exit(0)  # at once: no checkpoint is written, and no handler of the script believes that it failed
 

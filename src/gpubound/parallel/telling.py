@@ -1,10 +1,11 @@
-"""What each process of a script tells the first one when the script is over, and its process group with it.
+"""What processes of a script tell each other when the script is over, and its process group with it.
 
 They speak by the store where they met, which torchrun's agent keeps. Nothing of the script's own is used.
 """
 
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,3 +42,15 @@ def told(text: str, timeout: timedelta = SILENT) -> dict[int, str]:
     except (dist.DistNetworkError, RuntimeError):  # the place is gone with the process that kept it
         return found
     return found
+
+
+def met(timeout: timedelta = SILENT) -> None:
+    """Wait until all ranks are here, or `timeout` is over: who leaves sooner takes away what another still reads from it."""
+    rank, world = numbers()
+    if world == 1:
+        return
+    keys = [f"gpubound/met/{other}" for other in range(world)]
+    with suppress(dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+        place = meeting_place(timeout)
+        place.set(keys[rank], "")
+        place.wait(keys, timeout)
