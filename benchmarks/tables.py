@@ -19,6 +19,7 @@ NAMES = {
     "ours-bf16": "ours in bf16",
     "accumulate 1": "ours without accumulation",
     "normal step": "ours without a checkpoint",
+    "uncaptured": "ours without a graph",
     "peft": "PEFT",
     "peft-autocast": "PEFT, bf16 autocast",
     "peft-compile": "PEFT, torch.compile",
@@ -38,7 +39,7 @@ LIMITS = (
     "collected",
     "products alone",
 )  # shares of these are percentages
-OURSELVES = ("bf16", "ours-bf16", "accumulate 1", "normal step", "ours-lora")
+OURSELVES = ("bf16", "ours-bf16", "uncaptured", "accumulate 1", "normal step", "ours-lora")
 BUDGET = "budget"
 ACCUMULATORS = " + fp32 accumulators"
 UNITS = {
@@ -48,6 +49,7 @@ UNITS = {
     "TFLOP/s": "Arithmetic rate",
     "GiB": "Peak memory",
     "syncs": "Host syncs",
+    "launches": "Launches",
     "%": "GPU busy",
     "passed": "Tests",
 }
@@ -61,6 +63,7 @@ TITLES = {
     "graph": "Captured forward passes",
     "feed": "Feeding",
     "decode": "Decoding",
+    "deepseek": "DeepSeek-V4",
     "checkpoint": "Checkpoints",
     "suite": "The test suite on a GPU",
 }
