@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from ..kernels.record import record_of
+from .drawn import Drawing, key_of
+from .pieces import piece_of
 from .ranks import Ranks, ranks_of
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=nn.Module)
 GATHERED = "gathered"  # of a unit: runs a function with its parameters there
 
 
@@ -40,15 +43,69 @@ def shard(
                 f"shard: {name} has a low-rank adapter or is in codes, which belong to the parameter that sharding replaces; "
                 f"train it on replicas (parallel: ddp)."
             )
-    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     model.to(torch.float32)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             ranks.spread(tensor)
+    _deal(model, blocks, ranks, dtype, keep)
+
+
+def shard_made(
+    make: Callable[[torch.device], Model],
+    blocks: Callable[[Model], Sequence[nn.Module]],
+    ranks: Ranks,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: bool = False,
+) -> Model:
+    """make(device) in shards, for a model that fits no rank: a block, or a parameter while it is drawn, is whole at a time.
+
+    make    is called with the meta device
+    blocks  of the model that it made, which are gathered one at a time; the rest of `shard` holds
+
+    The weights are those of make(device) in one process, to the last bit. All ranks draw them, with the first one's generator.
+    """
+    with Drawing() as drawing:
+        model = make(torch.device("meta"))
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in named.items():
+        drawing.check(name, tensor)
+    homes = {key_of(tensor): name for name, tensor in named.items()}
+    _deal(model, blocks(model), ranks, dtype, keep)
+    there = dict((*model.named_parameters(), *model.named_buffers()))
+    random = torch.cuda if ranks.device.type == "cuda" else torch
+    state = torch.tensor(ranks.of_first(random.get_rng_state().tolist()), dtype=torch.uint8)
+    random.set_rng_state(state)
+    for key, values in drawing.values(ranks.device):
+        if key in homes:
+            piece = piece_of(there[homes[key]])
+            piece.local.copy_(values[piece.slices])
+    return model
+
+
+def _deal(model: nn.Module, blocks: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype, keep: bool) -> None:
+    """What is on the meta device gets room, part by part, before its rows are dealt."""
+    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks:
+        _give_room(block, ranks.device)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    _give_room(model, ranks.device)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head is used as soon as it is there
+
+
+def _give_room(part: nn.Module, device: torch.device) -> None:
+    """Tensors on `device` in place of those on the meta device: parameters in fp32, a tied one once."""
+    made: dict[int, Any] = {}
+    for module in part.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                new = made.get(id(p))
+                if new is None:
+                    new = made[id(p)] = Parameter(torch.zeros(p.shape, device=device), requires_grad=p.requires_grad)
+                module._parameters[key] = new
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
 
 
 def units(model: nn.Module) -> list[Any]:

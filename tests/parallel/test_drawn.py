@@ -1,0 +1,96 @@
+"""A model made on the meta device has the values of the same model made on a real one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound.models.llama import Decoder, DecoderConfig
+from gpubound.models.richards import RichardsConfig, RichardsDecoder
+from gpubound.parallel import join
+from gpubound.parallel.drawn import Drawing, key_of
+from gpubound.parallel.sharded import shard_made
+from tests.parallel.processes import on_ranks
+
+SHAPE = DecoderConfig(24, 40, 2, 4, 1, 26, tied=True, qkv_bias=True)
+PARTS = RichardsConfig(16, 24, 2, 2, 2, 26, mlp="moe", experts=3, norm="dyt")
+
+
+def values_of(make):
+    """By name: as made on the meta device and drawn again, and as made at once. The generator then stands where it stood."""
+    torch.manual_seed(5)
+    with Drawing() as drawing:
+        model = make("meta")
+    drawn = dict(drawing.values(torch.device("cpu")))
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    wanted = make("cpu")
+    assert torch.equal(after, torch.get_rng_state())
+    return {name: drawn[key_of(p)] for name, p in model.named_parameters()}, dict(wanted.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: Decoder(SHAPE, device=device),
+        lambda device: RichardsDecoder(PARTS, device=device),
+        lambda device: nn.Sequential(nn.Linear(5, 7, device=device), nn.LayerNorm(7, device=device)),
+    ],
+    ids=["llama", "experts", "torch"],
+)
+def test_values_are_those_of_the_model_made_at_once(make):
+    drawn, wanted = values_of(make)
+    assert drawn.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(drawn[name], parameter.data, rtol=0, atol=0, msg=name)
+
+
+def orthogonal(device):
+    return nn.ParameterList([nn.Parameter(torch.empty(3, 3, device=device).normal_().mul_(2))])
+
+
+def made(make):
+    with join("cpu") as ranks:
+        torch.manual_seed(ranks.rank)  # the first rank's generator is everyone's
+        try:
+            model = shard_made(make, lambda model: model.model.layers, ranks, torch.float32)
+        except ValueError as error:
+            return str(error)
+        weights = {name: p.full_tensor().detach().numpy().copy() for name, p in model.named_parameters()}
+        step = gb.TrainStep(model, "causal_lm", precision="fp32", ranks=ranks)
+        return weights, step(words()).read().loss
+
+
+def words():
+    ids = torch.arange(12).view(2, 6)
+    return {"input_ids": ids, "labels": ids}
+
+
+def untied(device):
+    return Decoder(replace(SHAPE, tied=False), device=device)
+
+
+def tied(device):
+    return Decoder(SHAPE, device=device)
+
+
+@pytest.mark.parametrize("make", [tied, untied])
+def test_shards_of_a_model_that_was_never_whole_are_those_of_one_process(make):
+    torch.manual_seed(0)
+    model = make("cpu")
+    wanted = dict(model.named_parameters())
+    for theirs, loss in on_ranks(2, made, make):
+        assert loss == pytest.approx(model.loss(**words()).item(), rel=1e-6)
+        assert theirs.keys() == wanted.keys()
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(torch.from_numpy(theirs[name]), parameter.data, rtol=0, atol=0, msg=name)
+
+
+def test_values_that_are_computed_are_refused():
+    for said in on_ranks(2, made, orthogonal):
+        assert said == (
+            "shard_made: 0 is computed by aten::mul_.Tensor, wanted numbers drawn into the whole of it by normal_, uniform_, "
+            "fill_, zero_, or made by ones, zeros or full; make it whole, and give it to shard."
+        )
