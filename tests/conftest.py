@@ -65,14 +65,16 @@ WARNINGS = [
 # The files that take longest on a CPU begin first, so that the last ones are short and all processes end together. In that
 # order: seconds change, and a file at a wrong place costs a few.
 LONGEST = [
-    "decode/test_speculate", "test_bench_lora", "decode/test_cache", "decode/test_combinations", "decode/test_parity",
-    "decode/test_experts", "train/test_golden", "decode/test_adapters", "decode/test_pages", "docs/test_blocks",
-    "decode/test_quantized", "train/test_adapters", "test_cli_train", "feed/test_loader", "place/test_same_results",
-    "decode/test_stream", "test_cli_chat", "kernels/test_any_layout", "decode/test_hostless", "lora/test_base",
-    "test_cli_train_lora", "lora/test_peft_layers", "train/test_resumed_runs", "decode/test_invariance",
-    "kernels/test_quantized_experts", "lora/test_add", "kernels/test_decode_adapters", "train/test_step_adapters",
-    "corpus/test_build", "kernels/test_quantized_product", "test_bench_decode", "test_cli_demo",
-    "kernels/test_decode_attention", "kernels/test_lora",
+    "decode/test_speculate", "decode/test_cache", "decode/test_parity", "decode/test_adapters", "decode/test_experts",
+    "kernels/test_any_layout", "test_cli_train_compare", "train/test_golden", "docs/test_blocks", "place/test_same_results",
+    "train/test_adapters", "decode/test_pages", "decode/test_stream", "test_cli_train", "parallel/test_run",
+    "lora/test_peft_layers", "decode/test_combinations", "test_bench_decode", "train/test_step_adapters",
+    "train/test_resumed_runs", "parallel/test_trainer", "kernels/test_quantized_experts", "lora/test_base",
+    "decode/test_hostless", "decode/test_any_model", "decode/compressed/test_body", "kernels/test_decode_adapters",
+    "lora/test_add", "test_bench_doctor", "decode/test_invariance", "test_bench_lora", "parallel/test_launch",
+    "train/test_precision_fp8", "plan/test_kept", "doctor/test_ready", "kernels/test_decode_attention",
+    "decode/test_certificate", "parallel/test_sharded", "test_bench_ranks", "corpus/test_build", "decode/test_experts_judged",
+    "lora/test_rows_models", "decode/test_quantized",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from gpubound.train.loop import Stop
 from tests.parallel import agent
 from tests.parallel.processes import on_ranks, started
 
-from . import tiny_recipe
+from . import forked, tiny_recipe
 
 on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
@@ -217,6 +217,7 @@ def test_a_rank_whose_starter_is_gone_is_asked_to_end_once():
 def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config, tmp_path, capfd, monkeypatch):
     """Two real processes under torch's agent; the keyboard is a thread that waits for the first steps."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # or they would take two minutes
+    monkeypatch.setattr("sys.executable", forked.python())
     options = ["train", str(config), "--accumulate", "2", "--steps", "5000", "--gpus", "2"]
     tape = tmp_path / "run" / "steps.jsonl"
 

@@ -16,7 +16,7 @@ def test_a_plugin_that_warns_does_not_end_the_suite(tmp_path):
     (tmp_path / "noisy.py").write_text("import warnings\ndef pytest_configure():\n    warnings.warn('not ours')\n")
     paths = [str(tmp_path), str(TESTS.parent / "src"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "noisy", "-p", "no:cacheprovider", "--collect-only", __file__],
+        [forked.python(), "-m", "pytest", "-p", "noisy", "-p", "no:cacheprovider", "--collect-only", __file__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, cwd=TESTS.parent, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and "test_a_plugin_that_warns" in done.stdout, done.stdout + done.stderr
@@ -33,8 +33,10 @@ def test_every_cell_of_the_hard_suite_runs_every_file():
     assert any(cell.busy for cell in CELLS)
 
 
-def test_a_cell_says_when_it_failed(capfd):
+def test_a_cell_says_when_it_failed(capfd, monkeypatch):
     from tests.hard import main
+
+    monkeypatch.setattr("sys.executable", forked.python())
 
     missing = "tests/test_floors.py::test_there_is_no_such_test"
     assert main(["one-thread", "--seed", "1", "--", "-n0", "-p", "no:cacheprovider", missing]) == 1

@@ -52,8 +52,12 @@ def greedy(body: FusedBody, prompt: list[int], tokens: list[int]) -> list[int]:
     return judge.logits(body.exact(), ids)[len(prompt) - 1 :].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ALL)
+# Packing knows no family: each has one kind in turn, and three that differ most have all.
+OF_FAMILIES = [(family, kind) for at, family in enumerate(ALL) for k, kind in enumerate(KINDS)
+               if k == at % len(KINDS) or family in ("Qwen2", "Gemma3", "Phi3")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "kind"), OF_FAMILIES)
 def test_tokens_are_those_of_the_rounded_model(device, family, kind):
     """Every family, ragged prompts: prefill unpacks, steps do not, and both agree with plain fp32 over the same numbers."""
     model = build(family, device=device)

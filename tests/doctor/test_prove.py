@@ -16,6 +16,8 @@ from gpubound.doctor.seeded import Recorder, SeededJob, run
 from gpubound.errors import MeasureError
 from gpubound.train.graphs import WindowGraphs
 
+from .. import forked
+
 HELPER = "SCALE = 1.0\n"
 SCRIPT = """\
 import sys
@@ -108,8 +110,9 @@ def test_a_module_of_a_package_is_run_with_its_relative_imports(tmp_path, monkey
         run(SeededJob("trainr", [], {}, "", module=True), recorder)
 
 
-def test_a_run_in_a_process_of_its_own_ends_after_its_steps(script, tmp_path):
+def test_a_run_in_a_process_of_its_own_ends_after_its_steps(script, tmp_path, monkeypatch):
     """The script would make a million steps."""
+    monkeypatch.setattr("sys.executable", forked.python())
     done = run_once(SeededJob(str(script), ["1000000"], {}, str(tmp_path / "result.json"), 7, steps=13), "before", tmp_path)
     assert done.losses == pytest.approx(expected(1.0, 13, 7), rel=1e-5) and done.step_ms > 0
 
