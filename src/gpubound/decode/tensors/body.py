@@ -151,6 +151,7 @@ class SlicedBody(Body):
     def begin_step(self, number: int, rows: int, position: Tensor) -> None:
         """The stream and positions of all rows, from the first device to the others."""
         peer, x, place = self.peers[number], self.slices[number].x[:rows], self.places[number][:rows]
+        peer.begin()
         with entered(peer.device):
             if number == 0:
                 if self.live.shape.embedded != 1:
@@ -214,6 +215,7 @@ class SlicedBody(Body):
     def prompt_on(self, number: int, ids: Tensor) -> None:
         """`prefill` of one device while the others do theirs, of at most PROMPT_ROWS tokens. ids (B, T) are on the first."""
         peer, one = self.peers[number], self.slices[number]
+        peer.begin()
         x = torch.zeros(ids.numel(), self.live.shape.hidden, device=peer.device)
         if number == 0:
             x.copy_(self.home.embedded(ids).flatten(0, 1))

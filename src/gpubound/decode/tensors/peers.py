@@ -1,9 +1,9 @@
 """What one device tells the others in a step: the boxes of all exchanges, and how each device uses them.
 
-A step has three kinds. The first device tells the others what it chose: the stream of the next token, and its position. Every
-part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP have a box each, so they take turns. At the end
-the others hand the first their stretch of the logits, or of their partial maxima. A box of the last and of the first kind is
-written once a step, after the other kind has been answered: so none is written before it was read.
+A step has three kinds of exchange. The first device tells the others what it chose: the stream of the next token, and its
+position. Every part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP have a box each, so they take
+turns. At the end the others hand the first their stretch of the logits, or of their partial maxima. A box of the last and of
+the first kind is written once a step, after the other kind has been answered: so none is written before it was read.
 
 A kernel that sends waits for nobody, and one that waits has sent before. So devices may compute at once (graphs.py), or one
 after the other, if all send before any takes.
@@ -23,7 +23,7 @@ SUMS = ("attention", "mlp")  # the boxes that sums take turns with
 
 
 class Peer:
-    """One of the devices."""
+    """One of the devices. All go through the same exchanges in the same order."""
 
     def __init__(self, number: int, device: torch.device) -> None:
         self.number, self.device = number, device
@@ -54,10 +54,13 @@ class Peer:
         """From here on, ask for each word so often."""
         self.state[1:].fill_(polls)
 
+    def begin(self) -> None:
+        """A step, or a prompt."""
+        self._summed = 0  # also behind one that was broken off while it was captured
+
     def end(self) -> None:
-        """Of a step: the stamps of the next go on behind this one's."""
+        """Stamps of the next step go on behind this one's."""
         self.state[:1].add_(max(1, self._summed))
-        self._summed = 0
 
 
 def connected(
