@@ -68,10 +68,12 @@ SHAPED = {
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),
+    "send_words": (True,),
     "sinkhorn": (3, 2),
     "sparse_attention": (32, True, False, True),
     "swiglu": (72, False),
     "swiglu_backward": (72,),
+    "take_words": (True,),
 }
 
 
