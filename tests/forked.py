@@ -25,6 +25,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from .processes import plain_environment
 
 ROOT = Path(__file__).parents[1]
@@ -50,8 +52,9 @@ os._exit(code)
 
 @cache
 def python() -> str:
-    """The path of the executable. Where processes have no handles (not Linux), this Python's."""
-    if not hasattr(os, "pidfd_open"):
+    """The path of the executable; this Python's where there is a GPU, which what is imported may ask for (such a process
+    cannot be forked), and where processes have no handles (not Linux)."""
+    if torch.cuda.is_available() or not hasattr(os, "pidfd_open"):
         return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="forked"))
     client, address = folder / "python", str(folder / "server")
@@ -67,7 +70,6 @@ def python() -> str:
 
 def serve(address: str) -> None:
     """Import what programs use, and fork one for each connection, until the input ends."""
-    import torch
     import torch._inductor.config
     import transformers
 
@@ -122,8 +124,6 @@ def _mind(caller: socket.socket) -> None:
 
 def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
     """The caller's files, environment and folder become this process's."""
-    import torch
-
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):

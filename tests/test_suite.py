@@ -56,7 +56,7 @@ def test_a_forked_python_does_what_python_does(tmp_path):
     waits = [forked.python(), "-u", "-c", "import os, time; print(os.getpid()); time.sleep(60)"]
     for end in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(waits, stdout=subprocess.PIPE, text=True) as caller:
-            program = int(caller.stdout.readline())
+            assert int(caller.stdout.readline()) > 0
             caller.send_signal(end)
             assert caller.stdout.read() == "", "the program's end of the pipe is closed: it is gone, too"
-        assert caller.returncode == -end and program != caller.pid
+        assert caller.returncode == -end
