@@ -111,3 +111,9 @@ def test_wrong_budgets_are_refused():
             Budgets(max_syncs_per_step=wrong)
     with pytest.raises(ValueError, match=r"^--max-regress-pct: got no --baseline to compare with; give the doctor\.json"):
         gate(GOOD, Budgets(max_regress_pct=1))
+
+
+@pytest.mark.parametrize("read", [read_baseline, read_allowances])
+def test_a_file_that_is_not_there_is_a_sentence(read, tmp_path):
+    with pytest.raises(DataError, match=r"there\.json: cannot be read: .*; check the path\.$"):
+        read(tmp_path / "there.json")

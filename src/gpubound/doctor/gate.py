@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..errors import DataError
+from ..files import reading, regular
 from ..words import hint
 from .finding import COUNTS, KINDS, Finding, Verdict
 
@@ -164,7 +165,8 @@ def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
 def read_allowances(path: Path) -> list[Allowance]:
     """A committed allow-list: TOML, with kind, file, code and why in each [[allow]]."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            content = tomllib.loads(regular(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no TOML ({error}); wanted [[allow]] entries with kind, file, code and why.") from error
     entries, wanted = content.get("allow", []), [each.name for each in fields(Allowance)]
@@ -182,7 +184,8 @@ def read_allowances(path: Path) -> list[Allowance]:
 def read_baseline(path: Path) -> Verdict:
     """A doctor.json of an earlier run."""
     try:
-        return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        with reading(path):
+            return Verdict.from_dict(json.loads(regular(path).read_text(encoding="utf-8")))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no JSON ({error}); wanted the doctor.json of an earlier run.") from error
 
