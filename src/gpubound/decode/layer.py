@@ -21,7 +21,7 @@ from torch import Tensor
 from ..device import can_launch
 from ..kernels import add_norm, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import Heads, Scratch
-from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
+from ..kernels.decode_product import Norm, capped_
 from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from ..layers.mlp import gated
@@ -127,7 +127,6 @@ class CachedAttention(Part):
         self._partial = bench.buffer("partial", rows, s.kv_heads, SPLITS, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = bench.still if w.table is None else bench.tables[w.table]
-        self._first = number == bench.cache.layers[0]  # of a span: its product is the fence of triton/_step.py
 
     def step(self, x: Tensor, position: Tensor, mode: int) -> None:
         self.give(x, position, mode)
@@ -136,7 +135,7 @@ class CachedAttention(Part):
     def give(self, x: Tensor, position: Tensor, mode: int) -> None:
         """A step up to its last product."""
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
-        self.qkv.norm_product(x, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
+        self.qkv.norm_product(x, self.weights.norm, qkv, mode)
         self._attend(rows, qkv, position, mode)
         self.put(self.o, mixed, x, mode)
 

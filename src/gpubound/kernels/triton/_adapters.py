@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..decode_adapters import EMPTY, EVERY_ADAPTER, StepAdapters, table_of
 from ..plans import power_of_two
-from ._step import _gain, _row, _wait
+from ._step import _gained, _row, _wait
 
 _EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
 REACH = 2048  # elements of a row of a that a program asks for at once
@@ -30,17 +30,16 @@ def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B: tl.constexpr
     scale = tl.load(table + 4 * columns + column).to(tl.int32).to(tl.float32, bitcast=True)
     col = tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
-    a, gain = _row(a_ptr, col, K, EVEN), _gain(norm_ptr, col, K, EVEN, GAIN)
+    a = _row(a_ptr, col, K, EVEN)
     _wait(DEPENDENT)
     if (own == owner) | (own == _EVERY):
         total, square = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            total += a * (x * gain)
+            total += a * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)
             square += x * x
             if start + C < K:
                 a = _row(a_ptr + start + C, col, K - start - C, EVEN)
-                gain = _gain(norm_ptr + start + C, col, K - start - C, EVEN, GAIN)
         y = tl.sum(total, 0)
         if GAIN is not None:
             y /= tl.sqrt(tl.sum(square, 0) / K + eps)

@@ -2,27 +2,15 @@
 
 Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
 nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
-in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room; a
-FENCE behind its wait.
-
-What may be read before the wait. A wait ends when the launch before has ended, and all before that one. A launch begins when
-every program of the one before has let it in or ended, which says nothing of older ones: where all are EARLY, several run at
-once. But who lets its successor in behind its wait (FENCE, LATE, and a plain launch, which lets nobody in) has seen everything
-before it end. So behind such a fence, however many launches later, what was written before the fence may be read at once:
-
-weights, norms, tables      in every kernel: no step writes them
-position, old keys, pages   in attention: the choice before wrote them; the q k v product of a span's first layer is the fence
-x, qkv, gated, the new key  never: the launch before, or the one before that, writes them
-
-All writes stand behind the wait: launches that still run may read what was there.
+in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
 """
 
 import triton
 import triton.language as tl
 
-from ..decode_product import EARLY, FENCE, LATE
+from ..decode_product import EARLY, LATE
 
-AT_ONCE, AFTER, BEHIND = tl.constexpr(EARLY), tl.constexpr(LATE), tl.constexpr(FENCE)
+AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
 
 
 @triton.jit
@@ -41,8 +29,6 @@ def _end(DEPENDENT: tl.constexpr):
 def _wait(DEPENDENT: tl.constexpr):
     if DEPENDENT > 0:
         tl.extra.cuda.gdc_wait()
-    if DEPENDENT == BEHIND:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -62,30 +48,28 @@ def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gain(norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
-    """A norm's gain, GAIN + its weight; 1 where there is no norm."""
-    if GAIN is None:
-        return 1.0
-    else:  # what follows a return is compiled, too
+def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
+    """x times a norm's gain, which is GAIN + its weight."""
+    if GAIN is not None:
         gain = _row(norm_ptr, col, K, EVEN)
         if GAIN != 0.0:
             gain += GAIN
-        return gain
+        x = x * gain
+    return x
 
 
 @triton.jit
-def _products(x_ptr, norm_ptr, w_ptr, w, gain, row, col, left, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+def _products(x_ptr, norm_ptr, w_ptr, w, row, col, left, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
               WHOLE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """A row of x, times its norm's gain, with R rows of a weight, `left` of which are there, by column; and x's squares.
 
-    w, gain: the first tile of the weight and of the norm's gain, which were asked for before x was there."""
+    w: the first tile of the weight, which was asked for before x was there."""
     EVEN: tl.constexpr = K % C == 0
     total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
     for start in range(0, K, C):
         x = _row(x_ptr + start, col, K - start, EVEN)
-        total += w.to(tl.float32) * (x * gain)[None]
+        total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
         square += x * x
         if start + C < K:
             w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-            gain = _gain(norm_ptr + start + C, col, K - start - C, EVEN, GAIN)
     return total, square

@@ -21,7 +21,7 @@ from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
-from ._step import _begin, _end, _gain, _products, _row, _tile, _wait
+from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
 
 
 @triton.jit
@@ -55,8 +55,7 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     local = first - tl.where(in_v, q_rows + k_rows, tl.where(in_k, q_rows, 0))
     w_ptr += local.to(tl.int64) * K
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
-    w, gain = _tile(w_ptr, row, col, rows - first, K, K, WHOLE), _gain(norm_ptr, col, K, EVEN, GAIN)
+    w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
     offset = tl.zeros([R], tl.float32)
     if BIAS:
         bias = tl.where(in_v, v_bias, tl.where(in_k, k_bias, q_bias)) + local + row
@@ -70,10 +69,10 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
         if b > 0 and C < K:
-            w, gain = _tile(w_ptr, row, col, rows - first, K, K, WHOLE), _gain(norm_ptr, col, K, EVEN, GAIN)
+            w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
         if table is not None:
             words = _begun(narrow, table, ids, b, low, high, columns, RANKS)
-        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, gain, row, col, rows - first, K, R, C, WHOLE, GAIN)
+        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
         if GAIN is None:
@@ -116,7 +115,6 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
     gate_ptr += first.to(tl.int64) * K
     up_ptr += first.to(tl.int64) * K
     g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-    gain = _gain(norm_ptr, col, K, EVEN, GAIN)
     there = row < left
     g_offset, u_offset = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
     if BIAS:
@@ -134,19 +132,17 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
             u_words = _begun(narrow, table, ids, b, split, columns, columns, RANKS)
         if b > 0 and C < K:
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-            gain = _gain(norm_ptr, col, K, EVEN, GAIN)
         gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
         square = tl.zeros([C], tl.float32)
         for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            normed = (x * gain)[None]
+            normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             gate += g.to(tl.float32) * normed
             up += u.to(tl.float32) * normed
             square += x * x
             if start + C < K:
                 g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
                 u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-                gain = _gain(norm_ptr + start + C, col, K - start - C, EVEN, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
         factor = 1.0
@@ -223,7 +219,7 @@ def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.cons
     col = tl.arange(0, C)
     row = tl.program_id(0) * K
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
-    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * _gain(norm_ptr, col, K, False, GAIN)
+    y = _gained(x / tl.sqrt(tl.sum(x * x, 0) / K + eps), norm_ptr, col, K, False, GAIN)
     tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
 
 
@@ -233,7 +229,7 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constex
     _begin(DEPENDENT)
     col = tl.arange(0, C)
     at, there = tl.program_id(0) * K + col, col < K
-    gain = _gain(norm_ptr, col, K, False, GAIN)
+    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
     _wait(DEPENDENT)
     x, y = tl.load(x_ptr + at, mask=there, other=0.0), tl.load(y_ptr + at, mask=there, other=0.0)
     _end(DEPENDENT)

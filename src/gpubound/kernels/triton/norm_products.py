@@ -12,7 +12,7 @@ from ..decode_product import Norm
 from ..norm_products import MOST
 from ..plans import job_of
 from ._launch import launch_product
-from ._step import _begin, _end, _gain, _products, _tile, _wait
+from ._step import _begin, _end, _products, _tile, _wait
 
 
 @triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "rows"])
@@ -32,13 +32,12 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, out_p
     w_ptr, begun = tl.where(first >= s7, w7, w_ptr), tl.where(first >= s7, s7, begun)
     w_ptr += (first - begun).to(tl.int64) * K
     row, col, left = tl.arange(0, R), tl.arange(0, C), rows - first
-    EVEN: tl.constexpr = K % C == 0
-    w, gain = _tile(w_ptr, row, col, left, K, K, WHOLE), _gain(norm_ptr, col, K, EVEN, GAIN)
+    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
         if b > 0 and C < K:
-            w, gain = _tile(w_ptr, row, col, left, K, K, WHOLE), _gain(norm_ptr, col, K, EVEN, GAIN)
-        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, gain, row, col, left, K, R, C, WHOLE, GAIN)
+            w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
         y = tl.sum(total, 1)
