@@ -25,7 +25,6 @@ from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.choose import KERNEL_DTYPES, transformed
 from ..kernels.lora import Drop, lora_product
 from ..kernels.record import record_of
-from ..kernels.rows import OwnRanks
 from . import recompute
 
 
@@ -89,13 +88,12 @@ AS_IT_IS = Format()
 
 
 class Factors(NamedTuple):
-    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R). The rest as in kernels/lora.py."""
+    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R). `blocks`: kernels/lora.py."""
 
     h: Tensor
     b: Tensor
     drop: Drop | None = None
     blocks: Sequence[int] | None = None
-    rows: OwnRanks | None = None
 
 
 class Adapter:
@@ -208,8 +206,7 @@ def _adds(format: Format, x: Tensor) -> bool:
 
 
 def _added(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
-    h, b, drop, blocks, rows = factors
-    return lora_product(rows_of(x), weight, bias, h, b, drop, blocks, rows=rows).view(*x.shape[:-1], weight.shape[0])
+    return lora_product(rows_of(x), weight, bias, *factors).view(*x.shape[:-1], weight.shape[0])
 
 
 def format_of(weight: Tensor) -> Format:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels.accumulate import one_matrix
 from ..kernels.adapters import adapter_gradients, blocks_of
 from ..kernels.lora import Drop, drawn, lora_down, lora_up
-from ..kernels.rows import Owners, OwnRanks
+from ..kernels.rows import Owners
 from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
 
 
@@ -89,7 +89,7 @@ class Together(Adapter):
         if not self.one:
             return None
         h, kept = self._down(x)
-        return Factors(h, self._b(), None, self.blocks, None if self.routing is None else self._own_ranks(kept[1])), kept
+        return Factors(h, self._b(), blocks=self.blocks), kept
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         drop = drawn(self.rate, x.device)
@@ -106,15 +106,10 @@ class Together(Adapter):
         else:
             for low, span, out, b in self._each(gh):
                 lora_down(span.of(g), b.t(), self.scale, None, out, self._owners(ids, [low]))
-        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None, None, self._own_ranks(ids))
+        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None)
 
     def _owners(self, ids: Tensor | None, lows: Sequence[LowRank]) -> Owners | None:
         return None if ids is None else self.routing.owners(ids, lows)
-
-    def _own_ranks(self, ids: Tensor | None) -> OwnRanks | None:
-        if ids is None or (alike := self.routing.alike(self.lows)) is None:
-            return None
-        return OwnRanks(ids, *alike)
 
     def backward(
         self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None, share: Factors | None = None
@@ -122,7 +117,7 @@ class Together(Adapter):
         if share is None:
             share = self.share(g, kept)
             if dx is not None:
-                lora_up(dx, share.h, share.b, share.drop)
+                lora_up(dx, *share)
         if self.blocks and self.routing is None:
             a, b, wanted = (
                 [low.a for low in self.lows],
