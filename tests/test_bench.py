@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from benchmarks.shapes import SHAPES
 from gpubound import trace
 from gpubound.cli import guarded
 from gpubound.measure import Prepared
-
-from . import forked
 
 CPU = torch.device("cpu")
 
@@ -174,7 +173,7 @@ def test_every_cases_peer_computes_what_ours_does(name, monkeypatch):
 def run_dry(*arguments):
     root = Path(harness.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
-    command = [forked.python(), "-m", *arguments]
+    command = [sys.executable, "-m", *arguments]  # kernels run in the interpreter, which must be on before Triton is imported
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
