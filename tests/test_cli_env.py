@@ -323,7 +323,7 @@ def test_bench_lists_what_there_is(run):
     code, out, _ = run("bench")
     assert (
         code == 0
-        and "benchmarks: blocks, checkpoint, decode, doctor, feed, graph, kernels, lora, place, ranks, train" in out
+        and "benchmarks: blocks, checkpoint, decode, deepseek, doctor, feed, graph, kernels, lora, place, ranks, train" in out
         and "example: gpubound bench kernels" in out
     )
 
