@@ -16,6 +16,7 @@ from gpubound.corpus import Corpus, Tokenizer, build as build_module, train_toke
 from gpubound.corpus.shards import CLAIM, MANIFEST, write_shard
 from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
+from gpubound.trace import notice
 
 from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
@@ -171,9 +172,9 @@ def test_an_interrupted_build_is_not_finished_with_other_texts_or_settings(tmp_p
     assert contents(tmp_path) == before and before
 
 
-def test_two_builds_of_one_corpus_at_once(corpus, tmp_path, said):
+def test_two_builds_of_one_corpus_at_once(corpus, tmp_path, said, monkeypatch):
     """The second waits for the first, and takes what it has built."""
-    path, begun, go_on = tmp_path / "c", threading.Event(), threading.Event()
+    path, begun, waits, go_on = tmp_path / "c", threading.Event(), threading.Event(), threading.Event()
 
     def slowly():
         yield from TEXTS[:30]
@@ -181,14 +182,18 @@ def test_two_builds_of_one_corpus_at_once(corpus, tmp_path, said):
         assert go_on.wait(60)
         yield from TEXTS[30:]
 
+    def heard(text):
+        notice(text)
+        if text == f"Corpus.build: another process is building {path}; waiting until it has ended.":
+            waits.set()
+
+    # Not read from stderr in a loop: pytest loses a line that one thread prints while another takes the lines before it.
+    monkeypatch.setattr(build_module, "notice", heard)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(build, path, slowly())
         assert begun.wait(60)
         second = pool.submit(build, path, list(TEXTS))
-        heard = ""
-        while "waiting until it has ended" not in heard and not second.done():
-            heard += said()
-        assert f"another process is building {path}; waiting until it has ended." in heard and not first.done()
+        assert waits.wait(60) and not first.done() and not second.done()
         go_on.set()
         assert first.result().identity() == second.result().identity() == corpus.identity()
     assert "holds this corpus already" in said() and contents(path) == contents(corpus.path)
