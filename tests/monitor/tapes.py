@@ -59,6 +59,20 @@ def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, 
     return tape
 
 
+def ranks_run(folder: Path, world: int = 8, steps: int = 300) -> RunTape:
+    """A run on several GPUs, of which rank 5 is slow for a while."""
+    draw = random.Random(world)
+    tape = RunTape.create(
+        folder, name=f"{world} ranks", config={"gpus": world}, machine=MACHINE, verdict="300 steps.", finished=True
+    )
+    for step in range(1, steps + 1):
+        waited = [4 + abs(draw.gauss(0, 0.5)) + (9 if 100 < step < 180 and rank != 5 else 0) for rank in range(world)]
+        record = {"step": step, "loss": 9 - step / 99, "tokens": 512, "tokens_per_s": 9e5, "seconds": 0.1, "waited_ms": waited}
+        record |= {"slowest_rank": waited.index(min(waited)), "held_up_ms": max(waited) - min(waited)}
+        tape.append(record | {"sums_share": min(waited) / 100})
+    return tape
+
+
 def cpu_run(folder: Path, steps: int = 12) -> RunTape:
     """A few steps on a CPU, with a fallback."""
     tape = RunTape.create(
@@ -84,6 +98,12 @@ def diverged_run(folder: Path, steps: int = 40) -> RunTape:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     one, other = gpu_run(out / "first"), gpu_run(out / "second", "second", seed=1, lowest=2.1)
-    for made in (one, cpu_run(out / "laptop"), diverged_run(out / "hot")):
+    for made in (
+        one,
+        cpu_run(out / "laptop"),
+        diverged_run(out / "hot"),
+        ranks_run(out / "ranks"),
+        ranks_run(out / "many", 100),
+    ):
         print(write_report([made]))
     print(write_report([one, other], out / "both.html"))

@@ -43,6 +43,7 @@ def trained(todo, resume=False, asked_at=None, rank_asked=0):
         found = {
             "losses": {r["step"]: r["loss"] for r in records}, "tokens": [r["tokens"] for r in records], "done": run.done,
             "evaluations": run.evaluations, "best": run.best, "over": run.over, "asked": stop.asked,
+            "waited": [r.get("waited_ms") for r in records],
             "feed": run.feed.state_dict(), "weights": weights, "saved": run.checkpoints.latest().step,
         }  # fmt: skip
         if run.finished:
@@ -79,6 +80,8 @@ def alone(todo):
 def test_four_ranks_take_the_steps_that_one_takes_and_know_the_same(todo, alone, tmp_path):
     ranks = on_ranks(4, trained, dataclasses.replace(todo, out=str(tmp_path)))
     assert_alike(ranks)
+    waited = ranks[0]["waited"]
+    assert waited[0] is None and all(len(step) == 4 and min(step) >= 0 and max(step) > 0 for step in waited[1:])
     assert_near(ranks[0]["losses"], alone["losses"])
     assert_near(ranks[0]["evaluations"], alone["evaluations"])
     for what in ("tokens", "feed", "done", "saved", "best"):
@@ -110,6 +113,7 @@ def test_sharded_ranks_take_the_same_steps_and_replicas_and_one_process_go_on_wi
     third = on_ranks(2, trained, parts, True)
     for ranks in (first, second, third):
         assert_alike(ranks)
+    assert not any(first[0]["waited"]) and any(second[0]["waited"]), "among shards nobody knows it"
     assert first[0]["done"] < second[0]["done"] < third[0]["done"] == 14
     assert_near(first[0]["losses"] | second[0]["losses"] | third[0]["losses"], alone["losses"], rel=2e-6)
     assert_near(third[0]["evaluations"], alone["evaluations"], rel=2e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.loop import Loop, Stop
+from gpubound.train.loop import Loop, Stop, among_ranks
 
 from .conftest import draw, small, summed
 
@@ -103,3 +103,13 @@ def test_on_a_gpu_a_record_holds_what_the_events_saw(device, monkeypatch):
     assert step.captured and all(0 < r["gpu_busy"] <= 1 and r["seconds"] > 0 and r["host_lead_ms"] >= 0 for r in seen[1:])
     counted = [r for r in seen if "syncs" in r]
     assert [r["step"] for r in counted] == [6, 16] and all(r["syncs"] == 0 and r["h2d_bytes"] == 0 for r in counted)
+
+
+def test_the_slowest_rank_waits_least():
+    """For the sums alone, as all do; what another waits longer, it waits for that rank."""
+    found = among_ranks([0.030, 0.010, 0.0254], seconds=0.2)
+    assert found == {
+        "waited_ms": [30.0, 10.0, 25.4], "slowest_rank": 1, "held_up_ms": pytest.approx(20), "sums_share": pytest.approx(0.05),
+    }  # fmt: skip
+    assert "sums_share" not in among_ranks([0.1, 0.2], seconds=None), "the first step has no pace"
+    assert among_ranks([], 0.2) == among_ranks([0.1, float("nan")], 0.2) == {}

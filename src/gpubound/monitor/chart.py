@@ -63,8 +63,8 @@ def line_chart(
     if axis.high is not None:
         y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
     first, last = span or (min(x for x, _ in points), max(x for x, _ in points))
-    frame = _Frame(first, last, y_ticks[0], y_ticks[-1])
-    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_foot(frame)) + "".join(_marks(frame, marks))
+    frame = Frame(first, last, y_ticks[0], y_ticks[-1])
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(foot(frame)) + "".join(_marks(frame, marks))
     body += "".join(_line(frame, s, axis.style) for s in drawn)
     keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in drawn)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
@@ -73,7 +73,7 @@ def line_chart(
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     x0: float
     x1: float
     y0: float
@@ -114,25 +114,25 @@ def _labels(values: Sequence[float], style: str) -> list[str]:
     return texts if max(map(len, texts)) <= LABEL or max(map(len, powers)) > LABEL else powers
 
 
-def _grid(frame: _Frame, ticks: list[float], style: str) -> Iterator[str]:
+def _grid(frame: Frame, ticks: list[float], style: str) -> Iterator[str]:
     for y, label in zip(ticks, _labels(ticks, style)):
         _, at = frame.at(frame.x0, y)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
 
 
-def _foot(frame: _Frame) -> Iterator[str]:
-    """The x axis: whole numbers of steps within the frame."""
+def foot(frame: Frame, height: float = HEIGHT) -> Iterator[str]:
+    """The x axis of a chart that is so high: whole numbers of steps within the frame."""
     ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
     for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
         anchor = "end" if at > WIDTH - RIGHT - EDGE else "middle"
         at = WIDTH - RIGHT if anchor == "end" else at
-        yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
-    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
+        yield f'<text x="{at:.1f}" y="{height - BOTTOM + 17:.0f}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{height - 6:.0f}" text-anchor="middle">step</text>'
 
 
-def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
+def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
     """A dashed line where something begins, and its name above as far as there is room before the next one."""
     ends = [*(x for x, _ in marks[1:]), frame.x1]
     for (x, name), end in zip(marks, ends):
@@ -144,7 +144,7 @@ def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
         yield f'<text class="mark" x="{at + 4:.1f}" y="{TOP - 6}">{escape(text)}<title>{escape(name)}</title></text>'
 
 
-def _line(frame: _Frame, series: Series, style: str) -> str:
+def _line(frame: Frame, series: Series, style: str) -> str:
     if not series.y:  # nothing of it was finite
         return ""
     points = [frame.at(x, y) for x, y in zip(series.x, series.y)]

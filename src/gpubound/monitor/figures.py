@@ -7,7 +7,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from ..words import duration, moment, number
-from .chart import Axis
+from .chart import LARGEST, Axis
 from .tape import RunTape
 
 Record = dict[str, Any]
@@ -42,6 +42,8 @@ GAUGES = (
     Gauge("host_lead_ms", "host lead over the GPU, ms", Axis(".3g", low=0)),
     Gauge("syncs", "host syncs per step", Axis("g", low=0)),
     Gauge("h2d_bytes", "bytes from the host per step", BYTES),
+    Gauge("sums_share", "time in sums over ranks", SHARE),
+    Gauge("held_up_ms", "waiting for the slowest rank, ms", Axis(".3g", low=0)),
     Gauge("grad_norm", "gradient norm", Axis(".3g"), "last"),
     Gauge("lr", "learning rate", Axis(".2g", low=0), "last"),
     Gauge("memory_bytes", "peak memory, bytes", BYTES, "last"),
@@ -68,6 +70,14 @@ class Figures:
             return values[-1] if values else None
         finite = [value for value in values if math.isfinite(value)]
         return median_low(finite) if finite else values[-1]
+
+    @property
+    def lanes(self) -> list[tuple[int, list[float]]]:
+        """(step, how many ms each rank waited in it): of the last start's number of ranks. A line tells of the step before."""
+        told = [(r["step"] - 1, [float(one) for one in r["waited_ms"]]) for r in self.records if r.get("waited_ms")]
+        return [
+            (step, ranks) for step, ranks in told if len(ranks) == len(told[-1][1]) and all(0 <= ms < LARGEST for ms in ranks)
+        ]
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from ..pages import check_page, environment, write_page
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
+from .lanes import lanes_chart
 from .tape import RunTape
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
@@ -84,6 +85,10 @@ def charts(called: Sequence[str], found: Sequence[Figures], colours: Sequence[in
         together = [gauge, *(g for g in GAUGES if g.beside == gauge.key)]
         if series := [s for nth, g in enumerate(together) for s in _series(called, found, colours, g, nth)]:
             drawn.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
+    for name, figures in zip(called, found):
+        if figures.lanes:
+            of = f", {name}" if len(found) > 1 else ""
+            drawn.append(lanes_chart(f"waiting for sums over ranks{of}", *zip(*figures.lanes)))
     return drawn
 
 

@@ -27,7 +27,7 @@ LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps
 FIGURES = (
     "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
-    "elapsed_s",  # since training began
+    "slowest_rank", "held_up_ms", "sums_share", "elapsed_s",  # since training began
 )  # fmt: skip
 TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
 KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}
@@ -139,6 +139,9 @@ def _record(line: str, where: str) -> dict[str, Any]:
     for key in FIGURES:
         if record.get(key) is not None and not _is_number(record[key]):
             raise DataError(f"{where}: {key} is {shown(record[key])}, wanted a number; remove the line.")
+    waited = record.get("waited_ms", [])
+    if not isinstance(waited, list) or not all(map(_is_number, waited)):
+        raise DataError(f"{where}: waited_ms is {shown(waited)}, wanted a list of numbers; remove the line.")
     if not isinstance(record.get("phase", ""), str):
         raise DataError(f"{where}: phase is {shown(record['phase'])}, wanted a text; remove the line.")
     return record

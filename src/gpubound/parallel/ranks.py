@@ -175,20 +175,21 @@ class Poll:
         self.ranks = ranks
         self._under_way: tuple[Tensor, Any] | None = None
 
-    def most(self, number: int) -> int:
-        """The largest that any rank has given the time before; 0 at the first time. All ranks must call it as often.
+    def ask(self, number: float) -> list[float]:
+        """What each rank has given the time before; nothing at the first time. All ranks must call it as often.
 
         A process that is alone hears itself at once.
         """
         if self.ranks.alone:
-            return number
-        before, given = self._under_way, torch.tensor(number)
-        self._under_way = given, dist.all_reduce(given, dist.ReduceOp.MAX, group=self.ranks.host, async_op=True)
+            return [number]
+        before, given = self._under_way, torch.zeros(self.ranks.world, dtype=torch.float64, device="cpu")
+        given[self.ranks.rank] = number
+        self._under_way = given, dist.all_reduce(given, group=self.ranks.host, async_op=True)
         if before is None:
-            return 0
+            return []
         answer, sent = before
         sent.wait()
-        return int(answer)
+        return answer.tolist()
 
 
 def launched() -> bool:

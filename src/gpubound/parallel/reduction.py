@@ -8,6 +8,8 @@ products have added the gradient to main_grad and handed on none. A tied weight 
 The order of the sums is the same on every rank whatever arrives first: bucket by bucket, in the order in which a first backward
 finished them. Ranks that sum in different orders would wait for each other for ever. What is not finished exactly once in that
 backward, on any rank, is summed at the end.
+
+The device notes when it has nothing left to do but to wait for sums, and when they are there. The slowest rank waits least.
 """
 
 import math
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from ..kernels.clock import Stamps, can_stamp
 from .peers import PeerSums
 from .ranks import Ranks
 
@@ -89,6 +92,8 @@ class Reduction:
         self._lock = threading.RLock()
         self._hear: Callable[[int], None] = self._arrived  # who is told of a parameter that is finished
         self._due = False  # sums of this step, with which others count
+        # When this rank's device began to wait for the sums of this step, and when it had them.
+        self._waits = Stamps(flat.device, 2) if self.learns and can_stamp(flat.device) else None
         self._plan([Bucket(0, flat.numel(), tuple(range(len(starts))))] if starts else [])
 
     def _plan(self, buckets: list[Bucket]) -> None:
@@ -100,6 +105,11 @@ class Reduction:
     def learns(self) -> bool:
         """Whether it wants to see a backward before the first sum."""
         return bool(self._parameters) and not self.ranks.alone
+
+    @property
+    def waited(self) -> Tensor | None:
+        """int64 (2,), ns: from when to when this rank waited for sums in the newest step. None where nobody notes it."""
+        return None if self._waits is None else self._waits.times
 
     def begin(self) -> None:
         """A new step."""
@@ -159,6 +169,8 @@ class Reduction:
         """Sum what is left, and let the device wait for all of it."""
         while self._begun < len(self.buckets):
             self._begin_next()
+        if self._waits is not None:
+            self._waits.put(0)
         if self._peers is not None:
             self._works.append(self._peers.end())
         self._works += [self.ranks.begin_sum(tensor) for tensor in self.sums]
@@ -166,6 +178,8 @@ class Reduction:
             self.ranks.take_largest(tensor)
         for wait in self._works:
             wait()
+        if self._waits is not None:
+            self._waits.put(1)
         self.begin()
         self._due = False
 

@@ -12,7 +12,7 @@ wait only when that step is still running. Whoever reads one step late keeps the
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -181,13 +181,16 @@ class StepValues:
     lr: float
     updates: int
     loss_scale: float
+    waited_s: float | None = field(default=None, repr=False)
+    """For how long this rank's device had nothing to do but to wait for the sums over ranks. None where nobody noted it."""
 
 
 class StepResult:
     """One step's report: scalars on the device, which no later step writes into, and `read()` for the host."""
 
-    def __init__(self, report: Tensor):
+    def __init__(self, report: Tensor, waited: Tensor | None = None):
         self._report = report
+        self._waited = waited if waited is None else waited.to("cpu", non_blocking=True, copy=True)
         self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
         self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
         self._values: StepValues | None = None
@@ -206,7 +209,9 @@ class StepResult:
             if self._sent is not None and not self._sent.query():
                 self._sent.synchronize()
             loss, norm, tokens, skipped, lr, updates, scale = self._there.tolist()
-            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale)
+            began, ended = (0, 0) if self._waited is None else self._waited.tolist()
+            waited = None if self._waited is None else (ended - began) / 1e9
+            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, waited)
         return self._values
 
     def __repr__(self) -> str:

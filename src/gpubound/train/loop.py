@@ -3,9 +3,11 @@
 Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
 own clock. `host_lead_ms` is how long the host waited for a result. `gpu_busy` comes from events around each captured step: they
 do not see the gaps between the launches of an eager one. One early step, and one in a thousand after it, runs under the ledger,
-which counts host syncs and copies, and names their lines as `stalls`.
+which counts host syncs and copies, and names their lines as `stalls`. Of several ranks each tells the others how long it waited
+for them: `waited_ms`, by rank, and what follows from it are of the step before, so that nobody waits to hear it.
 """
 
+import math
 import signal
 import threading
 import time
@@ -53,7 +55,7 @@ class Stop:
     def agreed(self) -> bool:
         """Whether the run ends here. Other ranks hear what this one was asked a step later, so that nobody waits for it."""
         here = 0 if self.asked is None else signal.Signals.__members__.get(self.asked, 1)
-        number = self._poll.most(int(here))
+        number = int(max(self._poll.ask(here), default=0))
         if number and self.asked is None:
             self.asked = signal.Signals(number).name
         return number > 0
@@ -98,9 +100,11 @@ class _Launched:
 class Loop:
     """Launches steps; each one's record goes to `on_record` when the next is launched, the last one's at `finish()`."""
 
-    def __init__(self, step: TrainStep, on_record: Callable[[Record], None]):
-        self.step, self.on_record = step, on_record
+    def __init__(self, step: TrainStep, on_record: Callable[[Record], None], ranks: Ranks = ALONE):
+        self.step, self.on_record, self.ranks = step, on_record, ranks
         self._launches = 0
+        self._poll = Poll(ranks)
+        self._lasted: float | None = None  # seconds of the step before
         self._newest: _Launched | None = None
         self._before: Instant | None = None  # the first step holds compiling and capture
 
@@ -144,8 +148,24 @@ class Loop:
             record |= {"seconds": seconds, "tokens_per_s": values.tokens / seconds}
             if done.end.event is not None and self.step.captured:
                 record["gpu_busy"] = done.end.since(done.begin) / seconds
+        if not self.ranks.alone:
+            record |= among_ranks(self._poll.ask(math.nan if values.waited_s is None else values.waited_s), self._lasted)
+            self._lasted = record.get("seconds")
         if done.ledger is not None:
             record |= {name: n for name, n in done.ledger.totals.items() if name in ("syncs", "h2d_bytes")}
             if stalls := [row.record() for row in done.ledger.rows if row.kind not in UNTOLD]:
                 record["stalls"] = stalls
         return record
+
+
+def among_ranks(waited: list[float], seconds: float | None) -> Record:
+    """What follows from how many seconds each rank waited for sums in a step of so many; nothing where one does not know.
+
+    The slowest rank waits least, and for the sums alone. Whatever another waits longer, it waits for the slowest.
+    """
+    if not waited or any(map(math.isnan, waited)):
+        return {}
+    least, most = min(waited), max(waited)
+    found: Record = {"waited_ms": [round(1e3 * one, 3) for one in waited], "slowest_rank": waited.index(least)}
+    found["held_up_ms"] = 1e3 * (most - least)
+    return found if seconds is None else found | {"sums_share": least / seconds}

@@ -117,7 +117,7 @@ class Run:
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """This phase, from where it is."""
         recipe, last = self.stage.recipe, self.began + self.stage.recipe.steps
-        loop = Loop(self.step, self._heard(on_record))
+        loop = Loop(self.step, self._heard(on_record), self.ranks)
         while self.done < last and not (self.over or self.diverged or stop.agreed()):
             self.ranks.at(self.done + 1, "training")
             loop.launch(self.done + 1, self.feed)  # hands out the record of the step before, so that step may be written

@@ -135,7 +135,7 @@ class TrainStep:
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._held.stepped(len(batches))
-        return StepResult(result)
+        return StepResult(result, self._graphs.step.reduction.waited)
 
     @property
     def lr(self) -> float:
