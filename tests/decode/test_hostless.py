@@ -74,7 +74,8 @@ def test_1000_tokens_leave_nothing_behind():
     before, tokens = held(), 0
     while tokens < 1000:
         tokens += round_of(6)
-    assert held()[0] == before[0] and held()[1] <= before[1] + 20
+    after = held()  # less is no fault: what earlier tests have left may go in between
+    assert after[0] <= before[0] and after[1] <= before[1] + 20
 
 
 @pytest.mark.gpu
@@ -92,7 +93,7 @@ def test_10000_tokens_leave_nothing_behind_on_the_device():
             tokens += fast.generate(cases.prompts(*range(1, 9)), **settings).count
     torch.cuda.synchronize()
     after = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), held()[1]
-    assert after[:2] == before[:2] and after[2] <= before[2] + 20
+    assert after[0] <= before[0] and after[1] <= before[1] and after[2] <= before[2] + 20
 
 
 @pytest.mark.gpu
