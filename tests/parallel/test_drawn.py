@@ -15,7 +15,10 @@ from gpubound.parallel.sharded import shard_made
 from tests.parallel.processes import on_ranks
 
 SHAPE = DecoderConfig(24, 40, 2, 4, 1, 26, tied=True, qkv_bias=True)
-PARTS = RichardsConfig(16, 24, 2, 2, 2, 26, mlp="moe", experts=3, norm="dyt")
+SMALL = 16, 24, 2, 2, 2, 26
+PARTS = RichardsConfig(*SMALL, mlp="moe", experts=3, norm="dyt")
+CURVES = RichardsConfig(*SMALL, attention="poly", mlp="richards_glu", max_pos=4, gates=True)
+RECURRENT = RichardsConfig(*SMALL, attention="rg_lru")
 
 
 def values_of(make):
@@ -36,9 +39,11 @@ def values_of(make):
     [
         lambda device: Decoder(SHAPE, device=device),
         lambda device: RichardsDecoder(PARTS, device=device),
+        lambda device: RichardsDecoder(CURVES, device=device),
+        lambda device: RichardsDecoder(RECURRENT, device=device),
         lambda device: nn.Sequential(nn.Linear(5, 7, device=device), nn.LayerNorm(7, device=device)),
     ],
-    ids=["llama", "experts", "torch"],
+    ids=["llama", "experts", "poly and curves", "recurrent", "torch"],
 )
 def test_values_are_those_of_the_model_made_at_once(make):
     drawn, wanted = values_of(make)
@@ -47,8 +52,27 @@ def test_values_are_those_of_the_model_made_at_once(make):
         torch.testing.assert_close(drawn[name], parameter.data, rtol=0, atol=0, msg=name)
 
 
+def test_numbers_that_are_changed_behind_their_drawing_are_changed_again_and_others_are_drawn_in_their_order():
+    def make(device):
+        one, two = (nn.Parameter(torch.empty(5, device=device)) for _ in range(2))
+        with torch.no_grad():
+            one.uniform_(1, 2).log_().mul_(3)
+            two.normal_()
+            one.add_(1)
+        return nn.ParameterList([one, two])
+
+    drawn, wanted = values_of(make)
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(drawn[name], parameter.data, rtol=0, atol=0, msg=name)
+
+
 def orthogonal(device):
-    return nn.ParameterList([nn.Parameter(torch.empty(3, 3, device=device).normal_().mul_(2))])
+    return nn.ParameterList([nn.Parameter(torch.empty(3, 3, device=device).normal_().matmul(torch.ones(3, 3, device=device)))])
+
+
+def dropped(device):
+    """Random numbers a second time, in place: behind the first they would come out of their order."""
+    return nn.ParameterList([nn.Parameter(torch.ones(3, device=device).bernoulli_(0.5))])
 
 
 def made(make):
@@ -91,6 +115,13 @@ def test_shards_of_a_model_that_was_never_whole_are_those_of_one_process(make):
 def test_values_that_are_computed_are_refused():
     for said in on_ranks(2, made, orthogonal):
         assert said == (
-            "shard_made: 0 is computed by aten::mul_.Tensor, wanted numbers drawn into the whole of it by normal_, uniform_, "
-            "fill_, zero_, or made by ones, zeros or full; make it whole, and give it to shard."
+            "shard_made: 0 is computed by aten::mm, wanted numbers written into all of it by normal_, uniform_, fill_, zero_, "
+            "ones, zeros, full or .to(device), and perhaps changed in place; make the model whole, and give it to shard."
         )
+
+
+def test_values_that_are_drawn_again_in_place_are_refused():
+    with Drawing() as drawing:
+        (given,) = dropped("meta").parameters()
+    with pytest.raises(ValueError, match="it is computed by aten::bernoulli_"):
+        drawing.check("it", given)

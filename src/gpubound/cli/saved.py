@@ -32,7 +32,7 @@ from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, Checkpoint, Checkpoints, open_checkpoint
 from ..train.objectives import objective_named
-from ..train.prepare import build_model
+from ..train.making import build_model
 from ..train.recipe import Recipe
 from ..words import quantity
 

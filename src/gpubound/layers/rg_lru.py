@@ -31,8 +31,8 @@ class RGLRU(Projecting):
         self.r_proj = nn.Linear(hidden, width, bias=bias, **where)
         self.i_proj = nn.Linear(hidden, width, bias=bias, **where)
         self.o_proj = nn.Linear(width, hidden, bias=False, **where)
-        kept = torch.empty(width, device=device, dtype=torch.float32).uniform_(*REMEMBERED) ** (1 / POWER)
-        self.decay = nn.Parameter(torch.logit(kept).to(self.x_proj.weight.dtype))
+        kept = torch.empty(width, device=device, dtype=torch.float32).uniform_(*REMEMBERED)
+        self.decay = nn.Parameter(kept.pow_(1 / POWER).logit_().to(self.x_proj.weight.dtype))
         self.stacked = Stacked()
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Tensor | None = None) -> Tensor:

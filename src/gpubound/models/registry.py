@@ -17,7 +17,8 @@ make              a new one of MODELS: (name, vocabulary, positions, device) -> 
 reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer,
                   its weights one by one or None)
 config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it
-outline           the model in a folder without its values, on the meta device
+outline, unread   the model of a folder's config.json on the meta device; and the same where the folder was seen to hold its
+                  tensors, for storing.read_parts to fill
 sizes, table      the `Sizes` of a model; PRESETS in lines for a person
 """
 

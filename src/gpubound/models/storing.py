@@ -5,7 +5,7 @@ What config.json says is the family's; the tensors are checked against it before
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from stat import S_IMODE
@@ -46,6 +46,9 @@ Weights = Iterable[tuple[str, Tensor]]
 
 Made = TypeVar("Made", bound=LanguageModel)
 
+Part = tuple[Tensor, tuple[slice, ...]]
+"""Memory, and which part of a stored tensor it is to hold; () is all of it."""
+
 
 def read_model(
     path: Path,
@@ -57,21 +60,42 @@ def read_model(
 ) -> Made:
     """The model in a folder. `config_of` makes its config of what config.json says, where the number of layers is `layers`.
     `dtype` None keeps the one named there."""
+    empty = unread_model(path, kind, config_of, layers)
+    model = kind(empty.config, device=device, dtype=dtype or dtype_of(read_config(path), path))
+    model.generation, model.name_or_path = empty.generation, empty.name_or_path
+    read_parts(path, {name: (tensor, ()) for name, tensor in stored_state(model).items()})
+    return model
+
+
+def unread_model(
+    path: Path,
+    kind: Callable[..., Made],
+    config_of: Callable[[dict[str, Any], Path], Any],
+    layers: str = "num_hidden_layers",
+) -> Made:
+    """The same on the meta device. The folder was seen to hold its tensors, for `read_parts` to fill it with."""
     about = read_config(path)
     config, stored = config_of(about, path), stored_tensors(path)
     generation = read_generation(path, about)
     check_layers(path / "config.json", [(layers, config.layers)], stored)
-    _check_tensors(path, kind(config, device="meta").state_dict(), stored, config.tied)
-    model = kind(config, device=device, dtype=dtype or dtype_of(about, path))
+    model = kind(config, device="meta")
+    _check_tensors(path, model.state_dict(), stored, config.tied)
     model.generation, model.name_or_path = generation, str(path.resolve())  # found from anywhere
-    wanted = model.state_dict()
-    if config.tied:
-        del wanted["lm_head.weight"]  # the same tensor as the embedding
-    for file in {tensor.file for tensor in stored.values()}:
-        with opened(file) as tensors, torch.no_grad():
-            for name in (name for name, tensor in stored.items() if tensor.file == file and name in wanted):
-                wanted[name].copy_(tensors.get_tensor(name))
     return model
+
+
+@torch.no_grad()
+def read_parts(path: Path, parts: Mapping[str, Part]) -> None:
+    """Fill each memory with its part of the stored tensor of that name. No more is read than that."""
+    files: dict[Path, list[str]] = {}
+    for name, stored in stored_tensors(path).items():
+        if name in parts and parts[name][0].numel():
+            files.setdefault(stored.file, []).append(name)
+    for file, names in files.items():
+        with opened(file) as tensors:
+            for name in names:
+                memory, part = parts[name]
+                memory.copy_(tensors.get_slice(name)[part] if part else tensors.get_tensor(name))
 
 
 def write_model(

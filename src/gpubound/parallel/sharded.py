@@ -6,7 +6,7 @@ keeps, updates and saves its own rows alone. Where the ranks do not divide the r
 their own, as FSDP gathers them: every rank's memory is laid out alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ..kernels.record import record_of
 from .drawn import Drawing, key_of
-from .pieces import piece_of
+from .pieces import Piece, piece_of
 from .ranks import Ranks, ranks_of
 
 Result = TypeVar("Result")
@@ -56,30 +56,46 @@ def shard_made(
     ranks: Ranks,
     dtype: torch.dtype = torch.bfloat16,
     keep: bool = False,
+    fill: Callable[[Mapping[str, Piece]], object] | None = None,
 ) -> Model:
     """make(device) in shards, for a model that fits no rank: a block, or a parameter while it is drawn, is whole at a time.
 
     make    is called with the meta device
     blocks  of the model that it made, which are gathered one at a time; the rest of `shard` holds
-
-    The weights are those of make(device) in one process, to the last bit. All ranks draw them, with the first one's generator.
+    fill    is given each rank's pieces of parameters and buffers, by name, and fills them, from a file, say. None: the weights
+            are those of make(device) in one process, to the last bit; all ranks draw them, with the first one's generator
     """
-    with Drawing() as drawing:
+    drawing = Drawing()
+    with drawing:
         model = make(torch.device("meta"))
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, tensor in named.items():
-        drawing.check(name, tensor)
-    homes = {key_of(tensor): name for name, tensor in named.items()}
+    homes = {}
+    for name, tensor in _tensors(model):
+        if fill is None:
+            drawing.check(name, tensor)
+        homes[key_of(tensor)] = name
     _deal(model, blocks(model), ranks, dtype, keep)
-    there = dict((*model.named_parameters(), *model.named_buffers()))
+    pieces = {name: piece_of(tensor) for name, tensor in _tensors(model)}
+    if fill is not None:
+        fill(pieces)
+    else:
+        _draw(drawing, homes, pieces, ranks)
+    return model
+
+
+def _draw(drawing: Drawing, homes: dict[int, str], pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+    """Each rank's part of what is drawn. `homes`: the name of what has that key."""
     random = torch.cuda if ranks.device.type == "cuda" else torch
     state = torch.tensor(ranks.of_first(random.get_rng_state().tolist()), dtype=torch.uint8)
     random.set_rng_state(state)
     for key, values in drawing.values(ranks.device):
         if key in homes:
-            piece = piece_of(there[homes[key]])
+            piece = pieces[homes[key]]
             piece.local.copy_(values[piece.slices])
-    return model
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _deal(model: nn.Module, blocks: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype, keep: bool) -> None:

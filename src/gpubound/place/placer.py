@@ -68,6 +68,11 @@ def place(
     return Placement(model, there, notes, verdict, time.perf_counter() - begin, unsupported)
 
 
+def as_it_is(model: nn.Module, device: str | torch.device, why: str) -> Placement:
+    """The table of a model that stays what and where it is. `why` it was not run there."""
+    return Placement(model, facts.resolve(device), _Placer(model, strict=False).notes(), Agreement(why=why), 0.0)
+
+
 def _trials_refusal(c: Candidate) -> str:
     trial = c.swap.trial
     return "" if trial is None else judged("its trial", lambda: Agreement(why=trial() or "")).why

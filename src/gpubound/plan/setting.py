@@ -8,8 +8,8 @@ import torch
 
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
-from ..train.flat_buffers import ADAMW, MUON, FlatLayout, Group
-from ..train.optimizer import AdamW, Muon
+from ..train.flat_buffers import FlatLayout, counted
+from ..train.optimizer import AdamW, Muon, numbers_by_rule
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
 from ..train.recompute import parse as parse_recompute
@@ -87,9 +87,7 @@ class Setting:
         of_muon = -(-self.outline.by_muon // self.parts)
         of_adamw = -(-(self.outline.parameters - self.outline.by_muon) // self.parts)
         dtype = torch.float32 if self.sharded else self.numbers.dtype  # shards are their own masters
-        groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
-        groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
-        return FlatLayout((), tuple(groups), META)
+        return counted(dtype, of_adamw, of_muon)
 
 
 def setting_of(recipe: Recipe, world: int = 1) -> Setting:
@@ -152,10 +150,6 @@ def outline_of(recipe: Recipe) -> Outline:
 
 def outlined(model: Decoder, optimizer: AdamW | Muon | None = None) -> Outline:
     """Of a model on any device."""
-    total = sum(p.numel() for p in model.parameters())  # a tied table is one parameter
+    of_adamw, by_muon = numbers_by_rule(model, optimizer)  # a tied table is one parameter
     in_block = sum(p.numel() for p in model.model.layers[0].parameters())
-    by_muon = 0
-    if isinstance(optimizer, Muon):
-        takes = optimizer.chooser(model)
-        by_muon = sum(p.numel() for name, p in model.named_parameters() if takes(name, p))
-    return Outline(model.config, in_block, total - model.config.layers * in_block, by_muon)
+    return Outline(model.config, in_block, of_adamw + by_muon - model.config.layers * in_block, by_muon)

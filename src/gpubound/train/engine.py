@@ -1,26 +1,33 @@
 """How several GPUs share a run, chosen by memory and said in one line."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from ..parallel import Ranks
 from ..trace import notice
 from ..words import readable
+from .flat_buffers import counted
+from .optimizer import numbers_by_rule
 from .precision import precision as precision_named
 from .recipe import Recipe
-from .recompute import blocks_of
 
 SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may take: activations need the rest
 
 
-def share_out(recipe: Recipe, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
-    """Replicas, or each weight's rows dealt to the ranks: what the recipe says, or what fits. Says which, and what it takes."""
+def deals_rows(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.device, ranks: Ranks) -> bool:
+    """Whether each weight's rows are dealt to the ranks, or each holds a replica: what the recipe says, or what fits. Says
+    which, and what it takes.
+
+    outline  makes the model on the meta device: nobody has room for it yet
+    """
     if ranks.alone:
         if recipe.parallel == "fsdp":
             notice("parallel: fsdp: there is one process, so it holds the whole model.")
-        return
+        return False
     numbers = precision_named(recipe.precision_on(device))
-    layout = recipe.numbers.lay_out(model, numbers)
+    layout = counted(numbers.dtype, *numbers_by_rule(outline(), recipe.numbers))
     need = sum(layout.bytes(numbers.masters).values()) + recipe.numbers.moment_bytes(layout)
     who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
     has = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory)) if device.type == "cuda" else None
@@ -28,14 +35,22 @@ def share_out(recipe: Recipe, model: nn.Module, device: torch.device, ranks: Ran
     too_much = recipe.parallel == "auto" and has is not None and need > SHARE * has
     if recipe.parallel != "fsdp" and not too_much:
         notice(f"parallel: ddp: each of {ranks.world} {who}s holds {readable(need)} {what}{of}.")
-        return
+        return False
     why = f", because a replica would hold {readable(need)} of them{of}" if too_much else ""
     notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of every weight, and their gradient and moments{why}.")
+    _check_dealt(recipe)
+    return True
+
+
+def _check_dealt(recipe: Recipe) -> None:
+    """ValueError for what needs whole weights, before any is made."""
+    if recipe.adapters is not None:
+        raise ValueError(
+            "parallel: fsdp: got lora, whose adapters belong to whole weights; take parallel: ddp, where gradients and moments "
+            "are the adapters' alone."
+        )
     if recipe.budget is not None:
         raise ValueError(
             f"recompute: got {recipe.recompute!r}, a budget, which is tried on a whole model, and this one is sharded; give "
             f"cheap, none, blocks or a number of blocks."
         )
-    from ..parallel.sharded import shard  # a second's import, for those who shard
-
-    shard(model, blocks_of(model), ranks, numbers.dtype)

@@ -109,6 +109,13 @@ def lay_out(
     return FlatLayout(tuple(slots), tuple(groups), chosen[0][1].device)
 
 
+def counted(dtype: torch.dtype, of_adamw: int, of_muon: int = 0) -> FlatLayout:
+    """The layout of so many numbers, but for the gaps that align parameters: its size, before there are weights."""
+    groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
+    groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
+    return FlatLayout((), tuple(groups), torch.device("meta"))
+
+
 def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
     first: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in named:

@@ -125,6 +125,14 @@ class Muon:
         return lambda name, parameter: id(parameter) in linear
 
 
+def numbers_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
+    """How many trained numbers AdamW updates, and how many Muon. `model` may be on the meta device."""
+    takes = optimizer.chooser(model) if isinstance(optimizer, Muon) else lambda name, parameter: False
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    by_muon = sum(p.numel() for name, p in trained if takes(name, p))
+    return sum(p.numel() for _, p in trained) - by_muon, by_muon
+
+
 class FlatAdamW:
     """The moments and the four numbers that the optimizer carries from step to step, and the update itself."""
 

@@ -17,16 +17,16 @@ from torch import nn
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models.registry import family_of, is_named
+from ..models.registry import family_of
 from ..parallel import ALONE, Ranks
-from ..place import place
+from ..place import Placement, as_it_is, place
 from ..trace import notice
 from . import chance
 from .adapters import base_of, check_base
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
-from .engine import share_out
-from .precision import precision as precision_named
+from .engine import deals_rows
+from .making import build_model, build_shards, outline
 from .recipe import PHASED, Recipe, check_model
 from .run import Run
 
@@ -82,11 +82,7 @@ def prepare(
         stages[0] = fitted(stages, tokenizer, device, ranks)
         recipe = stages[0].recipe
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe, tokenizer, device)
-    placement = place(model, device)
-    if recipe.adapters is not None:
-        recipe.adapters.add(model)
-    share_out(recipe, model, device, ranks)
+    model, placement = made(recipe, tokenizer, device, ranks)
     chance.part(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks)
     run.enter(found.facts["phase"] if found else 0)
@@ -94,6 +90,18 @@ def prepare(
         run.restore(found)
         run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
     return run
+
+
+def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
+    """The model as these ranks hold it, on its device, with what trains in it."""
+    if deals_rows(recipe, lambda: outline(recipe, tokenizer), device, ranks):
+        model = build_shards(recipe, tokenizer, device, ranks)
+        return model, as_it_is(model, device, "no rank holds all of it; the first steps show whether it runs")
+    model = build_model(recipe, tokenizer, device)
+    placement = place(model, device)
+    if recipe.adapters is not None:
+        recipe.adapters.add(model)
+    return model, placement
 
 
 def check_shared(recipe: Recipe, ranks: Ranks) -> None:
@@ -121,22 +129,6 @@ def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
             f"pass --resume to go on with it, or another --out to begin anew."
         )
     return found
-
-
-def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
-    family = family_of(recipe.model)
-    if is_named(recipe.model):
-        return family.make(recipe.model, tokenizer.vocab_size, max(own.seq for _, own in recipe.stages()), device)
-    # What trains is cast by the step, the frozen base here.
-    dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
-    model = family.load(recipe.model, device, dtype)
-    known = family.sizes(model).vocabulary
-    if tokenizer.vocab_size > known:
-        raise DataError(
-            f"{recipe.model} knows {known} tokens, the corpus has {tokenizer.vocab_size}; "
-            f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
-        )
-    return model
 
 
 def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device, ranks: Ranks = ALONE) -> Stage:

@@ -10,9 +10,16 @@ from ...files import read_json
 from ..own import LanguageModel
 from ..registry import Sizes
 from .decoder import PRESETS as SIZES, Decoder, DecoderConfig
-from .weights import COMPUTED, config_of as config_of, load_hf as load, outline as outline, save_hf as save
+from .weights import (
+    COMPUTED,
+    config_of as config_of,
+    load_hf as load,
+    outline as outline,
+    save_hf as save,
+    unread as unread,
+)
 
-__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
+__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table", "unread"]
 
 FOREIGN = True
 PRESETS = SIZES | {"1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True)}

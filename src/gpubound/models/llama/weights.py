@@ -13,7 +13,7 @@ from ...errors import DataError
 from ..folder import Beyond, ConfigFields, read_config
 from ..foreign import needs_transformers
 from ..registry import FAMILIES
-from ..storing import Weights, read_model, write_model
+from ..storing import Weights, read_model, unread_model, write_model
 from .decoder import Decoder, DecoderConfig
 
 COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
@@ -22,6 +22,11 @@ COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """Load the Decoder in a Hugging Face folder. `dtype` None keeps the one of config.json."""
     return read_model(Path(path), Decoder, config_of, device, dtype)
+
+
+def unread(path: str | Path) -> Decoder:
+    """The same on the meta device, for `read_parts` (storing.py) to fill."""
+    return unread_model(Path(path), Decoder, config_of)
 
 
 def outline(path: str | Path) -> Decoder:

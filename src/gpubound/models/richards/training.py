@@ -18,9 +18,10 @@ from .weights import (
     load_richards as load,
     outline as outline,
     save_richards as save,
+    unread as unread,
 )
 
-__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table"]
+__all__ = ["FOREIGN", "MODELS", "PRESETS", "config_of", "load", "make", "outline", "reads", "save", "sizes", "table", "unread"]
 
 FOREIGN = False
 KINDS: dict[str, dict[str, Any]] = {"richards": {"mlp": "richards_glu"}, "diffusion": {"causal": False}}

@@ -10,7 +10,7 @@ from ...corpus import Tokenizer
 from ...errors import DataError
 from ...words import hint
 from ..folder import LARGEST, SPECIAL_IDS, Beyond, read_config
-from ..storing import Weights, read_model, write_model
+from ..storing import Weights, read_model, unread_model, write_model
 from .config import RichardsConfig
 from .model import RichardsDecoder
 
@@ -21,6 +21,11 @@ BESIDE = ("model_type", "architectures", "dtype", *SPECIAL_IDS)  # what config.j
 def load_richards(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> RichardsDecoder:
     """The model in a folder that `save_richards` wrote. `dtype` None keeps the one that was saved."""
     return read_model(Path(path), RichardsDecoder, config_of, device, dtype, layers="layers")
+
+
+def unread(path: str | Path) -> RichardsDecoder:
+    """The same on the meta device, for `read_parts` (storing.py) to fill."""
+    return unread_model(Path(path), RichardsDecoder, config_of, layers="layers")
 
 
 def outline(path: str | Path) -> RichardsDecoder:

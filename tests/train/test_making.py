@@ -1,0 +1,127 @@
+"""A run's model in shards: the weights of one process, of which no rank ever holds more than its rows and a block."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import gpubound as gb
+from gpubound.corpus import train_tokenizer
+from gpubound.errors import DataError
+from gpubound.models.llama import Decoder, DecoderConfig, save_hf
+from gpubound.models.llama.training import MODELS
+from gpubound.models.richards.training import make as make_richards, save as save_richards
+from gpubound.parallel import join
+from gpubound.parallel.pieces import gathered
+from gpubound.train.engine import deals_rows
+from gpubound.train.making import build_model, build_shards, outline
+from tests.parallel.processes import on_ranks
+from tests.train.runs import recipe, texts
+
+CPU = torch.device("cpu")
+DEEP = DecoderConfig(32, 96, 8, 2, 1, 320)  # 27 of 31 thousand numbers in its 8 blocks
+
+
+def peak(profiled):
+    """The most bytes that torch's allocator has had out at a time, of what it gave out while it was profiled."""
+    events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(size for _, size in sorted((event.start_ns(), event.nbytes()) for event in events)))
+
+
+def shards(todo, tokenizer):
+    """(by name: the weights, put together; the most bytes while they were made; the model's other facts)."""
+    MODELS["deep"] = DEEP  # the process is this test's
+    with join("cpu") as ranks:
+        torch.manual_seed(todo.seed)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            model = build_shards(todo, tokenizer, CPU, ranks)
+        facts = getattr(model, "generation", None), getattr(model, "name_or_path", None)
+        return {name: p.numpy().copy() for name, p in gathered(dict(model.named_parameters()))}, peak(profiled), facts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(texts(), 300)
+
+
+@pytest.fixture
+def deep(monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "deep", DEEP)
+    return recipe("", tmp_path, model="deep")
+
+
+def folder(kind, path):
+    torch.manual_seed(3)
+    if kind == "richards":
+        made = make_richards("richards-tiny+dyt", 300, 32, CPU)
+        return save_richards(made.bfloat16(), path)
+    made = Decoder(replace(DEEP, tied=kind == "tied", vocabulary=321, qkv_bias=True)).bfloat16()
+    made.generation = {"eos_token_id": 7}
+    return save_hf(made, path)
+
+
+@pytest.mark.parametrize("kind", ["named", "tied", "untied", "richards"])
+def test_shards_have_the_weights_of_one_process(kind, deep, tokenizer, tmp_path):
+    todo = deep if kind == "named" else replace(deep, model=str(folder(kind, tmp_path / "base")))
+    torch.manual_seed(todo.seed)
+    whole = build_model(todo, tokenizer, CPU)
+    wanted = dict(whole.named_parameters())
+    everything = sum(4 * p.numel() for p in wanted.values())
+    for weights, most, facts in on_ranks(2, shards, todo, tokenizer):
+        assert weights.keys() == wanted.keys() and facts == (whole.generation, whole.name_or_path)
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), parameter.data.float(), rtol=0, atol=0, msg=name)
+        if kind != "richards":  # whose two blocks are most of it
+            mapped = sum(file.stat().st_size for file in tmp_path.glob("base/*.safetensors"))  # counted, and not held
+            assert most < 0.75 * everything + mapped, "its half, and a block, or embedding and head, in whole"
+
+
+def test_a_corpus_beyond_the_models_vocabulary_is_refused_before_rows_are_read(deep, tmp_path):
+    todo = replace(deep, model=str(folder("tied", tmp_path / "base")))
+    with pytest.raises(
+        DataError, match="knows 321 tokens, the corpus has 400; build the corpus with the model's own tokenizer"
+    ):
+        build_shards(todo, type("Tokenizer", (), {"vocab_size": 400})(), CPU, gb.parallel.ALONE)
+
+
+class Two:
+    """Two ranks, as far as a choice is made by them."""
+
+    alone, world = False, 2
+
+    def gather(self, value):
+        return [value, value]
+
+
+def test_rows_are_dealt_where_a_replica_does_not_fit(deep, tokenizer, monkeypatch, said):
+    """By the outline alone: nobody has room for the model yet."""
+    cuda, of_model = torch.device("cuda", 0), outline(deep, tokenizer)
+    count = sum(p.numel() for p in of_model.parameters())
+    for memory, dealt in ((18 * count, True), (30 * count, False)):
+        properties = type("Properties", (), {"total_memory": memory})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        assert deals_rows(replace(deep, precision="bf16"), lambda: of_model, cuda, Two()) is dealt
+    told = said()
+    assert "parallel: fsdp: each of 2 GPUs holds its rows of every weight, and their gradient and moments, because a" in told
+    assert ", 100% of its " in told and "parallel: ddp: each of 2 GPUs holds " in told and ", 60% of its " in told
+    assert deals_rows(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.parallel.ALONE) is False
+
+
+def test_what_needs_whole_weights_is_refused_before_there_are_any(deep, tokenizer, tmp_path):
+    base = str(folder("tied", tmp_path / "base"))
+    for changes, sentence in (
+        (
+            {"model": base, "lora": {"rank": 2}},
+            "parallel: fsdp: got lora, whose adapters belong to whole weights; take parallel: ",
+        ),
+        (
+            {"recompute": "1GB"},
+            "recompute: got '1GB', a budget, which is tried on a whole model, and this one is sharded; give ",
+        ),
+    ):
+        todo = replace(deep, parallel="fsdp", **changes)
+        with pytest.raises(ValueError, match="^" + sentence):
+            deals_rows(todo, partial(outline, todo, tokenizer), CPU, Two())
