@@ -31,8 +31,8 @@ from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import STATE, Checkpoint, Checkpoints, open_checkpoint
-from ..train.objectives import objective_named
 from ..train.making import build_model
+from ..train.objectives import objective_named
 from ..train.recipe import Recipe
 from ..words import quantity
 
