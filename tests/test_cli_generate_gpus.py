@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound import device as facts
 from gpubound.cli import answers, main
+from gpubound.parallel import copies
 from gpubound.parallel.copies import Copies
 
 from . import by_heart
@@ -65,7 +67,7 @@ def test_two_gpus_answer_as_one(ckpt, capsys):
 def begin_deadly(number, options, prompts, devices):
     """A copy without a model, which one prompt ends."""
 
-    def work(first):
+    def work(first, alive):
         if prompts[first] == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
         return [{"prompt": prompts[first], "tokens": [first], "text": prompts[first].upper()}]
@@ -74,7 +76,7 @@ def begin_deadly(number, options, prompts, devices):
 
 
 def begin_harmless(number, options, prompts, devices):
-    return lambda first: [{"prompt": prompts[first], "tokens": [first], "text": prompts[first].upper()}]
+    return lambda first, alive: [{"prompt": prompts[first], "tokens": [first], "text": prompts[first].upper()}]
 
 
 def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, monkeypatch, tmp_path):
@@ -98,6 +100,7 @@ def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, mon
     ("options", "sentence"),
     [
         (("--json",), "json: --gpus and --output write a line of JSON for each sequence; leave --json out."),
+        (("--timeout", "nan"), "timeout: got nan minutes, wanted more than 0; 10 is the default."),
         (("--device", "cuda:1"), "gpus: got 2 and --device cuda:1, a single one; leave --device out."),
     ],
 )
@@ -118,7 +121,7 @@ def test_a_line_without_a_prompt_is_refused(ckpt, run, tmp_path):
 def squares(number, folder, deadly):
     """Gives squares. Piece 3 ends the process that first has it in hand, and each if it is deadly; 5 is an error."""
 
-    def work(piece):
+    def work(piece, alive):
         first = folder / "first"
         if piece == 3 and (deadly or not first.exists()):
             first.touch()
@@ -145,3 +148,49 @@ def test_what_ends_two_copies_is_left_out_and_named(tmp_path, capsys):
 def test_an_error_of_a_copy_is_ours(tmp_path):
     with pytest.raises(ValueError, match="five is too many"):
         list(Copies([5], 2, squares, tmp_path, False))
+
+
+def hangs_once(number, folder):
+    """Piece 3 hangs the process that first has it in hand."""
+
+    def work(piece, alive):
+        alive()
+        if piece == 3 and not (folder / "first").exists():
+            (folder / "first").touch()
+            signal.pause()
+        return piece * piece
+
+    return work
+
+
+def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatch, capsys):
+    """By a clock that goes on when the other copy has done the rest."""
+    now = [0.0]
+    monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    done = {}
+    for piece, square in Copies(range(5), 2, hangs_once, tmp_path, name="piece {}".format, patience=120):
+        done[piece] = square
+        if len(done) == 4:
+            assert 3 not in done
+            now[0] = 121.0
+    assert done == {n: n * n for n in range(5)}
+    told = capsys.readouterr().err
+    assert " gave no sign of life for 2 minutes and was ended over piece 3, which goes to another. Copies left: 1." in told
+
+
+def test_a_sign_of_life_is_one_however_long_the_piece(monkeypatch):
+    """One a second at most goes through the pipe; each begins the patience anew."""
+    now, sent = [0.0], []
+    monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    alive = copies._beating(SimpleNamespace(send=sent.append))
+    for now[0] in (0.5, 1.1, 1.2, 2.2):
+        alive()
+    assert sent == [None, None]
+    one = copies.Copy(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None), ready=True)
+    one.give(7)
+    now[0] = 600.0
+    assert one.hangs(500) and not one.hangs(600)
+    work = Copies([], 0, hangs_once)
+    assert list(work._hear(one)) == [] and one.piece == 7 and not one.hangs(500)
+    one.piece, now[0] = None, 5000.0
+    assert not one.hangs(500), "it has nothing to do"

@@ -7,7 +7,6 @@ written does not depend on the number of copies, nor on where a run was broken o
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
@@ -26,7 +25,7 @@ from .writer import Writer, opened, together
 if TYPE_CHECKING:
     from .generate import Generate
 
-SAME = ("prompt", "file", "whole", "gpus", "output", "device", "ckpt", "verify", "k")  # what changes no answer
+SAME = ("prompt", "file", "whole", "gpus", "timeout", "output", "device", "ckpt", "verify", "k")  # what changes no answer
 EVERY = 10.0  # seconds between lines of progress
 
 
@@ -45,8 +44,9 @@ def answer(options: "Generate", prompts: list[str]) -> int:
                 f"generate: {len(firsts)} batches of {size} prompts for {len(devices)} copies: the rest of them has nothing to "
                 f"do; a smaller --batch makes more batches."
             )
-        named = _named(size, prompts)
-        left = _play(Copies(firsts, len(devices), begin, options, prompts, devices, name=named), options, lines)
+        named, limit = _named(size, prompts), 60 * options.timeout
+        copies = Copies(firsts, len(devices), begin, options, prompts, devices, name=named, patience=limit)
+        left = _play(copies, options, lines)
     finally:
         lines.close()
     if left:
@@ -78,16 +78,19 @@ def _play(work: Copies, options: "Generate", lines: Lines) -> list[int]:
     return work.left
 
 
-def begin(number: int, options: "Generate", prompts: list[str], devices: list[str]) -> Callable[[int], list[dict[str, Any]]]:
+def begin(
+    number: int, options: "Generate", prompts: list[str], devices: list[str]
+) -> Callable[[int, Callable[[], None]], list[dict[str, Any]]]:
     """Copy `number`, ready to answer a batch."""
     if devices[number] == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
     saved = opened(options, devices[number])
     writer = Writer(options, saved, prompts)
 
-    def work(first: int) -> list[dict[str, Any]]:
+    def work(first: int, alive: Callable[[], None]) -> list[dict[str, Any]]:
         run = writer.start(first)
-        deque(run.play(), maxlen=0)
+        for _ in run.play():
+            alive()
         return writer.told(first, run.sequences)
 
     return work

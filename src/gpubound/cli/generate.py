@@ -100,6 +100,9 @@ class Generate:
     gpus: int | None = None
     """Deal the prompts to this many copies of the model, one on each GPU; with --device cpu, so many processes. What they write
     comes as one line of JSON for each sequence, in the order of the prompts, the same as of one copy."""
+    timeout: float = 10.0
+    """With --gpus or --output: minutes in which a copy may give no sign of life, while it loads or writes. One that hangs is
+    ended, and another goes on with its prompts."""
     output: str | None = None
     """A file for these lines. One that holds some of the answers already is gone on with."""
     device: str = "auto"
@@ -153,6 +156,8 @@ def check(options: Generate) -> None:
         value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}, wanted at least {least}.")
+    if not options.timeout > 0:
+        raise ValueError(f"timeout: got {options.timeout:g} minutes, wanted more than 0; 10 is the default.")
     if options.verify not in VERIFY:
         raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
     if options.k != "auto" and not (options.k.isdecimal() and 0 < int(options.k) <= STEPS):

@@ -8,11 +8,12 @@ import logging
 import multiprocessing
 import pickle
 import signal
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..trace import logger, say
 
 TRIES = 2  # a piece that has ended so many copies is the likely cause of it, and gets no further one
 LEAVE = 5.0  # seconds that a process has to end
+BEAT = 1.0  # seconds between two signs of life, and between two looks at who gives none
 
 
 @dataclass(eq=False)
@@ -31,11 +33,15 @@ class Copy:
     pipe: Connection
     ready: bool = False
     piece: int | None = None  # in hand
+    heard: float = field(default_factory=lambda: time.monotonic())  # of it, or given to it
 
     def give(self, piece: int) -> None:
-        self.piece = piece
+        self.piece, self.heard = piece, time.monotonic()
         with suppress(OSError):  # it has ended: the next wait says so, and this piece is found in its hand
             self.pipe.send(piece)
+
+    def hangs(self, patience: float) -> bool:
+        return (self.piece is not None or not self.ready) and time.monotonic() - self.heard > patience
 
     def ending(self) -> str:
         """How its process ended, in words."""
@@ -47,9 +53,11 @@ class Copy:
 class Copies:
     """Deals `pieces`; iterating gives (piece, what came of it), in the order in which they are done.
 
-    count  processes at most
-    begin  a function of a module: begin(number of the process, *args) gives what does one piece
-    name   a piece in words
+    count     processes at most
+    begin     a function of a module: begin(number of the process, *args) gives what does one piece, called with the piece and
+              with what it calls now and then as a sign of life
+    name      a piece in words
+    patience  seconds without a sign of life, or in `begin`, behind which a copy is taken to hang, and ended
 
     An error that a copy raises is raised here, and ends all. A copy that dies is told, and its piece goes to another.
     `left` has the pieces that nobody did in the end.
@@ -59,11 +67,12 @@ class Copies:
         self,
         pieces: Sequence[int],
         count: int,
-        begin: Callable[..., Callable[[int], Any]],
+        begin: Callable[..., Callable[[int, Callable[[], None]], Any]],
         *args: Any,
         name: Callable[[int], str] = str,
+        patience: float = 600.0,
     ):
-        self.name = name
+        self.name, self.patience = name, patience
         self.left: list[int] = []
         self._todo, self._ended = deque(pieces), Counter[int]()
         context = multiprocessing.get_context("forkserver")
@@ -79,8 +88,11 @@ class Copies:
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         try:
             while self._copies and (self._todo or any(one.piece is not None for one in self._copies.values())):
-                for pipe in wait(list(self._copies)):
+                for pipe in wait(list(self._copies), BEAT):
                     yield from self._hear(self._copies[pipe])  # type: ignore[index]
+                for one in [one for one in self._copies.values() if one.hangs(self.patience)]:
+                    one.process.kill()
+                    self._lose(one, f"gave no sign of life for {self.patience / 60:g} minutes and was ended")
         finally:
             for one in self._copies.values():
                 one.process.kill()
@@ -88,12 +100,15 @@ class Copies:
         self.left = sorted([*self.left, *self._todo])
 
     def _hear(self, one: Copy) -> Iterator[tuple[int, Any]]:
-        piece = one.piece
+        piece, one.heard = one.piece, time.monotonic()
         try:
-            result, error = one.pipe.recv()
+            said = one.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._lose(one)
+            self._lose(one, one.ending())
             return
+        if said is None:  # it lives
+            return
+        result, error = said
         if error is not None:
             raise error
         one.ready, one.piece = True, None
@@ -101,9 +116,9 @@ class Copies:
         if piece is not None:
             yield piece, result
 
-    def _lose(self, one: Copy) -> None:
+    def _lose(self, one: Copy, how: str) -> None:
         del self._copies[one.pipe]
-        piece, told = one.piece, f"copy {one.number} {one.ending()}"
+        piece, told = one.piece, f"copy {one.number} {how}"
         if piece is not None:
             self._ended[piece] += 1
             if self._ended[piece] < TRIES:
@@ -121,7 +136,7 @@ class Copies:
                 one.give(self._todo.popleft())
 
 
-def _run(pipe: Connection, number: int, begin: Callable[..., Callable[[int], Any]], args: tuple) -> None:
+def _run(pipe: Connection, number: int, begin: Callable[..., Callable[..., Any]], args: tuple) -> None:
     """The life of a copy. It ends with the process that deals, whose end closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the one that deals ends the others
     if number:
@@ -136,10 +151,23 @@ def _run(pipe: Connection, number: int, begin: Callable[..., Callable[[int], Any
         while True:
             piece = pipe.recv()
             try:
-                answer: tuple[Any, Exception | None] = work(piece), None
+                answer: tuple[Any, Exception | None] = work(piece, _beating(pipe)), None
             except Exception as error:
                 answer = None, _portable(error)
             pipe.send(answer)
+
+
+def _beating(pipe: Connection) -> Callable[[], None]:
+    """A sign of life, however often it is called once a second."""
+    last = time.monotonic()
+
+    def alive() -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last > BEAT:
+            last = now
+            pipe.send(None)
+
+    return alive
 
 
 def _portable(error: Exception) -> Exception:
