@@ -138,6 +138,27 @@ def test_a_model_that_fits_stays_whole_and_memory_decides_how_much_is_recomputed
     assert sum(memory(fewer).values()) > (27 << 30) * (1 - FREE)
 
 
+def test_shards_sum_once_a_step_where_whole_gradients_fit():
+    recipe = Recipe(model="1b", vocabulary=128256, seq=2048, micro_batch=4, accumulate=64)
+    _, roomy = proposals(recipe, 8, H200, Network(), H200.memory)
+    dealt = [p for p in roomy if p.setting.sharded]
+    several = [p for p in dealt if p.setting.accumulate > 1]
+    assert several and all(p.setting.once for p in several) and not any(p.setting.once for p in roomy if p not in several)
+    for p in several:
+        each = replace(p.setting, once=False)
+        assert sum(memory(p.setting).values()) - sum(memory(each).values()) == 4 * p.setting.outline.parameters
+        before = {call.what: call.times for call in collectives(each)}
+        after = {call.what: call.times for call in collectives(p.setting)}
+        n, layers = p.setting.accumulate, p.setting.config.layers
+        assert (before["gradient of a block"], after["gradient of a block"]) == (n * layers, layers)
+        assert before | {"gradient of a block": layers, "other gradients": 1} == after and p.step_s < sum(
+            pace(each, H200, Network()).values()
+        )
+    tight = int(max(p.bytes for p in several) / 0.9) - 1
+    _, found = proposals(recipe, 8, H200, Network(), tight)
+    assert not all(p.setting.once for p in found if p.setting.sharded and p.setting.accumulate > 1)
+
+
 def test_what_a_budget_of_bytes_makes_of_recomputing_fits_it():
     recipe = Recipe(model="350m", seq=1024, micro_batch=16, recompute="12 GiB")
     as_it_is, _ = proposals(recipe, 1, H200, Network(), H200.memory)

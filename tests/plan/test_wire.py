@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def sharded(accumulate: int) -> dict[str, int]:
+def sharded(accumulate: int, once: bool = False) -> dict[str, int]:
     """What torch's own fully_shard sends in a step of `accumulate` micro-batches."""
     model = Blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,7 +60,8 @@ def sharded(accumulate: int) -> dict[str, int]:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     with Collectives() as seen:
-        for _ in range(accumulate):
+        for n in range(accumulate):
+            model.set_requires_gradient_sync(not once or n == accumulate - 1)
             model(torch.arange(32)).float().sum().backward()
     return dict(seen.bytes)
 
@@ -79,14 +80,14 @@ def replicated(accumulate: int, ranks: Ranks) -> dict[str, int]:
 
 def sent() -> tuple[dict[str, int], list[dict[str, int]]]:
     with join("cpu") as ranks:
-        return replicated(2, ranks), [sharded(1), sharded(2)]
+        return replicated(2, ranks), [sharded(1), sharded(2), sharded(2, once=True)]
 
 
 def test_a_step_sends_what_its_collectives_are_given():
     """A run on two ranks, its own TrainStep of replicas and torch's fully_shard, counted at torch's dispatcher."""
     losses = 2 * 8  # beside the gradient: the sum of the losses and their number, in fp64
     replicas = {"all-reduce": totals(collectives(setting(accumulate=2)))["all-reduce"] + losses}
-    shards = [totals(collectives(setting(accumulate=n, sharded=True))) for n in (1, 2)]
+    shards = [totals(collectives(setting(accumulate=n, sharded=True, once=once))) for n, once in ((1, 0), (2, 0), (2, 1))]
     assert on_ranks(WORLD, sent) == [(replicas, shards)] * WORLD
 
 

@@ -41,12 +41,14 @@ def reserved(parts: dict[str, int]) -> int:
 
 
 def gathered(setting: Setting) -> dict[str, int]:
-    """What fully sharded ranks hold whole for a while: this block and the next, and what lies outside of blocks."""
+    """What fully sharded ranks hold whole for a while: this block and the next, and what lies outside of blocks. And every
+    gradient, where these wait for the last micro-batch."""
     if not setting.sharded or setting.world == 1:
         return {}
     s, outline = setting.numbers.dtype.itemsize, setting.outline
     together = 2 * outline.in_block + outline.outside
-    return {"gathered weights": s * together, "gradients before they are summed": 4 * together}
+    waiting = outline.parameters if setting.once else 0
+    return {"gathered weights": s * together, "gradients before they are summed": 4 * (together + waiting)}
 
 
 def in_loss(setting: Setting) -> int:

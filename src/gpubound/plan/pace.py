@@ -116,5 +116,5 @@ def exposed(setting: Setting, network: Network, micro_batch: float) -> float:
     if not setting.sharded:
         last = whole * min(1.0, LAST_BUCKET / calls[0].bytes)
         return max(whole - BACKWARD * micro_batch, last)
-    ends = sum(call.seconds(world, network) / call.times for call in calls if "block" not in call.what)
-    return max(whole - setting.accumulate * micro_batch, 0.0) + ends * setting.accumulate
+    ends = sum(call.seconds(world, network) for call in calls if "block" not in call.what)
+    return max(whole - setting.accumulate * micro_batch, 0.0) + ends

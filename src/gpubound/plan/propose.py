@@ -12,6 +12,7 @@ from functools import cached_property
 from ..measure import mfu, train_flops_per_token
 from ..train.optimizer import Muon
 from ..train.recipe import Recipe
+from ..train.rows import FULL
 from .cards import Card, Network
 from .memory import memory
 from .pace import GROUPS, pace
@@ -112,7 +113,7 @@ def proposals(recipe: Recipe, world: int, card: Card, network: Network, total: i
     base, limit = setting_of(recipe, world), int(total * (1 - FREE))
 
     def propose(setting: Setting) -> Proposal:
-        return Proposal(setting, card, network, limit)
+        return Proposal(summing(setting, int(FULL * total)), card, network, limit)
 
     asked = base if recipe.budget is None else fewest(base, recipe.budget)
     kinds: dict[tuple, list[Proposal]] = {}
@@ -120,6 +121,13 @@ def proposals(recipe: Recipe, world: int, card: Card, network: Network, total: i
         kind = setting.sharded, setting.recompute if not setting.recompute.isdecimal() else "count"
         kinds.setdefault(kind, []).append(propose(setting))
     return propose(asked), ranked([ranked(kind)[0] for kind in kinds.values()])
+
+
+def summing(setting: Setting, limit: int) -> Setting:
+    """The setting as a run goes on with it: shards sum gradients once a step where whole ones fit within `limit` bytes."""
+    once = replace(setting, once=True)
+    several = setting.sharded and setting.accumulate > 1
+    return once if several and sum(memory(once).values()) <= limit else setting
 
 
 def ranked(found: list[Proposal]) -> list[Proposal]:

@@ -51,6 +51,8 @@ class Setting:
     world: int = 1
     sharded: bool = False
     """fsdp: every rank holds its part of the weights. Without it, ddp: every rank holds all."""
+    once: bool = False
+    """Sharded: whether gradients are summed over the ranks once a step, and until then every rank holds whole ones."""
 
     @property
     def config(self) -> DecoderConfig:

@@ -39,10 +39,10 @@ def collectives(setting: Setting) -> list[Collective]:
     outline, accumulate = setting.outline, setting.accumulate
     if not setting.sharded:
         return [Collective("gradient", "all-reduce", FP32 * outline.parameters, 1)]
-    s, layers = setting.numbers.dtype.itemsize, setting.config.layers
+    s, layers, sums = setting.numbers.dtype.itemsize, setting.config.layers, 1 if setting.once else accumulate
     return [
         Collective("weights of a block, forward and backward", "all-gather", s * outline.in_block, 2 * layers * accumulate),
         Collective("other weights", "all-gather", s * outline.outside, accumulate),
-        Collective("gradient of a block", "reduce-scatter", FP32 * outline.in_block, layers * accumulate),
-        Collective("other gradients", "reduce-scatter", FP32 * outline.outside, accumulate),
+        Collective("gradient of a block", "reduce-scatter", FP32 * outline.in_block, layers * sums),
+        Collective("other gradients", "reduce-scatter", FP32 * outline.outside, sums),
     ]
