@@ -27,9 +27,10 @@ from . import results
 from .decode_host import host_us
 from .decode_peers import gap
 from .decode_start import syncs
+from .deepseek_codes import fill, measure_codes
 from .harness import CAPTURED, Bench, chosen, need_transformers, peak_gib, release
 
-PARTS = ("step", "streams", "memory")
+PARTS = ("step", "codes", "streams", "memory")
 NAME = "v4, half of Flash"
 K = 8  # tokens a launch
 EAGER, ROOFLINE, LAUNCHES, HOST_US, STREAMS, MEMORY = 10.0, 0.25, 25, 10.0, 20.0, 10.0  # gates
@@ -49,13 +50,14 @@ class DeepSeek:
 
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
-    memory: the peak of sinkhorn's forward and backward beside the plain form.
+    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4, as V4 is published, beside
+    experts in 16 bits.
 
     Example: gpubound bench deepseek --parts streams
     """
 
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: step, streams, memory."""
+    """What to measure, by comma: step, codes, streams, memory."""
     rounds: int = 3
     """How often each contender takes its turn."""
     results: Path = results.FOLDER
@@ -89,8 +91,14 @@ def main(argv: Sequence[str]) -> int:
         measure_streams(bench)
     if "memory" in parts:
         measure_memory(bench)
-    if "step" in parts:
-        measure_step(bench, build_model(device, options.dry), DRY if options.dry else Size(), options.rounds)
+    if {"step", "codes"} & {*parts}:
+        size, model = DRY if options.dry else Size(), build_model(device, options.dry)
+        if "step" in parts:
+            measure_step(bench, model, size, options.rounds)
+        if "codes" in parts:
+            models = {"ours": build_model(device, options.dry, codes=True), "16 bits": model}
+            case = f"{NAME} batch 1, experts in fp4"
+            measure_codes(bench, case, models, prompt_of(model, size), size, options.rounds, (captured, gap, GAP))
     return bench.finish()
 
 
@@ -99,7 +107,7 @@ def v4_config(dry: bool) -> Any:
 
     kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
     small = {
-        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
         "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "sliding_window": 12,
     }  # fmt: skip
@@ -113,13 +121,15 @@ def v4_config(dry: bool) -> Any:
     return DeepseekV4Config(**sizes, layer_types=types, eos_token_id=None, max_position_embeddings=4096)
 
 
-def build_model(device: torch.device, dry: bool) -> Any:
-    """Random weights, made where they lie; what transformers keeps in fp32 is fp32."""
+def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
+    """Random weights, made where they lie; what transformers keeps in fp32 is fp32. codes: of experts, in fp4."""
     from transformers import DeepseekV4ForCausalLM
+
+    from gpubound.models.deepseek_v4.coded import in_fp4
 
     torch.manual_seed(0)
     config = v4_config(dry)
-    with device:
+    with device, in_fp4(codes):
         model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
     for name, parameter in model.named_parameters():
         if any(part in name for part in model._keep_in_fp32_modules_strict):
@@ -127,12 +137,18 @@ def build_model(device: torch.device, dry: bool) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), config.n_routed_experts, device=device).argsort(-1)[:, : buffer.shape[1]])
+    fill(model)
     return model
+
+
+def prompt_of(model: Any, size: Size) -> Tensor:
+    ids = torch.randint(model.config.vocab_size, (1, size.prompt), generator=torch.Generator().manual_seed(1))
+    return ids.to(model.device)
 
 
 @torch.no_grad()
 def measure_step(bench: Bench, model: Any, size: Size, rounds: int) -> None:
-    ids = torch.randint(model.config.vocab_size, (1, size.prompt), generator=torch.Generator().manual_seed(1)).to(bench.device)
+    ids = prompt_of(model, size)
     prompt, case = ids.tolist(), f"{NAME} batch 1"
     with strict():
         decoder = gpubound.decoder(model, 1, size.room, k=K)

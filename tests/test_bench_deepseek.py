@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import bench_deepseek
-from benchmarks.bench_deepseek import DRY, build_model, measure_step, v4_config
+from benchmarks.bench_deepseek import DRY, build_model, measure_step, prompt_of, v4_config
+from benchmarks.deepseek_codes import measure_codes
 from benchmarks.harness import Bench
 from gpubound import device as facts
 from gpubound.cli import guarded
@@ -50,6 +51,16 @@ def test_a_step_that_computes_something_else_is_not_timed(bench, monkeypatch):
     ]
 
 
+def test_experts_in_fp4_beside_16_bits(bench, monkeypatch):
+    seconds = iter([0.01, 0.02] * 3)
+    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: next(seconds))
+    models = {"ours": build_model(CPU, dry=True, codes=True), "16 bits": build_model(CPU, dry=True)}
+    assert sum(p.numel() for p in models["ours"].parameters()) < 0.9 * sum(p.numel() for p in models["16 bits"].parameters())
+    given = prompt_of(models["ours"], DRY), DRY, 3, (bench_deepseek.captured, bench_deepseek.gap, 1e-3)
+    measure_codes(bench, "in fp4", models, *given)
+    assert not bench.wrong and {line.peer_name: (line.gate, line.ratio) for line in bench.lines}["16 bits"] == (1.0, 2.0)
+
+
 def test_the_model_that_is_measured():
     """19.5 billion weights, layers in V4-Flash's order; on meta, for they take 39 GB."""
     from transformers import DeepseekV4ForCausalLM
@@ -70,7 +81,7 @@ def test_a_dry_run_of_the_small_parts(capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parts", "end"], "--parts: got 'end', wanted some of step, streams, memory."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of step, codes, streams, memory."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],
 )

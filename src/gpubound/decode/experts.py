@@ -111,16 +111,23 @@ class SparseMLP(Part):
 
 
 def grouped(
-    h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gated: Callable[[Tensor], Tensor] = swiglu
-) -> Tensor:
+    h: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gated: Callable[[Tensor], Tensor] = swiglu,
+    some: bool = False,
+) -> Tensor:  # fmt: skip
     """(N, hidden) fp32: Σ share · down(silu(gate) · up) over each token's experts, for h (N, hidden), ids and shares (N, S).
 
-    `gated` makes silu(gate) · up of the two side by side, or what a family has in its place.
+    `gated` makes silu(gate) · up of the two side by side, or what a family has in its place. With `some`, ids that no expert
+    here has are left out of the sum.
     """
+    if some:
+        mine = (ids >= 0) & (ids < len(gate_up))
+        ids = torch.where(mine, ids, len(gate_up))  # behind all others, where nothing is computed
     order, back, ends = by_group(ids, len(gate_up))
     both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), gate_up.transpose(1, 2), offs=ends)
     y = F.grouped_mm(gated(both), down.transpose(1, 2), offs=ends)
     y = y.index_select(0, back).view(*ids.shape, -1)
+    if some:
+        y = torch.where(mine[..., None], y, 0.0)
     return torch.bmm(shares[:, None], y.float())[:, 0]
 
 

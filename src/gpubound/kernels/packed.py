@@ -2,16 +2,18 @@
 
 int8, int4   n levels of a bf16 scale a row and 128 columns, symmetric about zero
 fp8          e4m3 numbers times an fp32 scale a row
+fp4          e2m1 numbers times a power of two a row and 32 columns, one byte e8m0: as models are published, nothing is rounded
 
-Rows are cut into groups of 128 columns, the last filled up with zeros. A group is 16 (int4) or 32 words of 32 bits, a slot in
-each for 8 or 4 columns: slot t of word r holds column t · words + r. So neighbouring words hold neighbouring columns in the
-same slot: a thread that reads four words, 16 bytes, finds the x of any slot side by side, and nothing is ever interleaved.
+Rows are cut into groups of 128 columns, the last filled up with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits, a slot
+in each for 8 or 4 columns: slot t of word r holds column t · words + r. So neighbouring words hold neighbouring columns in the
+same slot: a thread that reads four words, 16 bytes, finds the x of any slot side by side, and nothing is ever interleaved. Of
+fp4 the four words that a thread reads hold 32 columns, which share a scale: slot t of the r-th of them holds column 4 t + r.
 
 Where a slot lies in its word is chosen for the unpacking. A number is made of a mantissa's bits where they lie: masked, and an
 exponent put over it, they read 2^e + n, so that a multiple of the x's sum is subtracted once for all rows. The further left
 they lie, the smaller is 2^e beside n, and the less of fp32 is lost: a window of bits 15 to 22 of the word as it is, shifted by
 8 to either side, or turned by 16, shows one int8 or two int4 levels, with 2^e 256, or 16 and 256. Those of fp8 lie byte by
-byte.
+byte, those of fp4 four bits by four bits.
 
 No zero points: they would be one more term per group and row in the kernel, and gain nothing. Of normal weights in groups of
 128, int4 with a signed scale that puts the group's extreme at −8, shrunk where that lowers the squared error, loses 9.7 % of
@@ -26,11 +28,17 @@ from torch import Tensor
 
 KINDS = ("int8", "int4", "fp8")
 GROUP = 128  # columns that share a scale
-BITS = {"int8": 8, "int4": 4, "fp8": 8}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
+MX = 32  # columns of fp4 that share a scale
+BIAS = 127  # of e8m0: a byte s is 2^(s - 127), and 255 is not a number
 ZERO = {"int8": 128, "int4": 8}  # the level that stands for zero
 SPAN = {"int8": 127, "int4": 8}  # levels from zero to a group's extreme; int4 gives it the side that has one more
 # Of each slot: the bit of the word that is its lowest. Bits beyond the 31st go on at 0.
-PLACES = {"int8": (15, 7, 23, 31), "int4": (19, 15, 11, 7, 27, 23, 3, 31), "fp8": (24, 16, 8, 0)}
+PLACES = {
+    "int8": (15, 7, 23, 31), "int4": (19, 15, 11, 7, 27, 23, 3, 31), "fp8": (24, 16, 8, 0),
+    "fp4": (28, 24, 20, 16, 12, 8, 4, 0),
+}  # fmt: skip
 # Shares of the scale that spans a whole group, of which the best in squared error is taken.
 SHARES = {"int8": (1.0,), "int4": (1.0, 0.94, 0.88, 0.82, 0.76)}
 LARGEST = 448.0  # of e4m3
@@ -38,7 +46,8 @@ CHUNK = 1 << 24  # weights widened at a time
 
 
 class Packed(NamedTuple):
-    """A (rows, columns) weight. words: (rows, words) int32; scale: (rows, groups) bf16, or (rows, 1) fp32 for fp8."""
+    """A (rows, columns) weight. words: (rows, words) int32; scale: (rows, groups) bf16, for fp8 (rows, 1) fp32, for fp4
+    (rows, 4 groups) uint8."""
 
     words: Tensor
     scale: Tensor
@@ -74,6 +83,24 @@ def pack(weight: Tensor, kind: str) -> Packed:
     return Packed(words, scale, columns, kind)
 
 
+@torch.no_grad()
+def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
+    """The numbers of a published file, as they are: codes (rows, columns / 2), a byte of two e2m1 numbers, the first one in the
+    lower half; scales (rows, columns / 32) e8m0."""
+    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+    if codes.dim() != 2 or scales.shape != (len(codes), codes.shape[1] * 2 // MX) or codes.shape[1] * 2 % MX:
+        raise ValueError(
+            f"pack_fp4: got codes {tuple(codes.shape)} and scales {tuple(scales.shape)}, wanted (rows, columns / 2) and (rows, "
+            f"columns / {MX}), of columns that are a multiple of {MX}."
+        )
+    rows, columns = len(codes), 2 * codes.shape[1]
+    levels = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
+    beyond = -columns % GROUP
+    wide = F.pad(levels, (0, beyond)).view(rows, -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
+    words = _to_words(wide.to(torch.int32), PLACES["fp4"]).flatten(1)
+    return Packed(words, F.pad(scales, (0, beyond // MX), value=BIAS), columns, "fp4")
+
+
 def pack_stacked(weights: list[Tensor], kind: str) -> Packed:
     """One packed weight of several below each other."""
     parts = [pack(weight, kind) for weight in weights]
@@ -93,6 +120,8 @@ def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
 def unpack(packed: Packed) -> Tensor:
     """The fp32 matrix that a packed weight stands for: the definition of every product with it."""
     words, kind = packed.words, packed.kind
+    if kind == "fp4":
+        return _unpack_fp4(packed)
     places, mask = PLACES[kind], (1 << BITS[kind]) - 1
     groups = words.view(packed.rows, -1, GROUP // len(places))
     slots = [_turned(groups, place) & mask for place in places]
@@ -102,6 +131,14 @@ def unpack(packed: Packed) -> Tensor:
     else:
         values = (levels - ZERO[kind]).float()
     return (values * packed.scale.float()[..., None]).flatten(1)[:, : packed.columns].contiguous()
+
+
+def _unpack_fp4(packed: Packed) -> Tensor:
+    fours = packed.words.view(packed.rows, -1, 4)
+    levels = torch.stack([_turned(fours, place) & 0xF for place in PLACES["fp4"]], 2).flatten(2)  # (rows, groups of 32, 32)
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device)
+    values = table[levels.long()] * packed.scale.view(torch.float8_e8m0fnu).float()[..., None]
+    return values.flatten(1)[:, : packed.columns].contiguous()
 
 
 def _to_levels(wide: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,9 @@ from .decode_product import (
     norm_product_reference,
 )
 from .experts import add_routed_reference, check_plain, check_slots, draw_routes, routed_gate_up_reference
+from .gated import INFINITE, check_limit
 from .ops import definition, draw, ints
-from .packed import BITS, GROUP, Packed, pack, unpack
+from .packed import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
@@ -40,10 +41,10 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
-    return implementation("dequantize", out)(weight, out, turns)
+    return implementation("dequantize", out, None, (weight.kind,))(weight, out, turns)
 
 
-@definition(lambda g: (draw_packed(g, 40, 150, "int8"), draw(g, 40, 150).detach(), 2))
+@definition(lambda g, kind="int8": (draw_packed(g, 40, 160, kind), draw(g, 40, 160).detach(), 2))
 @torch.no_grad()
 def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
@@ -131,10 +132,13 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
     return add_product_reference(h, unpack(weight), bias, x)
 
 
-def quantized_routed_gate_up(x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def quantized_routed_gate_up(
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+) -> Tensor:
     """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
+    limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
     ids       (B, S) int32. An id that no expert has makes its slot NaN, in quantized_add_routed too
     """
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
@@ -142,15 +146,19 @@ def quantized_routed_gate_up(x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor
     require("quantized_routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("quantized_routed_gate_up", "out", out, norm.weight.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
-    return implementation("quantized_routed_gate_up", norm.weight)(x, norm, gate_up, ids, out, dependent)
+    check_limit("quantized_routed_gate_up", limit)
+    kernel = implementation("quantized_routed_gate_up", norm.weight, None, (gate_up.kind,))
+    return kernel(x, norm, gate_up, ids, out, dependent, limit)
 
 
-@definition(lambda g: (*draw_stream(g, 48), draw_packed(g, 5 * 80, 48, "int4"), draw_routes()[0], torch.zeros(2, 3, 40)))
+@definition(
+    lambda g, kind="int4": (*draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], torch.zeros(2, 3, 40))
+)
 @torch.no_grad()
 def quantized_routed_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
 ) -> Tensor:
-    return routed_gate_up_reference(x, norm, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out)
+    return routed_gate_up_reference(x, norm, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out, 0, limit)
 
 
 def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
@@ -162,10 +170,12 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
     _check_packed("quantized_add_routed", down, x)
     check_slots("quantized_add_routed", h, down.columns, ids, weights, x, x.shape[-1])
     _check_experts("quantized_add_routed", "down", down, x.shape[-1])
-    return implementation("quantized_add_routed", h)(h, down, ids, weights, x, dependent)
+    return implementation("quantized_add_routed", h, None, (down.kind,))(h, down, ids, weights, x, dependent)
 
 
-@definition(lambda g: (draw(g, 2, 3, 40), draw_packed(g, 5 * 48, 40, "int8"), *draw_routes(), draw(g, 2, 48).detach()))
+@definition(
+    lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), draw(g, 2, 48).detach())
+)
 @torch.no_grad()
 def quantized_add_routed_reference(
     h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0
@@ -187,8 +197,9 @@ def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
     groups = -(-weight.columns // GROUP)
     shape = (weight.rows, groups * GROUP * BITS[weight.kind] // 32)
     require(op, "the weight's words", weight.words, torch.int32, shape, x.device, "make it with pack, where x lies")
-    kind, scales = (torch.float32, 1) if weight.kind == "fp8" else (torch.bfloat16, groups)  # a row
-    require(op, "the weight's scale", weight.scale, kind, (weight.rows, scales), x.device, "make it with pack, where x lies")
+    each = {"fp8": (torch.float32, 1), "fp4": (torch.uint8, groups * GROUP // MX)}
+    dtype, scales = each.get(weight.kind, (torch.bfloat16, groups))  # a row
+    require(op, "the weight's scale", weight.scale, dtype, (weight.rows, scales), x.device, "make it with pack, where x lies")
 
 
 def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
@@ -198,6 +209,10 @@ def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
+    if kind == "fp4":
+        columns -= columns % MX
+        codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+        return pack_fp4(codes, torch.randint(BIAS - 4, BIAS, (rows, columns // MX), generator=generator, dtype=torch.uint8))
     return pack(draw(generator, rows, columns).detach(), kind)
 
 

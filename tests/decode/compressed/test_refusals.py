@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.compressed import attention, mixture, state, trial
+from gpubound.decode.compressed import attention, experts, mixture, state, trial
 
 from .cases import ROOM, build
 
@@ -49,7 +49,7 @@ def test_a_model_whose_logits_are_not_finite():
     )
 
 
-@pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (mixture, "routed_gate_up"), (state, "pool")])
+@pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (experts, "routed_gate_up"), (state, "pool")])
 def test_a_step_that_is_off(module, name, monkeypatch):
     """Each of its parts by a hundredth."""
     own = getattr(module, name)

@@ -80,7 +80,7 @@ class CompressedBody(Body):
         for span in self.spans:
             span.take(layers, self.dtype)
         self.streams = self.collapse.product.shape[0]
-        self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.ungrouped for layer in self.layers)
+        self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.experts.ungrouped for layer in self.layers)
 
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -176,11 +176,10 @@ class CompressedBody(Body):
         read = {t.data_ptr(): t.nbytes for t in (*self.collapse.tensors(), self.norm.weight, self.head)}
         experts = 0.0
         for layer in self.layers:
-            w = layer.mixture.weights
-            unread = {t.data_ptr() for t in (w.gate_up, w.down, w.table) if t is not None}
+            w, own = layer.mixture.weights, layer.mixture.experts
+            unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}
             read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
-            different = 1 - (1 - w.slots / len(w.gate_up)) ** (len(live) * self.tokens)
-            experts += different * (w.gate_up.nbytes + w.down.nbytes)
+            experts += own.count * (1 - (1 - w.slots / own.count) ** (len(live) * self.tokens)) * own.nbytes
         return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in self.layers)
 
     @torch.no_grad()
@@ -202,14 +201,13 @@ class CompressedBody(Body):
         held = sum(t.nbytes for t in self.state())
         counted = Counter(layer.attention.report() for layer in self.layers)
         rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
-        ungrouped = next((layer.mixture.ungrouped for layer in self.layers if layer.mixture.ungrouped), None)
-        many = "every expert for all tokens, by torch" if ungrouped else "grouped by expert: F.grouped_mm"
+        experts = self.layers[0].mixture.experts
         stages = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
         return [
             *stages,
             *rows,
-            (f"experts, up to {NARROW} rows", "routed_gate_up, add_routed", "chosen experts' weights read where they lie"),
-            ("experts, more rows, prompts", many, ungrouped or ""),
+            (f"experts, up to {NARROW} rows", experts.reads, "chosen experts' weights read where they lie"),
+            ("experts, more rows, prompts", *experts.report()),
             ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
             self.trial.row(),
         ]

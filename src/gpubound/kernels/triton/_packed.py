@@ -7,6 +7,7 @@ weight a program:
 int4   a mask and an exponent put over it 1 (one LOP3), a shift 0.4, multiply and add 1: 2.4; 1.4 of them integer
 int8   the same with a shift of 0.75, and twice the time for it
 fp8    two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
+fp4    the same: 3.75 of 3.4; the bits of e2m1 are those of an fp32 number 2^126 times too small
 all    x, its norm, square and sum, 5 each for all rows of a program: 0.3; the sums across lanes, 0.3
 
 x stays in fp32. No conversion instruction, no shuffle, no shared memory but for the last sums. The norm rides along as in
@@ -17,25 +18,57 @@ row of x (hidden 4096, 16 rows a program), 5.0 with two.
 import triton
 import triton.language as tl
 
-from ..packed import GROUP
+from ..packed import BITS, GROUP, MX
 from ._step import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
 _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
+_FP4_BITS = tl.constexpr(0x81C00000 - (1 << 32))  # the sign, two bits of exponent, one of mantissa
+_FP4_HALFWAY = tl.constexpr(2.0**63)
 assert GROUP == 128  # which stands below as it is
+
+
+@triton.constexpr_function
+def _slots(kind):
+    """Weights in a word."""
+    return 32 // BITS[kind]
+
+
+@triton.constexpr_function
+def _words(columns, kind):
+    """Of a row."""
+    return -(-columns // GROUP) * (GROUP // _slots(kind))
+
+
+@triton.constexpr_function
+def _scales(columns, kind):
+    """Of a row."""
+    return 1 if kind == "fp8" else -(-columns // GROUP) * (GROUP // MX if kind == "fp4" else 1)
+
+
+@triton.jit
+def _scale(stored, KIND: tl.constexpr):
+    """As fp32. A byte of fp4 is its exponent; 0 there is 2^-127, and 255 is no number."""
+    if KIND != "fp4":
+        return stored.to(tl.float32)
+    bits = stored.to(tl.int32)
+    bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr):
-    """A slot of every word as fp32, with what `_excess` says too much; of fp8, 2^-120 of it.
+    """A slot of every word as fp32, with what `_excess` says too much; of fp8 2^-120 of it, of fp4 2^-126.
 
     `one` holds the bits of 1.0. Were it a constant, the compiler would mask in one instruction and put the exponent over in
     another: LOP3 does both at once, but takes only one constant.
     """
     if KIND == "fp8":
         return (((words << (8 * SLOT)) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True)
+    if KIND == "fp4":
+        return (((words << (4 * SLOT)) >> 6) & _FP4_BITS).to(tl.float32, bitcast=True)
     SHOWN: tl.constexpr = 2 if KIND == "int4" else 1  # levels in the window of bits 15 to 22
     window: tl.constexpr = SLOT // SHOWN
     bits = words.to(tl.uint32, bitcast=True)
@@ -62,9 +95,9 @@ def _excess(SLOT: tl.constexpr, KIND: tl.constexpr):
 def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
               C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); the squares of x (C,))."""
-    SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
-    WORDS: tl.constexpr = 128 // SLOTS
-    first = word // WORDS * 128 + word % WORDS
+    SLOTS: tl.constexpr = _slots(KIND)
+    WORDS: tl.constexpr = 4 if KIND == "fp4" else 128 // SLOTS  # between two slots of a word
+    first = word // WORDS * (SLOTS * WORDS) + word % WORDS
     products, excess, squares = (), (), ()
     for _ in tl.static_range(B):
         products += (tl.zeros([R, C], tl.float32),)
@@ -84,8 +117,8 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
                 x *= gain
             else:
                 squares += (so_far[2][b],)
-            if KIND == "fp8":
-                x *= _HALFWAY
+            if KIND == "fp8" or KIND == "fp4":
+                x *= _HALFWAY if KIND == "fp8" else _FP4_HALFWAY
                 excess += (so_far[1][b],)
             else:
                 excess += (so_far[1][b] + x * _excess(slot, KIND),)
@@ -93,7 +126,9 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
     sums = ()
     for b in tl.static_range(B):
         total = tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2)
-        if KIND != "fp8":
+        if KIND == "fp4":
+            total *= _FP4_HALFWAY
+        elif KIND != "fp8":
             total -= tl.sum(tl.reshape(excess[b], [C // 4, 4]), 1)[None]
         sums += (total,)
     return sums, squares
@@ -113,12 +148,10 @@ def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr
               R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
               DEPENDENT: tl.constexpr):  # fmt: skip
     """For each row of x, the sums (R,) of R rows of the weight."""
-    SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
-    GROUPS: tl.constexpr = (K + 128 - 1) // 128
-    N: tl.constexpr = GROUPS * (128 // SLOTS)  # words a row
+    N: tl.constexpr = _words(K, KIND)
     EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
-    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
-    CHUNKS: tl.constexpr = N // 4 if KIND == "fp8" else 128 // SLOTS // 4  # of four words that share a scale
+    SCALES: tl.constexpr = _scales(K, KIND)
+    CHUNKS: tl.constexpr = N // 4 // SCALES  # of four words that share a scale
     row = tl.program_id(1) * R + tl.arange(0, R)
     word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
     words = _tile(w_ptr, row, word, rows, word < N, N, WHOLE)
@@ -132,7 +165,7 @@ def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr
         parts, squared = _products(words, one, x_ptr, norm_ptr, start + word, B, K, KIND, R, C, EVEN, GAIN)
         so_far, totals, squares = (totals, squares), (), ()
         for b in tl.static_range(B):
-            totals += (so_far[0][b] + parts[b] * scale.to(tl.float32),)
+            totals += (so_far[0][b] + parts[b] * _scale(scale, KIND),)
             squares += (so_far[1][b] + squared[b],)
         if start + C < N:
             at, part = start + C + word, (start + C) // 4 + chunk

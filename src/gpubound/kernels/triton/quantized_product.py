@@ -16,14 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
+from ..gated import INFINITE
 from ..packed import Packed
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._math import capped
-from ._packed import _HALFWAY, _ONE, _excess, _number, _row_sums
+from ._packed import _FP4_HALFWAY, _HALFWAY, _ONE, _excess, _number, _row_sums, _scale, _scales, _slots, _words
 from ._step import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 from .experts import _expert
+from .gated import _limited
 
 
 @triton.jit
@@ -91,34 +93,35 @@ def _add_product_kernel(h_ptr, w_ptr, scale_ptr, bias_ptr, x_ptr, one, rows, B: 
 @triton.jit
 def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KIND: tl.constexpr, TURNS: tl.constexpr,
                        R: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    SLOTS: tl.constexpr = 8 if KIND == "int4" else 4
-    WORDS: tl.constexpr = 128 // SLOTS
-    N: tl.constexpr = (K + 127) // 128 * WORDS
+    SLOTS: tl.constexpr = _slots(KIND)
+    WORDS: tl.constexpr = 4 if KIND == "fp4" else 128 // SLOTS  # between two slots of a word
+    N: tl.constexpr = _words(K, KIND)
     row, word = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
     there = (row < rows)[:, None] & (word < N)[None]
     row = row.to(tl.int64)
     words = tl.load(w_ptr + row[:, None] * N + word[None], mask=there, other=0)
-    group = word * 0 if KIND == "fp8" else word // WORDS
-    SCALES: tl.constexpr = 1 if KIND == "fp8" else N // WORDS
-    scale = tl.load(scale_ptr + row[:, None] * SCALES + group[None], mask=there, other=0.0).to(tl.float32)
+    SCALES: tl.constexpr = _scales(K, KIND)
+    group = word // (N // SCALES)
+    scale = _scale(tl.load(scale_ptr + row[:, None] * SCALES + group[None], mask=there, other=0), KIND)
     to = out_ptr + ((row % TURNS) * (rows // TURNS) + row // TURNS)[:, None] * K
     for slot in tl.static_range(SLOTS):
-        col = word // WORDS * 128 + word % WORDS + slot * WORDS
+        col = word // WORDS * (SLOTS * WORDS) + word % WORDS + slot * WORDS
         number = _number(words, one, slot, KIND)
         if KIND == "fp8":
             number = number * _HALFWAY * _HALFWAY
+        elif KIND == "fp4":
+            number = number * _FP4_HALFWAY * _FP4_HALFWAY
         else:
             number -= _excess(slot, KIND)
         tl.store(to + col[None], (number * scale).to(out_ptr.dtype.element_ty), mask=there & (col < K)[None])
 
 
 @triton.jit
-def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, experts, rows,
+def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, limit, experts, rows,
                            S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                            WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    GROUPS: tl.constexpr = (K + 127) // 128
-    N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
-    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
+    N: tl.constexpr = _words(K, KIND)
+    SCALES: tl.constexpr = _scales(K, KIND)
     _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
@@ -132,8 +135,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
     scale_ptr += rows * SCALES
     ups = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
     _end(DEPENDENT)
-    gate = gates[0]
-    y = gate / (1.0 + tl.exp(-gate)) * ups[0] * poison
+    gate, up = _limited(gates[0], ups[0], limit)
+    y = gate / (1.0 + tl.exp(-gate)) * up * poison
     tl.store(out_ptr + pair * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 
@@ -141,9 +144,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
 def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one, experts, rows, S: tl.constexpr,
                        K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
-    GROUPS: tl.constexpr = (K + 127) // 128
-    N: tl.constexpr = GROUPS * (16 if KIND == "int4" else 32)  # words a row
-    SCALES: tl.constexpr = 1 if KIND == "fp8" else GROUPS  # a row
+    N: tl.constexpr = _words(K, KIND)
+    SCALES: tl.constexpr = _scales(K, KIND)
     _begin(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -226,11 +228,13 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 
 @torch.no_grad()
-def quantized_routed_gate_up(x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def quantized_routed_gate_up(
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+) -> Tensor:
     rows = out.shape[2]
     _multiply(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
-        gate_up.scale, ids, out, _ONE, norm.eps, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
+        gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
     )  # fmt: skip
     return out
 

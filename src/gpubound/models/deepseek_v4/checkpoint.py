@@ -1,13 +1,13 @@
 """A folder of DeepSeek-V4 whose weights are codes: fp8 in blocks with a scale each, and experts in fp4, 32 numbers a scale.
 
-DeepSeek-V4's step has no kernel for these codes, so they become numbers of the model's dtype, one tensor at a time: beside the
+On a GPU, experts in fp4 stay codes (coded.py). All else becomes numbers of the model's dtype, one tensor at a time: beside the
 model, memory holds the one that is being read. Names are those of the published files, which transformers has a table for, or
 its own: layers.0.ffn.experts.3.w1.weight and .scale, or model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
 
     number = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
+from ...kernels.packed import E2M1, MX, Packed, pack_fp4
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
-GROUP = 32  # fp4 numbers of a row that share a scale
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
 CODES = {"F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
 
@@ -30,55 +29,96 @@ def is_coded(about: dict[str, Any]) -> bool:
     return about.get("model_type") == "deepseek_v4" and isinstance(told, dict) and told.get("quant_method") == "fp8"
 
 
-def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's."""
+def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = None, codes: bool | None = None) -> nn.Module:
+    """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's.
+
+    codes  whether experts in fp4 stay codes: None where a kernel reads them, which is on a GPU
+    """
     from transformers import AutoConfig, DeepseekV4ForCausalLM
     from transformers.initialization import no_init_weights
+
+    from .coded import in_fp4
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     block = tuple(config.quantization_config.get("weight_block_size") or (128, 128))
     del config.quantization_config
-    with device, no_init_weights():
+    stored = stored_tensors(folder)
+    stay = (device.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
+    with device, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
     for name, parameter in model.named_parameters():
         if any(part in name for part in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    _fill(model, folder, stored_tensors(folder), block)
+    _fill(model, folder, stored, block)
     return model
+
+
+def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
+    """Whether all of them are."""
+    kinds = {CODES.get(about.dtype) for name, about in stored.items() if ".experts." in name and not _is_scale(name, stored)}
+    return kinds == {"fp4"}
+
+
+def _is_scale(name: str, stored: dict[str, Stored]) -> bool:
+    return name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored
 
 
 @torch.no_grad()
 def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -> None:
     places, stacks = _places(model)
     own = _own_name(model, places)
-    missing, unread, coded = set(places) - set(stacks), [], dict.fromkeys(CODES.values(), 0)
+    missing, unread, coded, stayed = set(places) - set(stacks), [], dict.fromkeys(CODES.values(), 0), 0
     for file in dict.fromkeys(about.file for about in stored.values()):
         with opened(file) as tensors:
             for name in (name for name, about in stored.items() if about.file == file):
-                if name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored:
+                if _is_scale(name, stored):
                     continue  # a scale, read with its codes
                 target = own(name)
                 if target not in places:
                     unread.append(name)
                     continue
-                scale = next((s for s in _scales_of(name) if s in stored), None)
-                values = tensors.get_tensor(name).to(places[target].device)
-                if scale is not None:
-                    coded[CODES.get(stored[name].dtype, "fp8")] += 1
-                    values = numbers(values, _read(stored, scale, file, tensors).to(values.device), block, name)
-                if values.shape != places[target].shape:
-                    got, wanted = tuple(values.shape), tuple(places[target].shape)
-                    raise DataError(f"{file}: {name}: got {got}, wanted {wanted}, by config.json; {CURE}.")
-                places[target].copy_(values)
+                place = places[target]
+                there = place.words if isinstance(place, Packed) else place
+                values = tensors.get_tensor(name).to(there.device)
+                found = next((s for s in _scales_of(name) if s in stored), None)
+                scale = None if found is None else _read(stored, found, file, tensors).to(there.device)
+                if isinstance(place, Packed):
+                    stayed += 1
+                    _keep(place, values, scale, f"{file}: {name}")
+                else:
+                    coded[CODES.get(stored[name].dtype, "fp8")] += scale is not None
+                    values = values if scale is None else numbers(values, scale, block, name)
+                    _check_shape(values.shape, place.shape, f"{file}: {name}")
+                    place.copy_(values)
                 missing.difference_update(stacks.get(target, [target]))
     if missing:
         raise DataError(f"{folder} lacks {sorted(missing)[:3]} ({len(missing)} tensors in all); {CURE}.")
     if unread:
         notice(f"{folder.name}: {len(unread)} tensors are no part of transformers' model and are not read, first {unread[0]}")
+    if stayed:
+        notice(f"{folder.name}: {stayed:,} weights of experts stay in fp4, as they are")
     kept = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
     if kept:
         dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for DeepSeek-V4's step has no kernel for such codes")
+        why = "no kernel reads codes on a CPU" if model.device.type == "cpu" else "DeepSeek-V4's step has no kernel for them"
+        fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for {why}")
+
+
+def _keep(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> None:
+    """The codes as they are, in the order in which the kernels read them."""
+    _check_shape((codes.shape[:-1].numel(), 2 * codes.shape[-1]), (place.rows, place.columns), name)
+    wanted = (*codes.shape[:-1], place.columns // MX)
+    if scales is None or scales.shape != wanted:
+        got = None if scales is None else tuple(scales.shape)
+        raise DataError(f"{name}: got scales {got}, wanted {wanted}: one for each {MX} numbers; {CURE}.")
+    packed = pack_fp4(codes.flatten(0, -2), scales.flatten(0, -2))
+    place.words.copy_(packed.words)
+    place.scale.copy_(packed.scale)
+
+
+def _check_shape(got: Sequence[int], wanted: Sequence[int], name: str) -> None:
+    if tuple(got) != tuple(wanted):
+        raise DataError(f"{name}: got {tuple(got)}, wanted {tuple(wanted)}, by config.json; {CURE}.")
 
 
 def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "weight") -> Tensor:
@@ -86,7 +126,7 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
     if codes.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         codes = codes.view(torch.uint8)
     if codes.dtype in BYTES:
-        block, codes = (1, GROUP), codes.view(torch.uint8)
+        block, codes = (1, MX), codes.view(torch.uint8)
         table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
         values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
     else:
@@ -103,18 +143,34 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
     return values.mul_(wide)
 
 
-def _places(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+Place = Tensor | Packed
+
+
+def _places(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
     """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
-    found, stacks = {name: tensor.data for name, tensor in model.state_dict().items()}, {}
-    for name in [name for name in found if name.endswith(".experts.gate_up_proj")]:
-        stem = name.removesuffix(".gate_up_proj")
-        gate, up = found[name].chunk(2, 1)
-        down = f"{stem}.down_proj"
-        for whole, parts in ((name, {"w1": gate, "w3": up}), (down, {"w2": found[down]})):
-            single = {f"{stem}.{n}.{part}.weight": one for part, experts in parts.items() for n, one in enumerate(experts)}
-            stacks[whole] = list(single)
+    found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
+    stacks = {}
+    for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
+        if (packed := getattr(experts, "packed", None)) is not None:
+            for part in ("gate_up", "down"):
+                del found[f"{stem}.{part}_words"], found[f"{stem}.{part}_scale"]
+                found[f"{stem}.{part}_proj"] = packed(part)
+        gate_up, down = (_apart(found[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
+        halves = [_apart(both, 2) for both in gate_up]
+        gate, up = ([both[half] for both in halves] for half in (0, 1))
+        for part, singles in (("gate_up", {"w1": gate, "w3": up}), ("down", {"w2": down})):
+            single = {f"{stem}.{n}.{w}.weight": one for w, those in singles.items() for n, one in enumerate(those)}
+            stacks[f"{stem}.{part}_proj"] = list(single)
             found |= single
     return found, stacks
+
+
+def _apart(stack: Place, count: int) -> Sequence[Any]:
+    """Its equal parts, one below the other."""
+    if not isinstance(stack, Packed):
+        return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
+    rows = stack.rows // count
+    return [stack._replace(words=w, scale=s) for w, s in zip(stack.words.split(rows), stack.scale.split(rows))]
 
 
 def _own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:

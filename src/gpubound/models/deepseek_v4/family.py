@@ -109,6 +109,8 @@ class CompressedReader(Reader):
 
     def mixture(self, block: Any, norm: Any) -> MixtureWeights:
         router, experts, shared = block.gate, block.experts, block.shared_experts
+        packed = getattr(experts, "packed", None)  # in codes (coded.py)
+        gate_up, down = (packed(part) if packed else experts._parameters[f"{part}_proj"] for part in ("gate_up", "down"))
         return MixtureWeights(
             norm=self.norm(norm),
             router=Linear(router._parameters["weight"]),
@@ -117,8 +119,8 @@ class CompressedReader(Reader):
             score=router.score_fn,
             slots=router.top_k,
             scale=router.routed_scaling_factor,
-            gate_up=experts._parameters["gate_up_proj"],
-            down=experts._parameters["down_proj"],
+            gate_up=gate_up,
+            down=down,
             gate=linear_of(shared.gate_proj),
             up=linear_of(shared.up_proj),
             shared_down=linear_of(shared.down_proj),

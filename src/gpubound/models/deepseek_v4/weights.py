@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...kernels.decode_product import Norm
+from ...kernels.packed import Packed
 from ..decoding import Linear
 
 
@@ -31,6 +32,8 @@ def _tensors(value: object) -> list[Tensor]:
         return [value.weight]
     if isinstance(value, (Linear, CompressedWeights)):
         return value.tensors()
+    if isinstance(value, Packed):
+        return [value.words, value.scale]
     return [value] if isinstance(value, Tensor) else []
 
 
@@ -117,8 +120,8 @@ class MixtureWeights(CompressedWeights):
     score: Callable[[Tensor], Tensor]
     slots: int
     scale: float  # of the shares
-    gate_up: Tensor  # (E, 2 I, hidden)
-    down: Tensor  # (E, hidden, I)
+    gate_up: Tensor | Packed  # (E, 2 I, hidden)
+    down: Tensor | Packed  # (E, hidden, I)
     gate: Linear  # of the shared expert, as the next two
     up: Linear
     shared_down: Linear

@@ -1,0 +1,113 @@
+"""The experts of a sparse MLP: their weights as numbers, or in the codes that they are published in.
+
+`few` rows read the chosen experts' weights where they lie. `many` are sorted by their experts, on the device; weights in codes
+become numbers first, some experts at a time. Nothing here asks the device which expert it was.
+
+Legend: N tokens, E experts, S of them a token, I width of an expert.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import add_routed, dequantize, quantized_add_routed, quantized_routed_gate_up, routed_gate_up, swiglu
+from ...kernels.decode_product import Norm
+from ...kernels.packed import Packed
+from ...models.deepseek_v4.weights import MixtureWeights
+from ..experts import each_expert, grouped, not_grouped
+
+WIDE = 1 << 28  # numbers that are made of codes at a time: 512 MB in 16 bits
+
+
+class LiveExperts:
+    """gate_up (E, 2 I, hidden) and down (E, hidden, I), the model's own."""
+
+    reads = "routed_gate_up, add_routed"
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        gate_up: Any = weights.gate_up
+        down: Any = weights.down
+        self.gate_up, self.down = gate_up, down
+        self.count, self.width, self.dtype = len(gate_up), gate_up.shape[1] // 2, down.dtype
+        self.nbytes = (gate_up.nbytes + down.nbytes) // self.count  # of one expert
+        self.ungrouped = not_grouped(gate_up, down)
+        self.limit, self.gated = weights.limit, partial(swiglu, limit=weights.limit)
+
+    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
+        """`to` (N, hidden) fp32 with Σ share · expert added, for the norm of u (N, hidden)."""
+        routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
+        routed_gate_up(u, norm, self.gate_up, ids, routed, limit=self.limit)
+        return add_routed(routed, self.down, ids, shares, to)
+
+    def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """(N, hidden) fp32: Σ share · expert, for h (N, hidden), ids (N, S) int64."""
+        mlp = each_expert if self.ungrouped else grouped
+        return mlp(h, ids, shares, self.gate_up, self.down, self.gated)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.gate_up, self.down]
+
+    def report(self) -> tuple[str, str]:
+        """How many rows are computed, and why so."""
+        how = "every expert for all tokens, by torch" if self.ungrouped else "grouped by expert: F.grouped_mm"
+        return how, self.ungrouped or ""
+
+
+class CodedExperts(LiveExperts):
+    """The same in codes: each a `Packed` whose rows are those of one expert after the other."""
+
+    reads = "quantized_routed_gate_up, quantized_add_routed"
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        self.gate_up, self.down = weights.gate_up, weights.down
+        hidden, self.width, self.dtype = self.gate_up.columns, self.down.columns, weights.gate.weight.dtype
+        self.count = self.down.rows // hidden
+        self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // self.count
+        like = partial(torch.empty, device=self.down.words.device, dtype=self.dtype)
+        self.ungrouped = not_grouped(like(1, 1, hidden), like(1, 1, self.width))
+        self.limit, self.gated = weights.limit, partial(swiglu, limit=weights.limit)
+        self.at_once = max(1, min(self.count, WIDE // (3 * self.width * hidden)))
+
+    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
+        routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
+        quantized_routed_gate_up(u, norm, self.gate_up, ids, routed, limit=self.limit)
+        return quantized_add_routed(routed, self.down, ids, shares, to)
+
+    def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        y = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
+        mlp: Callable[..., Tensor] = each_expert if self.ungrouped else partial(grouped, some=True)
+        for first, gate_up, down in self.numbers():
+            y += mlp(h, ids - first, shares, gate_up, down, self.gated)
+        return y
+
+    def numbers(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(the first expert, gate_up, down) of some experts, the next ones over the memory of these."""
+        hidden = self.gate_up.columns
+        both = [
+            torch.empty(self.at_once, *shape, device=self.down.words.device, dtype=self.dtype)
+            for shape in ((2 * self.width, hidden), (hidden, self.width))
+        ]
+        for first in range(0, self.count, self.at_once):
+            count = min(self.at_once, self.count - first)
+            for stack, packed in zip(both, (self.gate_up, self.down)):
+                rows = slice(first * stack.shape[1], (first + count) * stack.shape[1])
+                dequantize(rows_of(packed, rows), stack[:count].flatten(0, 1))
+            yield first, both[0][:count], both[1][:count]
+
+    def tensors(self) -> list[Tensor]:
+        return [t for packed in (self.gate_up, self.down) for t in (packed.words, packed.scale)]
+
+    def report(self) -> tuple[str, str]:
+        how, why = super().report()
+        return f"numbers of {self.at_once} experts at a time, {how}", why
+
+
+def rows_of(packed: Packed, rows: slice) -> Packed:
+    return packed._replace(words=packed.words[rows], scale=packed.scale[rows])
+
+
+def experts_of(weights: MixtureWeights) -> LiveExperts:
+    return (CodedExperts if isinstance(weights.gate_up, Packed) else LiveExperts)(weights)

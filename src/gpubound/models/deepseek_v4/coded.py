@@ -1,0 +1,73 @@
+"""transformers' experts with their weights in fp4, as they are published: 4.25 bits a number.
+
+The step reads the codes where they lie (decode/compressed/experts.py). The module's own forward, which transformers' generate
+and the decoder's trial call, makes numbers of one expert at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+from ...kernels.packed import BIAS, BITS, GROUP, MX, Packed, unpack
+
+PARTS = ("gate_up", "down")
+
+
+class Fp4Experts(nn.Module):
+    """Buffers of codes and scales in place of parameters: see `packed`. transformers cannot read what is saved of them."""
+
+    original = theirs.DeepseekV4Experts  # for whom it stands, as models/registry.py asks
+    _is_hf_initialized = True  # so transformers draws no weights for it
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            like = self.original(config)
+        self.num_experts, self.act_fn, self.limit = like.num_experts, like.act_fn, like.limit
+        shapes = {part: like.get_parameter(f"{part}_proj").shape for part in PARTS}
+        self.columns = {part: shape[2] for part, shape in shapes.items()}
+        for part, (count, rows, columns) in shapes.items():
+            wide = -(-columns // GROUP) * GROUP
+            words = torch.zeros(count * rows, wide * BITS["fp4"] // 32, dtype=torch.int32)
+            self.register_buffer(f"{part}_words", words)
+            self.register_buffer(f"{part}_scale", torch.full((count * rows, wide // MX), BIAS, dtype=torch.uint8))
+
+    def packed(self, part: str) -> Packed:
+        """All experts' rows, one expert's after the other's."""
+        words, scale = self._buffers[f"{part}_words"], self._buffers[f"{part}_scale"]
+        assert words is not None and scale is not None
+        return Packed(words, scale, self.columns[part], "fp4")
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, slot = torch.where(top_k_index == expert)
+            gate_up, down = (self._numbers(part, expert, hidden_states.dtype) for part in PARTS)
+            gate, up = F.linear(hidden_states[token], gate_up).chunk(2, -1)
+            own = F.linear(self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit), down)
+            y.index_add_(0, token, (own * top_k_weights[token, slot, None]).to(y.dtype))
+        return y
+
+    def _numbers(self, part: str, expert: int, dtype: torch.dtype) -> Tensor:
+        packed = self.packed(part)
+        each = packed.rows // self.num_experts
+        rows = slice(expert * each, (expert + 1) * each)
+        return unpack(packed._replace(words=packed.words[rows], scale=packed.scale[rows])).to(dtype)
+
+
+@contextmanager
+def in_fp4(wanted: bool) -> Iterator[None]:
+    """Inside, transformers makes models with experts of this kind."""
+    module: Any = theirs
+    own = module.DeepseekV4Experts
+    if wanted:
+        module.DeepseekV4Experts = Fp4Experts
+    try:
+        yield
+    finally:
+        module.DeepseekV4Experts = own
