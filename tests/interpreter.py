@@ -26,11 +26,13 @@ def hasten() -> None:
         (tl.core, "_unwrap_if_constexpr", unwrap),
         (tl.dtype, "__eq__", is_type),
         (tl.block_type, "__init__", make_block_type),
+        (tl.block_type, "with_element_ty", with_element),
         (tl.tensor, "__init__", make_tensor),
     ):
         if hasattr(owner, name):
             _theirs[ours.__name__] = getattr(owner, name)
             setattr(owner, name, ours)
+    tl.dtype.of_tensors = _of_scalars
 
 
 class Replaced:
@@ -108,6 +110,8 @@ def sanitize_overflow(semantic, left, right, operation) -> None:
 _blocks: dict = {}
 _of_scalars: dict = {}  # what all tensors of a shape have in common, as `of_tensors` of a block type
 _of_blocks: dict = {}
+_numbers: dict = {}  # what numbers became beside a tensor of a type, by the type's name; a block type has its own
+_kin: dict = {}  # block types of a shape, by the names of their elements
 
 
 def make_block_type(block, element, shape) -> None:
@@ -117,17 +121,23 @@ def make_block_type(block, element, shape) -> None:
     key = (element.name, pointer and (element.address_space, element.const), shape)
     if key not in _blocks:
         _theirs["make_block_type"](block, element, list(shape))
-        _blocks[key] = vars(block) | {"of_tensors": _of_blocks.setdefault(shape, {})}
+        shared = {"of_tensors": _of_blocks.setdefault(shape, {}), "kin": _kin.setdefault(shape, {}), "numbers": {}}
+        _blocks[key] = vars(block) | shared
     vars(block).update(_blocks[key])
 
 
-def of_tensors(type) -> dict:
-    return type.of_tensors if type.is_block() else _of_scalars
+def with_element(block, element):
+    """A block type of the same shape."""
+    if element.is_ptr():
+        return _theirs["with_element"](block, element)
+    if element.name not in block.kin:
+        block.kin[element.name] = _theirs["with_element"](block, element)
+    return block.kin[element.name]
 
 
 def make_tensor(tensor, handle, type) -> None:
     """A tensor's shape is a tuple of constants, which Triton makes for each tensor."""
-    common = of_tensors(type)
+    common = type.of_tensors
     if not common:
         _theirs["make_tensor"](tensor, handle, type)
         common.update(shape=tensor.shape, numel=tensor.numel)
@@ -135,10 +145,19 @@ def make_tensor(tensor, handle, type) -> None:
 
 
 def broadcast(semantic, left, right) -> tuple:
-    """Triton compares two shapes element by element, also where they are one."""
-    if of_tensors(left.type) is of_tensors(right.type):
+    """Triton compares two shapes element by element, also where they are one, and for a scalar makes types in vain."""
+    if left.type.of_tensors is right.type.of_tensors:
         return left, right
+    if right.type.of_tensors is _of_scalars:
+        return left, spread(semantic, right, left.type)
+    if left.type.of_tensors is _of_scalars:
+        return spread(semantic, left, right.type), right
     return _theirs["broadcast"](semantic, left, right)
+
+
+def spread(semantic, scalar, block):
+    """Of the block's type, only the shape is read."""
+    return tl.tensor(semantic.builder.create_splat(block, scalar.handle), block.with_element_ty(scalar.dtype))
 
 
 def make_alike(semantic, left, right, left_ptr=False, right_ptr=False, arithmetic_check=True, div_or_mod=False) -> tuple:
@@ -146,10 +165,33 @@ def make_alike(semantic, left, right, left_ptr=False, right_ptr=False, arithmeti
 
     A division may have another type than both, and a pointer may not be allowed: those are Triton's.
     """
-    same = type(left) is type(right) is tl.tensor and left.dtype is right.dtype
-    if same and of_tensors(left.type) is of_tensors(right.type) and not (div_or_mod or left.dtype.is_ptr()):
-        return left, right
-    return _theirs["make_alike"](semantic, left, right, left_ptr, right_ptr, arithmetic_check, div_or_mod)
+    rules = left_ptr, right_ptr, arithmetic_check, div_or_mod
+    if type(left) is not tl.tensor:
+        return beside(semantic, left, right, 1, rules)
+    if type(right) is not tl.tensor:
+        return beside(semantic, left, right, 0, rules)
+    if left.dtype.is_ptr():
+        alike = left_ptr and right.dtype.is_int()
+    else:
+        alike = not div_or_mod and left.dtype.name == right.dtype.name
+    return broadcast(semantic, left, right) if alike else _theirs["make_alike"](semantic, left, right, *rules)
+
+
+def beside(semantic, left, right, which: int, rules: tuple) -> tuple:
+    """A number beside a tensor that stays as it is. What Triton makes of it is kept for the next time."""
+    tensor, number = (left, right) if which == 0 else (right, left)
+    if type(tensor) is not tl.tensor or type(number) not in (int, float):
+        return _theirs["make_alike"](semantic, left, right, *rules)
+    kind = tensor.type
+    known = kind.numbers if kind.is_block() else _numbers.setdefault(kind.name, {})
+    key = type(number), number or str(number), which, rules  # 0.0 and -0.0 are equal
+    if key not in known:
+        pair = _theirs["make_alike"](semantic, left, right, *rules)
+        if pair[which] is not tensor or len(known) > 1000:
+            return pair
+        known[key] = pair[1 - which]
+        known[key].handle.data.flags.writeable = False
+    return (tensor, known[key]) if which == 0 else (known[key], tensor)
 
 
 PLAIN = frozenset((tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)))
