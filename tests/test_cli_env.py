@@ -290,11 +290,21 @@ def test_env_help_holds_an_example(run):
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "place", "env", "bench", "report", "demo"])
-def test_help_speaks_of_values_in_words(run, command):
-    """An example to copy, N for a whole number, and nothing of how Python writes a type."""
+def test_help_speaks_of_values_in_words(run, command, monkeypatch):
+    """An example to copy, N for a whole number, nothing of how Python writes a type, and no line beyond the terminal's."""
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(command, "--help")
+    assert command == "bench" or max(map(len, out.split("\n  Example")[0].splitlines())) <= 80
     assert (code, err) == (0, "") and f"gpubound {command} " in out.split("usage:")[1].split("\n", 1)[1]
     assert not [raw for raw in ("{None}", "INT", "FLOAT", "STR", "default: None") if raw in out]
+
+
+def test_an_options_help_is_one_paragraph(run):
+    """Its docstring's second line is indented, where tyro would break it."""
+    _, out, _ = run("generate", "--help")
+    words = " ".join(line.strip("│| ") for line in out.splitlines())
+    assert "A CKPT that is such a folder itself finds its base on its own." in words
+    assert not [line for line in out.splitlines() if line.strip("│| ") == "such a folder"]
 
 
 def test_a_value_that_is_no_number(run):

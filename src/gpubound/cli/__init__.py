@@ -5,15 +5,19 @@ Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the use
 """
 
 import ast
+import inspect
 import os
 import select
+import shutil
 import sys
+import textwrap
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
 
 from ..errors import BudgetError, GpuboundError, MeasureError
 from ..trace import printable
@@ -42,6 +46,7 @@ COMMANDS = {
 
 # An option's type -> what stands for its value in the help, and in the sentence about a value that is none.
 KINDS: dict[type, tuple[str, str]] = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text")}
+WIDEST = 100  # columns of a command's description
 UNSET = "unset"  # how the help writes the default of an option that has none
 
 
@@ -143,7 +148,35 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     registry.primitive_rule(_in_words)
     config = (tyro.conf.FlagCreatePairsOff,)
     start: Any = {} if default is None else {"default": default}
-    return tyro.cli(kind, args=list(argv), prog=f"gpubound {command}", config=config, registry=registry, **start)
+    _join_lines(kind)  # type: ignore[arg-type]
+    about = _in_lines(kind.__doc__ or "", min(shutil.get_terminal_size().columns, WIDEST))
+    words, prog = list(argv), f"gpubound {command}"
+    return tyro.cli(kind, args=words, prog=prog, description=about, config=config, registry=registry, **start)
+
+
+@cache
+def _join_lines(kind: type) -> None:
+    """An option's help is one paragraph, however many lines its docstring has: tyro keeps breaks before what is indented."""
+    from docstring_parser import parse_from_object
+    from tyro.conf import arg
+
+    for own in kind.__mro__[:-1]:
+        told = {param.arg_name: param.description or "" for param in parse_from_object(own).params}
+        for name, of_type in vars(own).get("__annotations__", {}).items():
+            if name in told:
+                own.__annotations__[name] = Annotated[of_type, arg(help=" ".join(told[name].split()))]
+
+
+def _in_lines(text: str, columns: int) -> str:
+    """Its paragraphs in lines of that length, which tyro would join if they were not indented. Examples stay as they are."""
+    return "\n\n".join(
+        textwrap.indent(paragraph if paragraph.startswith("Example") else _filled(paragraph, columns - 2), "  ")
+        for paragraph in inspect.cleandoc(text).split("\n\n")
+    )
+
+
+def _filled(paragraph: str, columns: int) -> str:
+    return textwrap.fill(paragraph, columns, break_on_hyphens=False, break_long_words=False)
 
 
 def _in_words(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":

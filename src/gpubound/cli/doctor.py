@@ -43,11 +43,9 @@ class Doctor:
     arguments and returns a model, a function, or either with its inputs: (step, x, y). Exit code 0: a graph holds all of it.
     1: something stops it. 3: nothing was found, but there is no GPU to capture on.
 
-    Example: gpubound doctor train.py --epochs 3
-
-    Example: gpubound doctor --dry-run -m package.train
-
-    Example: gpubound doctor --dry-run --fix --max-syncs-per-step 0 train.py
+    Examples: gpubound doctor train.py --epochs 3
+              gpubound doctor --dry-run -m package.train
+              gpubound doctor --dry-run --fix --max-syncs-per-step 0 train.py
     """
 
     dry_run: bool = False

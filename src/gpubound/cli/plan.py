@@ -34,9 +34,8 @@ class Planned(Recipe):
     Takes the config and the options of gpubound train. Nothing is trained, no data is read, no GPU is needed. Every rate and
     every assumption that the figures stand on is printed. Exit code 1: nothing fits.
 
-    Example: gpubound plan config.yaml --gpus 8
-
-    Example: gpubound plan --model 8b --seq 4096 --micro-batch 4 --accumulate 256 --gpus 1024
+    Examples: gpubound plan config.yaml --gpus 8
+              gpubound plan --model 8b --seq 4096 --micro-batch 4 --accumulate 256 --gpus 1024
     """
 
     lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)

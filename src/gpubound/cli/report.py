@@ -23,9 +23,8 @@ class Report:
     The page needs no network and no script. With --json the figures are printed as JSON instead: for each run its numbers under
     the names that steps.jsonl has for them, the last of loss, held_out, grad_norm, lr and memory, the median of the others.
 
-    Example: gpubound report runs/first
-
-    Example: gpubound report runs/first runs/second -o both.html
+    Examples: gpubound report runs/first
+              gpubound report runs/first runs/second -o both.html
     """
 
     runs: Annotated[

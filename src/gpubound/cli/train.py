@@ -41,11 +41,9 @@ class Train(Many, Recipe):
     after a checkpoint, with exit code 0. Exit code 1: the training was not sound (its last loss is not finite, or too many
     steps were skipped).
 
-    Example: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
-
-    Example: gpubound train config.yaml --resume
-
-    Example: gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
+    Examples: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
+              gpubound train config.yaml --resume
+              gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
     """
 
     lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
