@@ -27,9 +27,9 @@ def make(model, kind: str, max_batch: int = 4) -> FusedBody:
     return FusedBody(live, Build(max_batch, ROOM, weights=kind))
 
 
-def over(model, body: FusedBody) -> FastDecoder:
+def over(model, body: FusedBody, verify: bool | str = False) -> FastDecoder:
     slots = Slots(body.max_batch, body.vocab, max(LADDER), body.device)
-    return FastDecoder(model, Stepper(body, slots), LADDER, None, "quick")
+    return FastDecoder(model, Stepper(body, slots), LADDER, None, verify)
 
 
 @torch.no_grad()
@@ -251,5 +251,5 @@ def test_graphs_replay_the_packed_step(kind):
     for rows in (1, 4, 10):
         body = make(model, kind, rows)
         texts = prompts(*range(3, 3 + rows))
-        found = over(model, body).generate(texts, max_new_tokens=40).tokens
+        found = over(model, body, "quick").generate(texts, max_new_tokens=40).tokens
         assert found == [greedy(body, text, tokens) for text, tokens in zip(texts, found)]

@@ -75,13 +75,13 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
                 return None
             spec = PathFinder.find_spec(wanted, path)
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (begun.set(), go.wait(10), execute(module))
+            spec.loader.exec_module = lambda module: (begun.set(), go.wait(60), execute(module))
             return spec
 
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(ops.load, "triton", "swiglu")
-        assert begun.wait(10)
+        assert begun.wait(60)
         second = threads.submit(ops.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()

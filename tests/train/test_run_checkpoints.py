@@ -50,7 +50,7 @@ def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
     launched, in_time, write = threading.Event(), [], whole.save_file
 
     def slow_disk(*what):
-        in_time.append(launched.wait(timeout=30))
+        in_time.append(launched.wait(timeout=60))
         write(*what)
 
     monkeypatch.setattr(whole, "save_file", slow_disk)
