@@ -178,3 +178,22 @@ def test_what_follows_the_script_is_its_own():
     )
     assert split(["-o", "x", "--json", "-m", "a.b", "-m"]) == (["-o", "x", "--json"], "a.b", ["-m"], True)
     assert split(["--timed=5", "--", "-odd.py"]) == (["--timed=5"], "-odd.py", [], False)
+
+
+def test_reports_that_cannot_be_written_cost_no_verdict(script, capsys, monkeypatch):
+    (script.parent / "taken").write_text("")
+    assert main(["doctor", "--dry-run", "--out", "taken", "train.py", "100"]) == 2
+    said = capsys.readouterr()
+    assert said.err.endswith("gpubound doctor: out: taken is a file; give a folder with --out.\n") and "private" not in said.out
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpubound.cli.doctor.write_reports", full)
+    assert main(["doctor", "--dry-run", "--max-syncs-per-step", "0", "train.py", "100"]) == 2
+    said = capsys.readouterr()
+    assert "sync, 1 a step, counted" in said.out and "FAILED: --max-syncs-per-step: 1, allowed 0" in said.out
+    assert said.err.endswith(
+        "gpubound doctor: out: the reports could not be written to .doctor: [Errno 28] No space left on device; give another "
+        "--out.\n"
+    )

@@ -23,7 +23,7 @@ from ..doctor.ranks import tell, tell_error
 from ..doctor.report import annotate, screen, write_reports
 from ..doctor.run import Itinerary, examine, examine_trace
 from ..doctor.script import Script
-from ..errors import GpuboundError
+from ..errors import DataError, GpuboundError
 from ..parallel.telling import numbers
 from ..trace import printable
 from . import arguments
@@ -114,6 +114,9 @@ def main(argv: Sequence[str]) -> int:
         options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
         options.dry_run,
     )  # fmt: skip
+    folder = Path(options.out or ".doctor") if options.out is not None or not options.json else None
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; give a folder with --out.")
     rank, _ = numbers()
     held = Gate.of(options, options.baseline, options.allow)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
@@ -127,11 +130,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     mended = mending.of(found, target, rest, module)
     verdict = mended.verdict
-    files = []
-    if options.out is not None or not options.json:
-        folder = Path(options.out or ".doctor")
-        written = write_reports(folder, verdict, evidence.recording, mended.proof, mended.diff)
-        files = [str(path) for path in written]
+    files, unwritten = [], None
+    try:
+        if folder is not None:
+            written = write_reports(folder, verdict, evidence.recording, mended.proof, mended.diff)
+            files = [str(path) for path in written]
+    except OSError as error:  # told behind the verdict, which took a run to find
+        unwritten = DataError(f"out: the reports could not be written to {folder}: {error}; give another --out.")
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
     else:
@@ -144,6 +149,8 @@ def main(argv: Sequence[str]) -> int:
     said, proved = mending.finish(mended)
     for text in [*said, *lines]:
         print(text, file=beside)
+    if unwritten is not None:
+        raise unwritten
     return 1 if 1 in (passed, proved) else max(passed, proved)
 
 
