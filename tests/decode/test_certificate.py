@@ -187,13 +187,10 @@ def test_what_it_says():
     )
 
 
-def test_none_is_not_silent(capsys, monkeypatch):
-    monkeypatch.setattr("gpubound.trace._said", set())
+def test_none_is_not_silent(said):
     fast = gb.decoder(cases.build("Mistral"), 1, cases.ROOM, verify=False)
     assert fast.certificate is None and str(fast).endswith("\n  not verified")
-    assert capsys.readouterr().err == (
-        "gpubound: decoder: verify=False: nothing has shown that its tokens are those of the model.\n"
-    )
+    assert said() == ("gpubound: decoder: verify=False: nothing has shown that its tokens are those of the model.\n")
 
 
 def test_the_table():

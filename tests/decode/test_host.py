@@ -73,10 +73,10 @@ def test_weights_that_change_and_weights_that_move():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, capsys):
+def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, said):
     """A CPU has no kernel for packed weights: they are unpacked once, which is said."""
     fast = served("Llama", weights=kind)
-    assert f"no kernel reads {kind} weights on a CPU: the rounded numbers are kept in full" in capsys.readouterr().err
+    assert f"no kernel reads {kind} weights on a CPU: the rounded numbers are kept in full" in said()
     assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.live.bytes_read()
     monkeypatch.setattr(host, "fits", lambda device: False)
     packed = gb.decoder(fast.model, 4, cases.ROOM, weights=kind)

@@ -182,13 +182,13 @@ class TestOutOfMemory:
 
         return fn
 
-    def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, capsys):
+    def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, said):
         monkeypatch.setattr(Snapshot, "leave_device", lambda snapshot: True)
         total, calls = drawn(3), []
         captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
         assert captured.certificate.bitwise and total.equal(drawn(3))
         assert len(calls) == 2 + 3 + 1 + 2, "all warm-ups again, the capture, two rounds"
-        assert capsys.readouterr().err == (
+        assert said() == (
             "gpubound: capture(fn): the device has no memory for fn beside copies of its state; they are moved to the host.\n"
         )
         assert captured(torch.ones(3)).equal((drawn(3) + 1) * 2)
