@@ -97,6 +97,15 @@ def test_the_gate_is_never_green_by_absence(script, capsys, options, code, said)
     assert said in capsys.readouterr().out
 
 
+def test_a_script_that_stays_on_the_cpu_holds_no_budget(script, capsys):
+    """It has 0 waits, as a script has that took the CPU because CI has no GPU."""
+    simulated = "torch.accelerator.current_accelerator() or "
+    script.write_text(script.read_text().replace(simulated, ""))
+    assert main(["doctor", "--dry-run", "--max-syncs-per-step", "0", "--max-pageable-mb", "1", "train.py", "9"]) == 3
+    screen = capsys.readouterr().out
+    assert screen.count("NOT MEASURED: --max-") == 2 and "take it from torch.accelerator.current_accelerator()" in screen
+
+
 def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):
     text = script.read_text().replace('print("private", loss.item())', "total += loss.item()")
     text = text.replace("try:", "total = 0.0\ntry:")

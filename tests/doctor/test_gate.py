@@ -50,11 +50,15 @@ def test_a_baseline_holds_the_step_and_the_counts(tmp_path):
     assert gate(replace(GOOD, counts={}), Budgets(), before).code == 3
     assert gate(DRY, Budgets(), before).code == 3
     assert gate(DRY, Budgets(), DRY).code == 0
+    for now in (DRY, GOOD):  # a limit for the step that the baseline has not
+        passage = gate(now, Budgets(max_regress_pct=5), DRY)
+        assert passage.code == 3 and "--max-regress-pct: the baseline has no timed step" in passage.lines()[0]
     assert gate(BLIND, Budgets(), BLIND).code == 3
     assert "measured on H200, this run on H100" in gate(replace(GOOD, machine={"device": "H100"}), Budgets(), before).lines()[0]
-    path.write_text("{")
-    with pytest.raises(DataError, match="is no JSON"):
-        read_baseline(path)
+    for wrong, words in (("{", "is no JSON"), ("[]", "a verdict has version"), ('{"version": 1}', "the verdict is damaged")):
+        path.write_text(wrong)
+        with pytest.raises(DataError, match=rf"doctor\.json: {words}"):
+            read_baseline(path)
 
 
 def test_what_is_allowed_is_taken_off_the_budgets():

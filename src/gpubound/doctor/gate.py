@@ -97,7 +97,7 @@ def gate(verdict: Verdict, budgets: Budgets, baseline: Verdict | None = None, al
         if (limit := getattr(budgets, option)) is not None:
             passage.hold(_option(option), value, limit, f"was not measured ({why})")
     if baseline is not None:
-        _compare(verdict, baseline, REGRESS if budgets.max_regress_pct is None else budgets.max_regress_pct, passage, why)
+        _compare(verdict, baseline, budgets.max_regress_pct, passage, why)
     return passage
 
 
@@ -119,16 +119,20 @@ def _figures(verdict: Verdict, allowed: list[Finding]) -> dict[str, float | None
     }
 
 
-def _compare(now: Verdict, before: Verdict, most: float, passage: Passage, why: str) -> None:
+def _compare(now: Verdict, before: Verdict, most: float | None, passage: Passage, why: str) -> None:
     here, there = (str(verdict.machine.get("device") or "no GPU") for verdict in (now, before))
     if here != there:
         passage.not_measured.append(f"--baseline: it was measured on {there}, this run on {here}; make one here")
         return
     if before.step_ms is None and not before.counts:
         passage.not_measured.append("--baseline: it has neither a timed step nor counts; make a new one")
+    elif before.step_ms is None and most is not None:
+        passage.not_measured.append(
+            "--max-regress-pct: the baseline has no timed step; make one on a GPU, or leave the option out"
+        )
     if before.step_ms is not None:
         slower = None if now.step_ms is None else 100 * (now.step_ms / before.step_ms - 1)
-        passage.hold("--max-regress-pct", slower, most, f"no step was timed ({why})")
+        passage.hold("--max-regress-pct", slower, REGRESS if most is None else most, f"no step was timed ({why})")
     for name, count in before.counts.items():
         what = f"--baseline: {COUNTS.get(name, name)} a step"
         passage.hold(what, now.counts.get(name), count, f"was not counted ({why})")
@@ -185,9 +189,13 @@ def read_baseline(path: Path) -> Verdict:
     """A doctor.json of an earlier run."""
     try:
         with reading(path):
-            return Verdict.from_dict(json.loads(regular(path).read_text(encoding="utf-8")))
+            content = json.loads(regular(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no JSON ({error}); wanted the doctor.json of an earlier run.") from error
+    try:
+        return Verdict.from_dict(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def _option(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from .join import joined, marked
 from .judge import judge
 from .kineto import read_trace
 from .phases import Located, Phase, Phases, Taped, Timed
+from .rules.host import idle
 from .script import Enough, Script
 from .steps import Steps
 
 DRY = "a dry run has no GPU: it counts, and prices nothing"
+UNUSED = "nothing ran on the device, so nothing could wait for it"
+UNMET = f"{UNUSED}; in a dry run the script must take it from torch.accelerator.current_accelerator()"
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
     absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
     if located.done < located.steps:
         absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
-    return Evidence(
+    evidence = Evidence(
         script=name,
         device=_device(plan.dry),
         rows=[*located.ledger.rows, *located.unchanged],
@@ -139,6 +142,15 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
         **_measured(steps, located),
         absent=absent | ({"prices": DRY} if plan.dry else {}),
     )
+    return _used(evidence, plan.dry)
+
+
+def _used(evidence: Evidence, dry: bool) -> Evidence:
+    """Evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget. On a GPU
+    only a tape says so, as the sensors see no launch in the replay of a graph."""
+    if (dry or evidence.tape is not None) and idle(evidence):
+        return replace(evidence, counted=frozenset(), absent={"counts": UNMET if dry else UNUSED} | dict(evidence.absent))
+    return evidence
 
 
 def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
