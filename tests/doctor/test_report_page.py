@@ -172,6 +172,14 @@ def test_a_tape_without_prices_says_why_there_is_no_what_if():
     assert 'type="checkbox"' not in page(verdict) and "train.py:88" in page(verdict)
 
 
+def test_a_page_without_findings_plays_nothing_again_but_keeps_its_timeline():
+    """Its script looked for the boxes, which are not there, and stopped before the timeline."""
+    tape, located = looped()
+    verdict = judged(tape, located)
+    packed = [page_module._content(one, Recorded(tape, located))[0] for one in (verdict, replace(verdict, findings=[]))]
+    assert ["program" in content for content in packed] == [True, False] and packed[1]["gaps"]
+
+
 def test_the_snippet_is_the_file_s_where_the_line_is_still_there(tmp_path):
     tape, located = looped()
     finding = judged(tape, located).findings[0]

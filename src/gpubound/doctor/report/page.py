@@ -169,7 +169,8 @@ def _content(verdict: Verdict, recording: Recorded) -> tuple[dict[str, Any], Pay
         content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
         content["scale"] = (verdict.step_ms or bar.step_ms) / bar.step_ms  # a recorded step is slower than a timed one
         chosen = picks(tape, verdict.findings, recording.located)
-        content["program"] = program(recording.replay, chosen)
+        if any(chosen):  # without a box the page has nothing to play again
+            content["program"] = program(recording.replay, chosen)
     except MeasureError as error:
         return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom)
     return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)
