@@ -62,6 +62,10 @@ class Packed(NamedTuple):
     def nbytes(self) -> int:
         return self.words.nbytes + self.scale.nbytes
 
+    def part(self, rows: slice) -> "Packed":
+        """Some of the rows, over the same memory."""
+        return self._replace(words=self.words[rows], scale=self.scale[rows])
+
 
 @torch.no_grad()
 def pack(weight: Tensor, kind: str) -> Packed:

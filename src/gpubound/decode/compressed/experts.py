@@ -94,7 +94,7 @@ class CodedExperts(LiveExperts):
             count = min(self.at_once, self.count - first)
             for stack, packed in zip(both, (self.gate_up, self.down)):
                 rows = slice(first * stack.shape[1], (first + count) * stack.shape[1])
-                dequantize(rows_of(packed, rows), stack[:count].flatten(0, 1))
+                dequantize(packed.part(rows), stack[:count].flatten(0, 1))
             yield first, both[0][:count], both[1][:count]
 
     def tensors(self) -> list[Tensor]:
@@ -103,10 +103,6 @@ class CodedExperts(LiveExperts):
     def report(self) -> tuple[str, str]:
         how, why = super().report()
         return f"numbers of {self.at_once} experts at a time, {how}", why
-
-
-def rows_of(packed: Packed, rows: slice) -> Packed:
-    return packed._replace(words=packed.words[rows], scale=packed.scale[rows])
 
 
 def experts_of(weights: MixtureWeights) -> LiveExperts:

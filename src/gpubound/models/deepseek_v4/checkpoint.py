@@ -170,7 +170,7 @@ def _apart(stack: Place, count: int) -> Sequence[Any]:
     if not isinstance(stack, Packed):
         return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
     rows = stack.rows // count
-    return [stack._replace(words=w, scale=s) for w, s in zip(stack.words.split(rows), stack.scale.split(rows))]
+    return [stack.part(slice(first, first + rows)) for first in range(0, stack.rows, rows)]
 
 
 def _own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:

@@ -56,8 +56,7 @@ class Fp4Experts(nn.Module):
     def _numbers(self, part: str, expert: int, dtype: torch.dtype) -> Tensor:
         packed = self.packed(part)
         each = packed.rows // self.num_experts
-        rows = slice(expert * each, (expert + 1) * each)
-        return unpack(packed._replace(words=packed.words[rows], scale=packed.scale[rows])).to(dtype)
+        return unpack(packed.part(slice(expert * each, (expert + 1) * each))).to(dtype)
 
 
 @contextmanager
