@@ -20,6 +20,7 @@ from gpubound.cli import arguments, guarded
 from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
+from gpubound.kernels.packed import BIAS
 from gpubound.trace import strict
 from gpubound.words import quantity
 
@@ -27,7 +28,6 @@ from . import results
 from .decode_host import host_us
 from .decode_peers import gap
 from .decode_start import syncs
-from .deepseek_codes import fill, measure_codes
 from .harness import CAPTURED, Bench, chosen, need_transformers, peak_gib, release
 
 PARTS = ("step", "codes", "streams", "memory")
@@ -96,9 +96,7 @@ def main(argv: Sequence[str]) -> int:
         if "step" in parts:
             measure_step(bench, model, size, options.rounds)
         if "codes" in parts:
-            models = {"ours": build_model(device, options.dry, codes=True), "16 bits": model}
-            case = f"{NAME} batch 1, experts in fp4"
-            measure_codes(bench, case, models, prompt_of(model, size), size, options.rounds, (captured, gap, GAP))
+            measure_codes(bench, build_model(device, options.dry, codes=True), model, size, options.rounds)
     return bench.finish()
 
 
@@ -125,7 +123,7 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
     """Random weights, made where they lie; what transformers keeps in fp32 is fp32. codes: of experts, in fp4."""
     from transformers import DeepseekV4ForCausalLM
 
-    from gpubound.models.deepseek_v4.coded import in_fp4
+    from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts, in_fp4
 
     torch.manual_seed(0)
     config = v4_config(dry)
@@ -137,7 +135,10 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), config.n_routed_experts, device=device).argsort(-1)[:, : buffer.shape[1]])
-    fill(model)
+    for experts in (module for module in model.modules() if isinstance(module, Fp4Experts)):
+        for packed in map(experts.packed, PARTS):
+            packed.words.random_(-(2**31), 2**31)
+            packed.scale.fill_(BIAS - 7)  # so the weights have a spread of 0.02
     return model
 
 
@@ -148,21 +149,51 @@ def prompt_of(model: Any, size: Size) -> Tensor:
 
 @torch.no_grad()
 def measure_step(bench: Bench, model: Any, size: Size, rounds: int) -> None:
-    ids = prompt_of(model, size)
-    prompt, case = ids.tolist(), f"{NAME} batch 1"
-    with strict():
-        decoder = gpubound.decoder(model, 1, size.room, k=K)
-    for _ in range(2):  # a prefill is captured when its size comes again
-        tokens = decoder.generate(prompt, max_new_tokens=size.ours, stop=()).tokens
-    far = gap(model, ids, torch.tensor(tokens)[:, : size.peers])
-    if not far <= GAP:
-        bench.wrong.append(f"{case}: ours lie up to {far:.2f} deviations below the model's own (limit {GAP}); not timed")
-        return
+    ids, case = prompt_of(model, size), f"{NAME} batch 1"
+    prompt, decoder = ids.tolist(), decoder_of(model, size)
     works = {
         "ours": lambda: captured(decoder, prompt, size.ours),
         "uncaptured": lambda: uncaptured(decoder, size.peers),
         "eager": lambda: own_forward(model, ids, size.peers),
     }
+    if not beside(bench, case, decoder, size, rounds, works, {"eager": EAGER, "roofline": ROOFLINE}):
+        return
+    for what, idle, gates in (("", True, {"budget": 1.0}), (", the device at work", False, {})):
+        spent = host_us(decoder, prompt, rounds, K, size.ours, idle)
+        bench.figure(f"{case}, host time a token, {K} a launch{what}", "us", spent, {"budget": HOST_US}, gates)
+    if bench.device.type == "cuda":
+        count_on_gpu(bench, case, decoder, prompt, size)
+    release(bench.device)
+
+
+@torch.no_grad()
+def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int) -> None:
+    """Experts in fp4, as DeepSeek-V4 is published, beside `model`, whose experts have 16 bits."""
+    prompt, decoders = prompt_of(model, size).tolist(), {"ours": decoder_of(coded, size), "16 bits": decoder_of(model, size)}
+    works = {who: lambda one=one: captured(one, prompt, size.ours) for who, one in decoders.items()}
+    beside(bench, f"{NAME} batch 1, experts in fp4", decoders["ours"], size, rounds, works, {"16 bits": 1.0})
+    release(bench.device)
+
+
+def decoder_of(model: Any, size: Size) -> Any:
+    with strict():
+        decoder = gpubound.decoder(model, 1, size.room, k=K)
+    for _ in range(2):  # a prefill is captured when its size comes again
+        decoder.generate(prompt_of(model, size).tolist(), max_new_tokens=size.ours, stop=())
+    return decoder
+
+
+@torch.no_grad()
+def beside(
+    bench: Bench, case: str, decoder: Any, size: Size, rounds: int, works: dict[str, Work], gates: dict[str, float]
+) -> bool:
+    """Time the works by turns and keep the line, unless the decoder's tokens are not its model's."""
+    model, ids = decoder.model, prompt_of(decoder.model, size)
+    tokens = decoder.generate(ids.tolist(), max_new_tokens=size.ours, stop=()).tokens
+    far = gap(model, ids, torch.tensor(tokens)[:, : size.peers])
+    if not far <= GAP:
+        bench.wrong.append(f"{case}: ours lie up to {far:.2f} deviations below the model's own (limit {GAP}); not timed")
+        return False
     seconds: dict[str, list[float]] = {who: [] for who in works}
     for _ in range(rounds):
         for who, work in works.items():
@@ -171,15 +202,10 @@ def measure_step(bench: Bench, model: Any, size: Size, rounds: int) -> None:
     least = decoder.body.bytes_a_step([size.prompt + size.ours // 2])
     bench.keep(
         case, measure.compare_samples(seconds, clock="perf_counter, behind the first token"), unit="tok/s", amount=1,
-        ceiling=("roofline", rate / least), gates={"eager": EAGER, "roofline": ROOFLINE},
+        ceiling=("roofline", rate / least), gates=gates,
     )  # fmt: skip
     print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(rate, 'B/s')} read here", flush=True)
-    for what, idle, gates in (("", True, {"budget": 1.0}), (", the device at work", False, {})):
-        spent = host_us(decoder, prompt, rounds, K, size.ours, idle)
-        bench.figure(f"{case}, host time a token, {K} a launch{what}", "us", spent, {"budget": HOST_US}, gates)
-    if bench.device.type == "cuda":
-        count_on_gpu(bench, case, decoder, prompt, size)
-    release(bench.device)
+    return True
 
 
 def captured(decoder: Any, prompt: list[list[int]], new: int) -> float:

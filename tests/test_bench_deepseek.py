@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks import bench_deepseek
-from benchmarks.bench_deepseek import DRY, build_model, measure_step, prompt_of, v4_config
-from benchmarks.deepseek_codes import measure_codes
+from benchmarks.bench_deepseek import DRY, build_model, measure_codes, measure_step, v4_config
 from benchmarks.harness import Bench
 from gpubound import device as facts
 from gpubound.cli import guarded
@@ -56,8 +55,8 @@ def test_experts_in_fp4_beside_16_bits(bench, monkeypatch):
     monkeypatch.setattr(bench_deepseek, "captured", lambda *given: next(seconds))
     models = {"ours": build_model(CPU, dry=True, codes=True), "16 bits": build_model(CPU, dry=True)}
     assert sum(p.numel() for p in models["ours"].parameters()) < 0.9 * sum(p.numel() for p in models["16 bits"].parameters())
-    given = prompt_of(models["ours"], DRY), DRY, 3, (bench_deepseek.captured, bench_deepseek.gap, 1e-3)
-    measure_codes(bench, "in fp4", models, *given)
+    monkeypatch.setattr(bench_deepseek, "GAP", 1e-3)
+    measure_codes(bench, *models.values(), DRY, 3)
     assert not bench.wrong and {line.peer_name: (line.gate, line.ratio) for line in bench.lines}["16 bits"] == (1.0, 2.0)
 
 

@@ -18,6 +18,7 @@ from ..decode.request import Choice
 from ..decode.result import Generated
 from ..device import label
 from . import arguments
+from .many import check_timeout
 from .prompts import read_prompts
 from .saved import HARMLESS, VERIFY, Saved, check_text
 from .speed import Speed
@@ -156,8 +157,7 @@ def check(options: Generate) -> None:
         value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}, wanted at least {least}.")
-    if not options.timeout > 0:
-        raise ValueError(f"timeout: got {options.timeout:g} minutes, wanted more than 0; 10 is the default.")
+    check_timeout(options.timeout)
     if options.verify not in VERIFY:
         raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
     if options.k != "auto" and not (options.k.isdecimal() and 0 < int(options.k) <= STEPS):

@@ -21,6 +21,11 @@ from ..parallel.failing import AGAIN, INTERRUPTED, UNSOUND, Failure, failure_of,
 PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
 
 
+def check_timeout(minutes: float) -> None:
+    if not minutes > 0:
+        raise ValueError(f"timeout: got {minutes:g} minutes, wanted more than 0; 10 is the default.")
+
+
 @dataclass(frozen=True)
 class Many:
     """The options of a command that may run as many processes."""
@@ -43,8 +48,7 @@ class Many:
 
     def starts(self, device: str) -> bool:
         """Whether this process has to start the others; ValueError where it cannot."""
-        if not self.timeout > 0:
-            raise ValueError(f"timeout: got {self.timeout:g} minutes, wanted more than 0; 10 is the default.")
+        check_timeout(self.timeout)
         if self.restarts < 0:
             raise ValueError(f"restarts: got {self.restarts}, wanted 0 or more.")
         if started_by_us():

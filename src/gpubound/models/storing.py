@@ -33,6 +33,7 @@ from .folder import (
     read_config,
     read_generation,
     stored_tensors,
+    weight_files,
 )
 from .own import LanguageModel
 
@@ -87,15 +88,12 @@ def unread_model(
 @torch.no_grad()
 def read_parts(path: Path, parts: Mapping[str, Part]) -> None:
     """Fill each memory with its part of the stored tensor of that name. No more is read than that."""
-    files: dict[Path, list[str]] = {}
-    for name, stored in stored_tensors(path).items():
-        if name in parts and parts[name][0].numel():
-            files.setdefault(stored.file, []).append(name)
-    for file, names in files.items():
+    for file in weight_files(path):
         with opened(file) as tensors:
-            for name in names:
+            for name in (name for name in tensors.keys() if name in parts):  # noqa: SIM118 (it is no dict)
                 memory, part = parts[name]
-                memory.copy_(tensors.get_slice(name)[part] if part else tensors.get_tensor(name))
+                if memory.numel():
+                    memory.copy_(tensors.get_slice(name)[part] if part else tensors.get_tensor(name))
 
 
 def write_model(

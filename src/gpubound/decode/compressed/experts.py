@@ -28,13 +28,19 @@ class LiveExperts:
     reads = "routed_gate_up, add_routed"
 
     def __init__(self, weights: MixtureWeights) -> None:
-        gate_up: Any = weights.gate_up
-        down: Any = weights.down
-        self.gate_up, self.down = gate_up, down
-        self.count, self.width, self.dtype = len(gate_up), gate_up.shape[1] // 2, down.dtype
-        self.nbytes = (gate_up.nbytes + down.nbytes) // self.count  # of one expert
-        self.ungrouped = not_grouped(gate_up, down)
+        self.gate_up: Any = weights.gate_up
+        self.down: Any = weights.down
         self.limit, self.gated = weights.limit, partial(swiglu, limit=weights.limit)
+        self.count, self.width, self.dtype = self.sizes(weights)
+        self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // self.count  # of one expert
+        self.ungrouped = self.not_grouped()
+
+    def sizes(self, weights: MixtureWeights) -> tuple[int, int, torch.dtype]:
+        """How many experts there are, how wide each is, and what is computed in."""
+        return len(self.gate_up), self.gate_up.shape[1] // 2, self.down.dtype
+
+    def not_grouped(self) -> str | None:
+        return not_grouped(self.gate_up, self.down)
 
     def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
         """`to` (N, hidden) fp32 with Σ share · expert added, for the norm of u (N, hidden)."""
@@ -61,15 +67,21 @@ class CodedExperts(LiveExperts):
 
     reads = "quantized_routed_gate_up, quantized_add_routed"
 
-    def __init__(self, weights: MixtureWeights) -> None:
-        self.gate_up, self.down = weights.gate_up, weights.down
-        hidden, self.width, self.dtype = self.gate_up.columns, self.down.columns, weights.gate.weight.dtype
-        self.count = self.down.rows // hidden
-        self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // self.count
-        like = partial(torch.empty, device=self.down.words.device, dtype=self.dtype)
-        self.ungrouped = not_grouped(like(1, 1, hidden), like(1, 1, self.width))
-        self.limit, self.gated = weights.limit, partial(swiglu, limit=weights.limit)
-        self.at_once = max(1, min(self.count, WIDE // (3 * self.width * hidden)))
+    def sizes(self, weights: MixtureWeights) -> tuple[int, int, torch.dtype]:
+        return self.down.rows // self.gate_up.columns, self.down.columns, weights.gate.weight.dtype
+
+    def not_grouped(self) -> str | None:
+        rows = (self.like(1, 1, packed.columns) for packed in (self.gate_up, self.down))
+        return not_grouped(*rows)
+
+    def like(self, *shape: int) -> Tensor:
+        """Room for numbers."""
+        return torch.empty(*shape, device=self.down.words.device, dtype=self.dtype)
+
+    @property
+    def at_once(self) -> int:
+        """Experts whose codes become numbers together."""
+        return max(1, min(self.count, WIDE // (3 * self.width * self.gate_up.columns)))
 
     def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
         routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
@@ -85,13 +97,10 @@ class CodedExperts(LiveExperts):
 
     def numbers(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(the first expert, gate_up, down) of some experts, the next ones over the memory of these."""
-        hidden = self.gate_up.columns
-        both = [
-            torch.empty(self.at_once, *shape, device=self.down.words.device, dtype=self.dtype)
-            for shape in ((2 * self.width, hidden), (hidden, self.width))
-        ]
-        for first in range(0, self.count, self.at_once):
-            count = min(self.at_once, self.count - first)
+        hidden, at_once = self.gate_up.columns, self.at_once
+        both = self.like(at_once, 2 * self.width, hidden), self.like(at_once, hidden, self.width)
+        for first in range(0, self.count, at_once):
+            count = min(at_once, self.count - first)
             for stack, packed in zip(both, (self.gate_up, self.down)):
                 rows = slice(first * stack.shape[1], (first + count) * stack.shape[1])
                 dequantize(packed.part(rows), stack[:count].flatten(0, 1))
