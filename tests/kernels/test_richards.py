@@ -127,9 +127,9 @@ def test_programs_stride_over_tiles(device, monkeypatch):
 
 
 @triton.jit
-def _sigma_kernel(x_ptr, s_ptr, r_ptr, l_ptr, inverse_nu, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def _sigma_kernel(x_ptr, s_ptr, r_ptr, l_ptr, bent, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    sigma, r, length = _curve.sigma_of(tl.load(x_ptr + i), 1.0, 0.0, inverse_nu, DTYPE)
+    sigma, r, length = _curve.sigma_of(tl.load(x_ptr + i), 1.0, 0.0, bent, DTYPE)
     tl.store(s_ptr + i, sigma)
     tl.store(r_ptr + i, r)
     tl.store(l_ptr + i, length)
@@ -142,7 +142,7 @@ def test_the_digits_of_each_dtype(dtype, digits, device):
     x = torch.logspace(-6, 2, 32, device=device).repeat(2)
     x[32:] *= -1
     sigma, r, length = (torch.empty_like(x) for _ in range(3))
-    _sigma_kernel[(1,)](x, sigma, r, length, 0.4, 64, dtype)
+    _sigma_kernel[(1,)](x, sigma, r, length, -0.4, 64, dtype)
     exact = x.double()
     want = torch.logaddexp2(exact, torch.zeros_like(exact))
     torch.testing.assert_close(length.double(), want, rtol=digits, atol=1e-37)

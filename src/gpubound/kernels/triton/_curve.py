@@ -49,7 +49,7 @@ def _parameter(free_ptr, CURVE: tl.constexpr, WHICH: tl.constexpr):
 
 @triton.jit
 def numbers(free_ptr, CURVE: tl.constexpr):
-    """(rate, place, 1 / nu, gain, offset, steep)"""
+    """(rate, place, −1 / nu, gain, offset, steep)"""
     nu = _parameter(free_ptr, CURVE, _NU)
     rate = _parameter(free_ptr, CURVE, _K)
     if CURVE[_TAIL]:
@@ -62,14 +62,14 @@ def numbers(free_ptr, CURVE: tl.constexpr):
         scale, shift, offset, gain = 2.0 * scale, 2.0 * shift, offset - gain, 2.0 * gain
     place = tl.log(_parameter(free_ptr, CURVE, _BETA)) - rate * (shift - _parameter(free_ptr, CURVE, _M))
     rate *= -scale
-    inverse_nu = 1.0 / nu
+    bent = -1.0 / nu
     return (
         rate * 1.4426950408889634,
         place * 1.4426950408889634,
-        inverse_nu,
+        bent,
         gain,
         offset,
-        -gain * rate * inverse_nu,
+        gain * rate * bent,
     )  # 1 / ln 2
 
 
@@ -93,11 +93,23 @@ def _log2_of_1_and(e, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def sigma_of(x, rate, place, inverse_nu, DTYPE: tl.constexpr):
-    """(σ, r, log2(1 + 2^u)). Nothing overflows: no exponential is taken of more than 0."""
+def sigma_of(x, rate, place, bent, DTYPE: tl.constexpr):
+    """(σ, r, log2(1 + 2^u)). Nothing overflows: no exponential is taken of more than 0.
+
+    −1 times |u| is a sign that the exponential takes as it is read; 0 less |u|, which `-` means in Triton, is an instruction.
+    """
     u = rate * x + place
-    length = tl.maximum(u, 0.0) + _log2_of_1_and(tl.exp2(-tl.abs(u)), DTYPE)
-    return tl.exp2(-length * inverse_nu), tl.exp2(u - length), length
+    length = tl.maximum(u, 0.0) + _log2_of_1_and(tl.exp2(-1.0 * tl.abs(u)), DTYPE)
+    return tl.exp2(bent * length), tl.exp2(u - length), length
+
+
+@triton.jit
+def value_of(sigma, gain, offset, CURVE: tl.constexpr):
+    """f. A compiler may not leave out + 0, which would keep a −0."""
+    f = gain * sigma
+    if CURVE[_BIAS] >= 0 or CURVE[_VALUES + _BIAS] != 0 or CURVE[_TANH]:
+        f += offset
+    return f
 
 
 @triton.jit
@@ -114,8 +126,8 @@ def no_sums(COUNT: tl.constexpr):
 
 
 @triton.jit
-def add_sums(sums, w, d, x, sigma, length, COUNT: tl.constexpr, CURVE: tl.constexpr):
-    """`sums` and those of a tile, w being the gradient of f there and d = w σ r."""
+def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr):
+    """`sums` and those of a tile, w being the gradient of f there, s = w σ and d = s r."""
     line, place, bend, height, level = sums
     NU: tl.constexpr = CURVE[_NU] >= 0
     STRETCH: tl.constexpr = CURVE[_K] >= 0 or CURVE[_SCALE] >= 0 or CURVE[_TEMPERATURE] >= 0
@@ -129,9 +141,9 @@ def add_sums(sums, w, d, x, sigma, length, COUNT: tl.constexpr, CURVE: tl.conste
     if STRETCH or MOVE or (NU and TAIL):
         place += _inside(d, COUNT)
     if NU:
-        bend += _inside(w * sigma * length, COUNT)
+        bend += _inside(s * length, COUNT)
     if GAIN:
-        height += _inside(w * sigma, COUNT)
+        height += _inside(s, COUNT)
     if BIAS or (GAIN and TANH):
         level += _inside(w, COUNT)
     return line, place, bend, height, level

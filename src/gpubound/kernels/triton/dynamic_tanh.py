@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..curve import Curve
-from ._curve import SUMS, add_sums, deliver_curves, no_sums, numbers, put_sums, sigma_of
+from ._curve import SUMS, add_sums, deliver_curves, no_sums, numbers, put_sums, sigma_of, value_of
 from ._launch import first_order_only
 from ._math import reciprocal
 from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
@@ -49,7 +49,7 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
     if CURVE is None:
         alpha = tl.load(a_ptr).to(tl.float32)
     else:
-        rate, place, inverse_nu, gain, offset, _steep = numbers(a_ptr, CURVE)
+        rate, place, bent, gain, offset, _steep = numbers(a_ptr, CURVE)
     w = _columns(w_ptr, COLS, BLOCK)
     if BIAS:
         b = _columns(b_ptr, COLS, BLOCK)
@@ -64,8 +64,8 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
         if CURVE is None:
             t, _slope = _tanh(x, alpha, tl.float32 == DTYPE)
         else:
-            sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, DTYPE)
-            t = gain * sigma + offset
+            sigma, _r, _length = sigma_of(x, rate, place, bent, DTYPE)
+            t = value_of(sigma, gain, offset, CURVE)
         y = t * w[None]
         if BIAS:
             y += b[None]
@@ -83,7 +83,7 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
         alpha = tl.load(a_ptr).to(tl.float32)
         da = tl.zeros([BLOCK], tl.float32)
     else:
-        rate, place, inverse_nu, gain, offset, steep = numbers(a_ptr, CURVE)
+        rate, place, bent, gain, offset, steep = numbers(a_ptr, CURVE)
         sums = no_sums(ROWS * BLOCK)
     w = _columns(w_ptr, COLS, BLOCK)
     dw = tl.zeros([BLOCK], tl.float32)
@@ -98,9 +98,10 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
             d = g * slope
             dx = alpha * d
         else:
-            sigma, r, length = sigma_of(x, rate, place, inverse_nu, DTYPE)
-            t = gain * sigma + offset
-            d = g * sigma * r
+            sigma, r, length = sigma_of(x, rate, place, bent, DTYPE)
+            t = value_of(sigma, gain, offset, CURVE)
+            s = g * sigma
+            d = s * r
             dx = steep * d
         if ADD:
             dx += _tile_of(ds_ptr, at, mask, HINT)
@@ -111,7 +112,7 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
             if CURVE is None:
                 da += tl.sum(d * x, 0)
             else:
-                sums = add_sums(sums, g, d, x, sigma, length, ROWS * BLOCK, CURVE)
+                sums = add_sums(sums, g, s, d, x, length, ROWS * BLOCK, CURVE)
     if SUMS:
         if CURVE is None:
             tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..curve import Curve
 from ..plans.kinds import StridePlan, job_of, power_of_two
-from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of
+from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of, value_of
 from ._launch import first_order_only, launch
 from .gated import _halves, _matrix
 
@@ -49,12 +49,12 @@ def _store(ptr, row, stride, col, value, mask):
 def _richards_forward_kernel(x_ptr, free_ptr, y_ptr, rows, tiles, x_row, CURVE: tl.constexpr, COLS: tl.constexpr,
                              ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    rate, place, inverse_nu, gain, offset, _steep = numbers(free_ptr, CURVE)
+    rate, place, bent, gain, offset, _steep = numbers(free_ptr, CURVE)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         x = _load(x_ptr, row, x_row, col, mask, HINT)
-        sigma, _r, _length = sigma_of(x, rate, place, inverse_nu, DTYPE)
-        _store(y_ptr, row, COLS, col, gain * sigma + offset, mask)
+        sigma, _r, _length = sigma_of(x, rate, place, bent, DTYPE)
+        _store(y_ptr, row, COLS, col, value_of(sigma, gain, offset, CURVE), mask)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -62,17 +62,18 @@ def _richards_backward_kernel(dy_ptr, x_ptr, free_ptr, dx_ptr, parts_ptr, rows, 
                               SUMS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                               STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    rate, place, inverse_nu, _gain, _offset, steep = numbers(free_ptr, CURVE)
+    rate, place, bent, _gain, _offset, steep = numbers(free_ptr, CURVE)
     sums = no_sums(ROWS * BLOCK)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         dy = _load(dy_ptr, row, dy_row, col, mask, HINT)
         x = _load(x_ptr, row, x_row, col, mask, HINT)
-        sigma, r, length = sigma_of(x, rate, place, inverse_nu, DTYPE)
-        d = dy * sigma * r
+        sigma, r, length = sigma_of(x, rate, place, bent, DTYPE)
+        s = dy * sigma
+        d = s * r
         _store(dx_ptr, row, COLS, col, steep * d, mask)
         if SUMS:
-            sums = add_sums(sums, dy, d, x, sigma, length, ROWS * BLOCK, CURVE)
+            sums = add_sums(sums, dy, s, d, x, length, ROWS * BLOCK, CURVE)
     if SUMS:
         put_sums(parts_ptr + tl.program_id(0) * SUMS, sums)
 
@@ -82,15 +83,16 @@ def _richards_glu_forward_kernel(x1_ptr, x2_ptr, v_ptr, g_ptr, h_ptr, rows, tile
                                  GATE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                                  STAGES: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x1_ptr.dtype.element_ty
-    v_rate, v_place, v_inverse_nu, v_gain, v_offset, _v_steep = numbers(v_ptr, VALUE)
-    g_rate, g_place, g_inverse_nu, g_gain, g_offset, _g_steep = numbers(g_ptr, GATE)
+    v_rate, v_place, v_bent, v_gain, v_offset, _v_steep = numbers(v_ptr, VALUE)
+    g_rate, g_place, g_bent, g_gain, g_offset, _g_steep = numbers(g_ptr, GATE)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col, mask = _tile_at(tile, rows, COLS, ROWS, BLOCK)
         x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
         x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
-        v_sigma, _v_r, _v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, DTYPE)
-        g_sigma, _g_r, _g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, DTYPE)
-        _store(h_ptr, row, COLS, col, x1 * (v_gain * v_sigma + v_offset) * (g_gain * g_sigma + g_offset), mask)
+        v_sigma, _v_r, _v_length = sigma_of(x1, v_rate, v_place, v_bent, DTYPE)
+        g_sigma, _g_r, _g_length = sigma_of(x2, g_rate, g_place, g_bent, DTYPE)
+        v, g = value_of(v_sigma, v_gain, v_offset, VALUE), value_of(g_sigma, g_gain, g_offset, GATE)
+        _store(h_ptr, row, COLS, col, x1 * v * g, mask)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -99,8 +101,8 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
                                   COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
                                   HINT: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x1_ptr.dtype.element_ty
-    v_rate, v_place, v_inverse_nu, v_gain, v_offset, v_steep = numbers(v_ptr, VALUE)
-    g_rate, g_place, g_inverse_nu, g_gain, g_offset, g_steep = numbers(g_ptr, GATE)
+    v_rate, v_place, v_bent, v_gain, v_offset, v_steep = numbers(v_ptr, VALUE)
+    g_rate, g_place, g_bent, g_gain, g_offset, g_steep = numbers(g_ptr, GATE)
     v_sums = no_sums(ROWS * BLOCK)
     g_sums = no_sums(ROWS * BLOCK)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
@@ -108,20 +110,20 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
         dh = _load(dh_ptr, row, dh_row, col, mask, HINT)
         x1 = _load(x1_ptr, row, x_row, col, mask, HINT)
         x2 = _load(x2_ptr, row, x_row, col, mask, HINT)
-        v_sigma, v_r, v_length = sigma_of(x1, v_rate, v_place, v_inverse_nu, DTYPE)
-        g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_inverse_nu, DTYPE)
-        v = v_gain * v_sigma + v_offset
-        g = g_gain * g_sigma + g_offset
+        v_sigma, v_r, v_length = sigma_of(x1, v_rate, v_place, v_bent, DTYPE)
+        g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_bent, DTYPE)
+        v, g = value_of(v_sigma, v_gain, v_offset, VALUE), value_of(g_sigma, g_gain, g_offset, GATE)
         at_x1 = dh * g
         v_w, g_w = at_x1 * x1, dh * (x1 * v)
-        v_d, g_d = v_w * (v_sigma * v_r), g_w * (g_sigma * g_r)
+        v_s, g_s = v_w * v_sigma, g_w * g_sigma
+        v_d, g_d = v_s * v_r, g_s * g_r
         _store(d1_ptr, row, d_row, col, at_x1 * v + v_steep * v_d, mask)
         _store(d2_ptr, row, d_row, col, g_steep * g_d, mask)
         if H:
             _store(h_ptr, row, COLS, col, x1 * v * g, mask)
         if SUMS:
-            v_sums = add_sums(v_sums, v_w, v_d, x1, v_sigma, v_length, ROWS * BLOCK, VALUE)
-            g_sums = add_sums(g_sums, g_w, g_d, x2, g_sigma, g_length, ROWS * BLOCK, GATE)
+            v_sums = add_sums(v_sums, v_w, v_s, v_d, x1, v_length, ROWS * BLOCK, VALUE)
+            g_sums = add_sums(g_sums, g_w, g_s, g_d, x2, g_length, ROWS * BLOCK, GATE)
     if SUMS:
         parts_ptr += tl.program_id(0) * 2 * SUMS
         put_sums(parts_ptr, v_sums)
