@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named(device):
         ),
         (
             lambda: kernels.take_words(y, mail._replace(own=None), added=True),
-            f"take_words: mail.own must be the number of a box of 6 columns on {device}, got None.",
+            f"take_words: mail.own must be the number of a box of 6 columns on {y.device}, got None.",
         ),
     ):
         with pytest.raises(ValueError) as error:

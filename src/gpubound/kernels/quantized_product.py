@@ -135,7 +135,7 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
 def quantized_routed_gate_up(
     x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
 ) -> Tensor:
-    """out (B, S, I, in the model's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
+    """out (B, S, I, in any dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
     limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
@@ -144,10 +144,10 @@ def quantized_routed_gate_up(
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
     check_plain("quantized_routed_gate_up", norm)
     require("quantized_routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
-    require("quantized_routed_gate_up", "out", out, norm.weight.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
+    require("quantized_routed_gate_up", "out", out, None, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
     check_limit("quantized_routed_gate_up", limit)
-    kernel = implementation("quantized_routed_gate_up", norm.weight, None, (gate_up.kind,))
+    kernel = implementation("quantized_routed_gate_up", out, None, (gate_up.kind,))
     return kernel(x, norm, gate_up, ids, out, dependent, limit)
 
 

@@ -97,6 +97,14 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
         assert found == wanted.tolist()
 
 
+def test_in_16_bits_norms_stay_in_fp32(folder):
+    """As transformers keeps them: activations have the weights' dtype, whatever the norms' is."""
+    model = load_coded(folder, CPU, torch.bfloat16, codes=True)
+    layer = model.model.layers[0]
+    assert layer.post_attention_layernorm.weight.dtype == torch.float32 and layer.mlp.gate.weight.dtype == torch.bfloat16
+    assert gb.decoder(model, 1, 64).generate([text(9).tolist()], max_new_tokens=2, stop=()).count == 2
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_experts_stay_in_fp4(folder):
     """Captured, beside the same numbers in fp32; and in bf16 to the end."""
