@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound.errors import DeviceError
-from gpubound.watch import pretend
+from gpubound.watch import pretend, watch
 from gpubound.watch.pretend import SimTensor, simgpu
 
 from ..kernels.apart import apart
@@ -45,6 +45,21 @@ def test_training_gives_the_cpu_s_losses(sim, options):
         losses[device.type] = [step().item() for _ in range(3)]
     assert losses["simgpu"] == pytest.approx(losses["cpu"], rel=1e-9)
     assert losses["cpu"][-1] < losses["cpu"][0]
+
+
+@pytest.mark.parametrize(("options", "together"), [({}, True), ({"foreach": False}, False)], ids=str)
+def test_many_tensors_are_updated_and_clipped_at_once_as_on_cuda(sim, options, together):
+    weights = [torch.nn.Parameter(torch.ones(2, device=sim)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(2, device=sim)
+    optimizer = torch.optim.AdamW(weights, **options)
+    with watch(device=sim) as ledger:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0, **options)
+        optimizer.step()
+        ledger.step()
+    names = {row.what for row in ledger.rows if row.kind == "launch"}
+    assert (names >= {"_foreach_addcdiv_", "_foreach_norm"}) is together, names
+    assert ("addcdiv_" not in names) is together, names
 
 
 def test_a_module_keeps_its_parameters_and_their_ties(sim):

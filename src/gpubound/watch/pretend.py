@@ -16,7 +16,8 @@ Not pretended: streams (work runs in order), a generator of its own (the CPU's i
 import functools
 
 import torch
-from torch.utils import backend_registration
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, backend_registration
 
 from ..errors import DeviceError
 from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
@@ -139,6 +140,9 @@ def _register() -> list[object]:
     library.impl("_pin_memory", pin_memory, "CPU")
     library.impl("is_pinned", is_pinned, "CPU")
     kept = [library, guard, *_autocast(library)]
+    together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    for types in together:
+        types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return kept
 

@@ -1,13 +1,15 @@
 """The tape as a trace for ui.perfetto.dev: the user's lines are slices, each above the calls that it made.
 
-Perfetto drops a slice that begins inside another one and ends after it. So calls, spans, lines and gaps have tracks of their
-own, and so has each stream of a device.
+Perfetto drops a slice that begins inside another one and ends after it, by a nanosecond even. So calls, spans, lines and gaps
+have tracks of their own, and so has each stream of a device. It drops what is before 0, too: times are whole nanoseconds since
+the tape's first one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from ...errors import MeasureError
@@ -32,6 +34,9 @@ def perfetto(recording: Recorded) -> str:
     except MeasureError as error:
         about["idle"] = f"not told: {error}"
     events = [*_host(tape, recording.located), *_devices(tape), *_idle(gaps)]
+    first = min((event["ts"] for event in events if "ts" in event), default=0)
+    for event in events:
+        _in_us(event, first)
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":"))
 
 
@@ -58,7 +63,11 @@ def _tracks(tape: Tape) -> dict[tuple[int, str], int]:
 
 
 def _devices(tape: Tape) -> Iterator[dict[str, Any]]:
-    """Works, and an arrow from each launch to its first one."""
+    """Works, and an arrow from each launch to its first one.
+
+    Two works of a stream may overlap, by an error of the clock or because the second was let in early. It is drawn from the end
+    of the first one then, and says how much earlier it began.
+    """
     queues = sorted({(work.device, work.stream) for work in tape.work})
     track = {queue: GAPS + 1 + n for n, queue in enumerate(queues)}
     for device in sorted({device for device, _ in queues}):
@@ -66,13 +75,18 @@ def _devices(tape: Tape) -> Iterator[dict[str, Any]]:
         yield from _named(DEVICES + device, f"GPU {device}", names)
     threads = _tracks(tape)
     arrows = {call.correlation: call for call in tape.calls if call.correlation}
-    for work in tape.work:
-        where = DEVICES + work.device, track[work.device, work.stream]
-        yield _slice(work.name, *where, work.start, work.end, kind=work.kind, bytes=work.bytes)
+    done = dict.fromkeys(queues, -inf)
+    for work in sorted(tape.work, key=lambda work: (work.start, -work.end)):
+        queue = work.device, work.stream
+        where = DEVICES + work.device, track[queue]
+        begin = max(work.start, done[queue]) if work.end > done[queue] else work.start
+        done[queue] = max(done[queue], work.end)
+        early = round(begin - work.start, 3)
+        yield _slice(work.name, *where, begin, work.end, kind=work.kind, bytes=work.bytes, began_us_before=early)
         if call := arrows.pop(work.correlation, None):
             flow = {"cat": "launch", "name": "launch", "id": work.correlation}
-            yield flow | {"ph": "s", "pid": HOST, "tid": threads[call.thread, "calls"], "ts": call.start}
-            yield flow | {"ph": "f", "bp": "e", "pid": where[0], "tid": where[1], "ts": work.start}
+            yield flow | {"ph": "s", "pid": HOST, "tid": threads[call.thread, "calls"], "ts": _ns(call.start)}
+            yield flow | {"ph": "f", "bp": "e", "pid": where[0], "tid": where[1], "ts": _ns(begin)}
 
 
 def _idle(gaps: Sequence[Gap]) -> Iterator[dict[str, Any]]:
@@ -88,5 +102,18 @@ def _named(process: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict[
 
 def _slice(name: str, process: int, track: int, start: float, end: float, **args: Any) -> dict[str, Any]:
     kept = {key: value for key, value in args.items() if value}
-    event = {"ph": "X", "name": clean(name), "pid": process, "tid": track, "ts": round(start, 3), "dur": round(end - start, 3)}
+    begin = _ns(start)
+    event = {"ph": "X", "name": clean(name), "pid": process, "tid": track, "ts": begin, "dur": _ns(end) - begin}
     return event | ({"args": kept} if kept else {})
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+def _in_us(event: dict[str, Any], first: int) -> None:
+    """Perfetto cuts microseconds to nanoseconds, or rounds them: with a quarter more both give back the same."""
+    if "ts" in event:
+        event["ts"] = (event["ts"] - first + 0.25) / 1000
+    if "dur" in event:
+        event["dur"] = (event["dur"] + 0.25) / 1000
