@@ -124,14 +124,13 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
     from transformers import DeepseekV4ForCausalLM
 
     from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts, in_fp4
+    from gpubound.models.deepseek_v4.strict import keep_in_fp32
 
     torch.manual_seed(0)
     config = v4_config(dry)
     with device, in_fp4(codes):
         model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in model._keep_in_fp32_modules_strict):
-            parameter.data = parameter.data.float()
+    keep_in_fp32(model)
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), config.n_routed_experts, device=device).argsort(-1)[:, : buffer.shape[1]])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GenerateError
+from ...models.deepseek_v4.strict import rounded
 from ..certify import MISSED_LIMIT
 from ..judge import Choices
 
@@ -82,7 +83,7 @@ def _overheard(body: "CompressedBody") -> Iterator[Choices]:
 
 @contextmanager
 def _forced(body: "CompressedBody", choices: Choices) -> Iterator[None]:
-    """The model's routers that choose by scores choose as the body has."""
+    """The model runs in its dtype, and its routers that choose by scores choose as the body has."""
 
     def force(number: int) -> Any:
         weights = body.layers[number].mixture.weights
@@ -99,6 +100,7 @@ def _forced(body: "CompressedBody", choices: Choices) -> Iterator[None]:
 
     routers = body.reader.routers().items()
     handles = [router.register_forward_hook(force(n)) for n, router in routers if body.layers[n].mixture.weights.table is None]
+    handles += rounded(body.model)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     from transformers.initialization import no_init_weights
 
     from .coded import in_fp4
+    from .strict import keep_in_fp32
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     block = tuple(config.quantization_config.get("weight_block_size") or (128, 128))
@@ -46,9 +47,7 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     stay = (device.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
     with device, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in model._keep_in_fp32_modules_strict):
-            parameter.data = parameter.data.float()
+    keep_in_fp32(model)
     _fill(model, folder, stored, block)
     return model
 
