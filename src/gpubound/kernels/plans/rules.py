@@ -83,8 +83,8 @@ def richards(job: Job) -> StridePlan:
     216 backward (252, 195).
     """
     if job.way == "forward":
-        return StridePlan(2048, 8, 8, 3)
-    return StridePlan(1024, 4, 4, 3, "evict_first")
+        return StridePlan(2048, 32, 4)
+    return StridePlan(2048, 3, 4, 3)
 
 
 def losses(job: Job) -> TilePlan:

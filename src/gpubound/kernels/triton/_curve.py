@@ -21,7 +21,7 @@ from ..aside import aside
 from ..curve import LEAST, NAMES, POSITIVE, Curve
 
 SUMS = 8  # five, and room to a power of two
-PARTS = 64  # programs whose sums are added at a time
+PARTS = 512  # programs whose sums are added at a time: as many as most launches have, for each round waits for memory
 
 # Places in Curve.constants
 _NU, _K, _M, _BETA, _TEMPERATURE, _GAIN, _BIAS, _SCALE, _SHIFT = (tl.constexpr(i) for i in range(9))

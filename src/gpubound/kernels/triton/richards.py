@@ -114,13 +114,14 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
         g_sigma, g_r, g_length = sigma_of(x2, g_rate, g_place, g_bent, DTYPE)
         v, g = value_of(v_sigma, v_gain, v_offset, VALUE), value_of(g_sigma, g_gain, g_offset, GATE)
         at_x1 = dh * g
-        v_w, g_w = at_x1 * x1, dh * (x1 * v)
+        held = x1 * v
+        v_w, g_w = at_x1 * x1, dh * held
         v_s, g_s = v_w * v_sigma, g_w * g_sigma
         v_d, g_d = v_s * v_r, g_s * g_r
         _store(d1_ptr, row, d_row, col, at_x1 * v + v_steep * v_d, mask)
         _store(d2_ptr, row, d_row, col, g_steep * g_d, mask)
         if H:
-            _store(h_ptr, row, COLS, col, x1 * v * g, mask)
+            _store(h_ptr, row, COLS, col, held * g, mask)
         if SUMS:
             v_sums = add_sums(v_sums, v_w, v_s, v_d, x1, v_length, ROWS * BLOCK, VALUE)
             g_sums = add_sums(g_sums, g_w, g_s, g_d, x2, g_length, ROWS * BLOCK, GATE)
