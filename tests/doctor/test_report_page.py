@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,10 @@ addEventListener("load", async () => {{
     found.wide = free.filter(e => box(e).right > frame.clientWidth + 0.5).length;
     found.idle = all(".timeline rect.data, .timeline rect.sync").length;
     found.lead = all("polyline.lead")[0].getTotalLength();
+    found.marks = inside(`[5, 600].map(count => Object.assign(Object.create(Timeline.prototype), {{
+      doctor: {{ tape: {{ steps: [...Array(count).keys()].map(n => [n * 100, n * 100 + 90]) }} }},
+      width: 390, bottom: 9, whole: [-1, count * 100], view: [-1, count * 100],
+    }}).axis().filter(part => part.matches(".mark")).map(mark => Number(mark.getAttribute("x1"))))`);
     for (const tick of all("[data-pick]")) if (tick.dataset.pick === "1") tick.click();
     found.after = said();
     const rects = all(".timeline rect").length;
@@ -140,6 +144,8 @@ def test_the_page_in_a_browser(tmp_path):
         assert seen["before"] == f"{timed * replay.step_ms:.2f} ms a step"
         assert seen["after"].startswith(f"{timed * replay.step_ms:.2f} ms → {timed * left:.2f} ms a step")
         assert seen["idle"] > 8 and seen["lead"] > 300 and seen["zoomed"]
+        few, many = seen["marks"]  # a mark a step where there is room
+        assert len(few) == 5 and len(many) == 12 and min(b - a for a, b in pairwise(many)) >= 24
         assert "idle: data" in seen["data"] and "for batch in loader:" in seen["data"]
         assert "train.py:" in seen["tip"] and "idle: a sync" in seen["tip"]
         assert (seen["panels"], seen["turned"]) == ([False, True], [True, False]) and seen["change"] == "-old()\n+new()"

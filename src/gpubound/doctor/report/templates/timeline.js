@@ -4,6 +4,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const LABEL = 96, LANE = 18, SPACE = 6, CURVE = 84, AXIS = 22; // pixels
+const APART = 24; // pixels between two marks of steps: closer ones hatch the curve
 const STREAMS = 6, THREADS = 4; // more lanes than this no screen holds
 
 function drawn(name, attributes, text) {
@@ -16,6 +17,12 @@ function drawn(name, attributes, text) {
 function inWords(us) {
   const [size, unit] = Math.abs(us) >= 1e6 ? [1e6, "s"] : Math.abs(us) >= 1e3 ? [1e3, "ms"] : [1, "µs"];
   return `${Number((us / size).toPrecision(3))} ${unit}`;
+}
+
+// The smallest of 1, 2, 5, 10, 20, ... that is at least `raw`.
+function rounded(raw) {
+  const power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map(m => m * power).find(size => size >= raw);
 }
 
 // The `most` largest groups of events, by name.
@@ -191,14 +198,16 @@ class Timeline {
   }
 
   axis() {
-    const parts = [], [from, to] = this.view, raw = ((to - from) / this.width) * 110, power = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map(m => m * power).find(size => size >= raw), zero = this.whole[0];
+    const parts = [], [from, to] = this.view, step = rounded(((to - from) / this.width) * 110), zero = this.whole[0];
     for (let t = Math.ceil((from - zero) / step) * step; t <= to - zero; t += step) {
       const x = this.x(t + zero), last = x > this.width - 40;
       parts.push(drawn("line", { class: "grid", x1: x, x2: x, y1: AXIS - 4, y2: this.bottom }));
       parts.push(drawn("text", { x: last ? this.width : x, y: 12, "text-anchor": last ? "end" : "middle" }, inWords(Math.round(t * 1e3) / 1e3)));
     }
-    for (const [start] of this.doctor.tape.steps) {
+    const steps = this.doctor.tape.steps, seen = steps.filter(([start]) => start > from && start < to).length;
+    const every = rounded(Math.max(1, (APART * seen) / (this.width - LABEL)));
+    for (let nth = 0; nth < steps.length; nth += every) {
+      const [start] = steps[nth];
       if (start > from && start < to) parts.push(drawn("line", { class: "mark", x1: this.x(start), x2: this.x(start), y1: AXIS - 4, y2: this.bottom }));
     }
     return parts;
