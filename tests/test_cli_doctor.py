@@ -51,7 +51,7 @@ def test_a_dry_run_names_the_line_and_stops_the_script(script, capsys):
     screen = capsys.readouterr().out
     assert "closed after 3\n" in screen
     assert "sync, 1 a step, counted\n   train.py:15\n" in screen and "written: .doctor/doctor.json" in screen
-    assert "Counts and lines only: prices need a GPU." in screen
+    assert screen.count("prices need a GPU") == 1
     written = (script.parent / ".doctor" / JSON).read_text()
     (finding,) = json.loads(written)["findings"]
     assert (finding["kind"], finding["file"], finding["line"], finding["count"], finding["ms"]) == (
@@ -103,7 +103,22 @@ def test_a_script_that_stays_on_the_cpu_holds_no_budget(script, capsys):
     script.write_text(script.read_text().replace(simulated, ""))
     assert main(["doctor", "--dry-run", "--max-syncs-per-step", "0", "--max-pageable-mb", "1", "train.py", "9"]) == 3
     screen = capsys.readouterr().out
-    assert screen.count("NOT MEASURED: --max-") == 2 and "take it from torch.accelerator.current_accelerator()" in screen
+    assert (
+        screen.count("NOT MEASURED: --max-") == 2 and "take the device from torch.accelerator.current_accelerator()" in screen
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+@pytest.mark.parametrize("call", ['torch.ones(2, device="cuda")', "torch.cuda.current_device()", 'torch.Generator("cuda")'])
+def test_a_script_that_asks_for_cuda_is_told_what_a_dry_run_has(script, capsys, call):
+    script.write_text(f"import torch\n{call}\n")
+    assert main(["doctor", "--dry-run", "train.py"]) == 2
+    printed = capsys.readouterr().err
+    assert f"line 2, in <module>\n    {call}\n" in printed
+    assert printed.endswith(
+        "gpubound doctor: train.py failed with code 1; it needs CUDA, which a dry run has not; take the device from "
+        'torch.accelerator.current_accelerator() instead of "cuda", or run the doctor on a GPU.\n'
+    )
 
 
 def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):

@@ -87,6 +87,8 @@ def test_many_findings_are_cut_to_a_screen():
     assert "train.py:107" in text and "train.py:108" not in text and len(text.splitlines()) < 45
     assert "3 more, the dearest of them 12.0 ms (--all lists them)" in text and "11 priced ones together: 15.9 ms" in text
     assert "train.py:110" in screen(replace(VERDICT, findings=many), 110, everything=True)
+    counted = [replace(finding, ms=None, certainty="counted") for finding in many]
+    assert "\n3 more (--all lists them)\n" in screen(replace(VERDICT, findings=counted), 110)
 
 
 def test_the_examples_of_the_words():

@@ -24,9 +24,9 @@ from .rules.host import idle
 from .script import Enough, Script
 from .steps import Steps
 
-DRY = "a dry run has no GPU: it counts, and prices nothing"
+DRY = "a dry run counts and names lines; prices need a GPU"
 UNUSED = "nothing ran on the device, so nothing could wait for it"
-UNMET = f"{UNUSED}; in a dry run the script must take it from torch.accelerator.current_accelerator()"
+UNMET = f"{UNUSED}; in a dry run the script must take the device from torch.accelerator.current_accelerator()"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ from pathlib import Path
 from pkgutil import get_importer
 from types import ModuleType, TracebackType
 
+import torch
+
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
+RUNS = "mend it, and see that it runs without the doctor"
+NO_CUDA = (
+    'it needs CUDA, which a dry run has not; take the device from torch.accelerator.current_accelerator() instead of "cuda", '
+    "or run the doctor on a GPU"
+)
 
 
 class Enough(BaseException):
@@ -64,11 +71,11 @@ class Script:
             if self.module and isinstance(error, ImportError) and _its_own(error.__traceback__) is None:
                 raise ValueError(f"script: there is no module {self.target} that can be run: {error}.") from error
             traceback.print_exception(type(error), error, _its_own(error.__traceback__) or error.__traceback__)
-            raise self._failed(1) from error
+            raise self._failed(1, NO_CUDA if _asked_for_cuda(error) else RUNS) from error
         return True
 
-    def _failed(self, code: int) -> ValueError:
-        return ValueError(f"{self.name} failed with code {code}; mend it, and see that it runs without the doctor.")
+    def _failed(self, code: int, advice: str = RUNS) -> ValueError:
+        return ValueError(f"{self.name} failed with code {code}; {advice}.")
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
@@ -94,6 +101,14 @@ def _run_file(file: str) -> None:
         exec(code, main.__dict__)
     finally:
         sys.modules["__main__"] = before
+
+
+def _asked_for_cuda(error: Exception) -> bool:
+    """Torch has many sentences for it, and raises half of them in torch/cuda."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not torch.cuda.is_available() and (
+        "cuda" in str(error).lower() or file.startswith(os.path.dirname(torch.cuda.__file__))
+    )
 
 
 def _its_own(step: TracebackType | None) -> TracebackType | None:

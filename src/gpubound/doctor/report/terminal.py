@@ -64,7 +64,8 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     else:
         yield _text("no finding", "green")
     if rest := verdict.findings[len(shown) :]:
-        yield _text(f"{len(rest)} more, the dearest of them {price(rest[0])} (--all lists them)")
+        dearest = "" if rest[0].ms is None else f", the dearest of them {price(rest[0])}"
+        yield _text(f"{len(rest)} more{dearest} (--all lists them)")
     for line in (*together(verdict), *_harmless(verdict, everything), *verdict.unlocated):
         yield _text(line)
     yield from (_text(line, "dim") for line in without(verdict))

@@ -84,7 +84,8 @@ def notes(verdict: Verdict) -> list[str]:
     found = [told_of_ranks(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
-    if verdict.step_ms is None and verdict.findings and all(finding.ms is None for finding in verdict.findings):
+    unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # or its reason stands with all that is absent
+    if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         found.append("Counts and lines only: prices need a GPU.")
     return found
 
