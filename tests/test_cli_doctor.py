@@ -126,7 +126,8 @@ def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):
     text = text.replace("try:", "total = 0.0\ntry:")
     script.write_text(text)
     assert main(["doctor", "--dry-run", "--fix", "train.py", "9"]) == 0
-    assert "-        total += loss.item()" in capsys.readouterr().out and script.read_text() == text
+    assert "sync at train.py:16: reads: " in (shown := capsys.readouterr().out)
+    assert "-        total += loss.item()" in shown and script.read_text() == text
     assert main(["doctor", "--dry-run", "--fix", "--apply", "train.py", "9"]) == 0
     assert "patched: train.py" in capsys.readouterr().out and "loss.item()" not in script.read_text()
 

@@ -322,7 +322,7 @@ def test_findings_of_one_line_go_together(tmp_path):
     found = [("free", "empty"), ("sync", "empty"), ("sync", "cuda.sync"), ("zero_grad", "zero")]
     text, made = mended(tmp_path, before, *found)
     assert text == "if x:\n    y()\n    o.zero_grad()\n" and len(made.taken) == 4
-    said = str(made).replace(f"{tmp_path}/", "").splitlines()
+    said = str(made).replace(f"{tmp_path.name}/", "").splitlines()
     assert said[0] == "free at train.py:3: waits: the host goes on at once"
     assert said[-1] == "zero_grad at train.py:5: zero_grad: gradients are made anew"
 

@@ -108,6 +108,33 @@ def test_the_line_that_waits_for_data_is_known_by_the_name_of_its_span():
     assert name in {event.name for event in profile.events()} and place.site.code == "for _batch in loader:"
 
 
+class Uploading(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, n):
+        return torch.full((2,), float(n)).sin()
+
+    @staticmethod
+    def joined(items):
+        return torch.stack(items).to("simgpu")
+
+
+def test_a_loader_computes_where_it_should_but_its_copies_count():
+    simgpu()
+    located = Located(2, taped=False)
+    with Phases([Phase(1), located], keep_going=True) as phases:
+        for batch in torch.utils.data.DataLoader(Uploading(), batch_size=2, collate_fn=Uploading.joined):
+            torch.ones(2).sin()
+            batch.sum()
+            phases.ended()
+    found = {(row.kind, row.place.site.code): row for row in located.ledger.rows if row.kind in ("cpu_op", "h2d")}
+    assert [(code, row.count) for (kind, code), row in found.items() if kind == "cpu_op"] == [("torch.ones(2).sin()", 2)]
+    assert [(code, row.count) for (kind, code), row in found.items() if kind == "h2d"] == [
+        ('return torch.stack(items).to("simgpu")', 2)
+    ]
+
+
 def test_conversions_that_change_nothing_are_seen_once_for_a_module():
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(2)
     with unchanged() as rows:

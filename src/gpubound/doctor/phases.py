@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -219,7 +219,8 @@ class Located(Phase):
     def _loaded(self, original: Callable) -> Callable:
         def following(iterator: Any) -> Any:
             self._loading[iterator._profile_name, Place(here().site)] += 1
-            return original(iterator)
+            with self.ledger.paused({"cpu_op"}):  # the loader is where such work belongs; that it is waited for is seen as data
+                return original(iterator)
 
         return following
 
@@ -244,22 +245,22 @@ class MarkingLedger(Ledger):
         super().__init__(None, gputrace, "ops", frozenset())
         self.places: dict[str, Place] = {}
         self._ids: dict[Place, str] = {}
-        self._pause = False
+        self._deaf: Collection[str] = ()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside is the doctor's own."""
-        self._pause = True
+    def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
+        """What happens inside is not counted, or not what is of these kinds."""
+        before, self._deaf = self._deaf, kinds
         try:
             yield
         finally:
-            self._pause = False
+            self._deaf = before
 
     def record(
         self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
     ) -> None:
         assert kind in KINDS, kind
-        if self._pause:
+        if kind in self._deaf:
             return
         if kind in MARKED and place is None:
             place = here(self.origins)

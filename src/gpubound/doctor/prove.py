@@ -152,7 +152,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
         lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())
-        said = " / ".join([line for line in lines if line.strip()][-2:]) or "it said nothing"
+        said = " / ".join([line for line in lines if line.strip()][-2:]).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "as it is"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {said}.")
     found = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]

@@ -40,11 +40,11 @@ _READERS = {os.path.join(_TORCH, name.removeprefix("torch/")): name for name in 
 
 @cache
 def _plumbing() -> tuple[str, ...]:
-    """What stands on the way to everything and explains nothing: torch's dispatch, a graph's machinery, our counts, Triton."""
+    """What stands on the way to everything and explains nothing: torch's dispatch, our graphs, counts and doctor, Triton."""
     names = ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
     triton = find_spec("triton")
     compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
-    own = (os.path.join(_GPUBOUND, "graph") + os.sep, os.path.join(_GPUBOUND, "trace.py"))
+    own = (*(os.path.join(_GPUBOUND, name) + os.sep for name in ("graph", "doctor")), os.path.join(_GPUBOUND, "trace.py"))
     return (*(os.path.join(_TORCH, name) for name in names), *own, *compiler)
 
 

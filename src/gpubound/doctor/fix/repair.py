@@ -1,11 +1,13 @@
 """Patches for findings: chosen, put together into a diff, and written only when that is asked for."""
 
 import difflib
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DataError
+from ...watch.site import shorten
 from ...words import hint
 from . import bf16, copies, feed, loader, optimizer, precision, reads, step, waits, zero_grad
 from .patch import Patch
@@ -27,7 +29,7 @@ class Target:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.kind} at {self.file}:{self.line}"
+        return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
 
 
 @dataclass
