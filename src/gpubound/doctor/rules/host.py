@@ -13,7 +13,6 @@ from ..tape import Span
 from .saving import saves
 from .waste import EVERY
 
-MOVE = "move the model and its batches to the device: .to(torch.accelerator.current_accelerator())"
 ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
 
 
@@ -23,7 +22,9 @@ def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         rows = max(lines, key=lambda rows: times(evidence, rows))
         count = sum(times(evidence, some) for some in lines)
         said = f"nothing ran on the device, and {count:.3g} ops a step ran on the CPU"
-        yield Claim("cpu_op", rows[0].place, count, said, fix=MOVE)
+        yield Claim(
+            "cpu_op", rows[0].place, count, said, fix="move model and batches to the device: model.to(device), x.to(device)"
+        )
         return
     for rows in lines:
         if (count := times(evidence, rows)) >= EVERY:
