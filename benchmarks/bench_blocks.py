@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpubound import capture, kernels, measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, label, resolve
+from gpubound.layers.recompute import KEEP_ALL, recompute_from
 from gpubound.models.richards.parts import MIXERS, MLPS
 
 from . import results
@@ -149,7 +150,9 @@ def in_turn(works: dict[str, Callable[[], Any]], device: torch.device, rounds: i
 
 
 def measure_layer(bench: Bench, name: str, layer: Layer, peers: Sequence[str]) -> None:
-    """Beside its plain form, eager and compiled; of an MLP beside its products, too."""
+    """Beside its plain form, eager and compiled, which keep all that backward needs, as it does here. Of an MLP beside its
+    products, too, and once more as it trains by default: with the gated result computed again."""
+    again = recompute_from(layer.module, KEEP_ALL)
     works = {"ours": layer.work(layer.ours)}
     if "eager" in peers:
         works["eager"] = layer.work(layer.plain)
@@ -159,7 +162,10 @@ def measure_layer(bench: Bench, name: str, layer: Layer, peers: Sequence[str]) -
     gates = {peer: gate for peer, gate in GATES.get(name, {}).items() if peer in works}
     bench.case(case, works, unit="us", amount=1, gates=gates, tolerance=TOLERANCE)
     if layer.kind == "mlp":
-        beside(bench, f"{case}, its products", works["ours"], PRODUCTS, layer.products(), PRODUCT_GATES.get(name))
+        products = layer.products()
+        beside(bench, f"{case}, its products", works["ours"], PRODUCTS, products, PRODUCT_GATES.get(name))
+        again()
+        beside(bench, f"{case}, less kept, its products", works["ours"], PRODUCTS, products, None)
 
 
 def beside(bench: Bench, case: str, ours: Any, peer: str, work: Any, gate: float | None, **kept: Any) -> None:

@@ -145,9 +145,9 @@ class StridePlan(NamedTuple):
 
     @staticmethod
     def candidates(job: Job) -> "Iterator[StridePlan]":
-        """8 or 16 elements a thread, and up to 48 warps a multiprocessor."""
-        for warps, each, held, stages in product((2, 4, 8), (2, 4, 6, 8, 12, 16), (8, 16), (1, 2, 3)):
-            if 16 <= each * warps <= 48:
+        """8 or 16 elements a thread, up to 48 warps a multiprocessor, and of one tile in flight more that wait their turn."""
+        for warps, each, held, stages in product((2, 4, 8), (2, 3, 4, 6, 8, 12, 16, 32, 64), (8, 16), (1, 2, 3)):
+            if 12 <= each * warps <= (256 if stages == 1 else 48):
                 yield from (StridePlan(32 * warps * held, each, warps, stages, hint) for hint in ("", "evict_first"))
 
 
