@@ -143,6 +143,27 @@ def test_a_move_while_a_stream_runs_is_refused():
     assert of_decoder(fast) == of_model(fast)  # not left busy
 
 
+def test_a_move_while_generate_runs_is_refused_at_its_end(monkeypatch):
+    """By another thread, as it seems: its tokens may be of either weight."""
+    fast, looks = gb.decoder(cases.build("Llama"), 1, cases.ROOM, k=1), []
+    weight, launch, moved = fast.model.model.layers[1].self_attn.q_proj.weight, fast.graphs.launch, fast.moved
+    elsewhere = weight.data.clone()
+
+    def moving(*way):
+        weight.data = elsewhere
+        launch(*way)
+
+    monkeypatch.setattr(fast, "moved", lambda: looks.append(1) or moved())
+    fast.generate(PROMPT, max_new_tokens=9)
+    assert len(looks) == 2, "before the first launch and behind the last"
+    fast.graphs.launch = moving
+    assert refusal(fast).endswith(
+        "self_attn.q_proj.weight was moved or replaced while tokens were generated from it; start again."
+    )
+    fast.graphs.launch = launch
+    assert of_decoder(fast) == of_model(fast)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_nan_is_traced_to_its_layer(fused):
     fast = gb.decoder(cases.build("Llama"), 2, cases.ROOM, fused=fused)

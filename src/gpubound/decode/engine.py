@@ -86,7 +86,7 @@ class FastDecoder:
                         Without it, every row has all adapters that are on
         """
         run = self.start(prompts, **settings)
-        for _ in run.play():
+        for _ in run.play(alone=True):
             pass
         return run.result()
 

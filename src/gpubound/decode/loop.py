@@ -51,6 +51,7 @@ class ActiveRequest:
 
     def __init__(self, decoder: "FastDecoder", request: Request) -> None:
         self.decoder, self.request = decoder, request
+        self.alone = False
         self.begun = time.perf_counter()
         self.wanted = 0  # steps, of those launched, that some row may still need
         self.flying = 0  # steps launched and not read yet
@@ -61,8 +62,13 @@ class ActiveRequest:
         self.found = Generation(self.sequences)
         self.texts = [RowText(decoder.tokenizer, request.stop_strings, request.stops) for _ in self.sequences]
 
-    def play(self) -> Generator[tuple[int, Any], None, None]:
-        """(row, new tokens or text) as they come. A stream that nobody read to its end is closed before Python ends."""
+    def play(self, alone: bool = False) -> Generator[tuple[int, Any], None, None]:
+        """(row, new tokens or text) as they come. A stream that nobody read to its end is closed before Python ends.
+
+        alone: no code of the caller runs between the tokens. Then weights are looked at behind the last launch, not before
+        each: the 1,537 tensors of 43 layers of DeepSeek-V4 take 0.3 ms.
+        """
+        self.alone = alone
         playing = self._play()
         _end_at_exit().add(playing)
         return playing
@@ -76,6 +82,7 @@ class ActiveRequest:
                 with decoder.plainly():
                     self._prefill()
                 yield from self._loop()
+                self._check_weights()
         finally:
             decoder.slots.drop()
             decoder._busy = False
@@ -103,8 +110,8 @@ class ActiveRequest:
 
     def _launch(self, steps: int, wanted: int) -> None:
         decoder = self.decoder
-        if name := decoder.moved():
-            raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
+        if not self.alone:
+            self._check_weights()
         with decoder.plainly():
             decoder.graphs.launch(self.rows, steps, self.way)
         decoder.slots.send(steps * decoder.stepper.tokens)
@@ -112,6 +119,10 @@ class ActiveRequest:
         self.found.launches += 1
         self.found.steps += steps
         self.wanted += min(steps, wanted)
+
+    def _check_weights(self) -> None:
+        if name := self.decoder.moved():
+            raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
 
     def _left(self) -> int:
         """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
