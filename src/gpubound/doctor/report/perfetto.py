@@ -8,7 +8,8 @@ the tape's first one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...errors import MeasureError
 from ...watch.site import Place
 from ..gaps import Gap
 from ..recorded import Recorded
-from ..tape import Tape
+from ..tape import Tape, Work
 from .words import LEAVES, SHARES, clean
 
 HOST = 1  # the process of the host; device n is DEVICES + n
@@ -34,6 +35,9 @@ def perfetto(recording: Recorded) -> str:
     except MeasureError as error:
         about["idle"] = f"not told: {error}"
     events = [*_host(tape, recording.located), *_devices(tape), *_idle(gaps)]
+    events.sort(
+        key=lambda event: (event.get("ts", -inf), -event.get("dur", 0))
+    )  # of one start the longest slice holds the others
     first = min((event["ts"] for event in events if "ts" in event), default=0)
     for event in events:
         _in_us(event, first)
@@ -63,11 +67,7 @@ def _tracks(tape: Tape) -> dict[tuple[int, str], int]:
 
 
 def _devices(tape: Tape) -> Iterator[dict[str, Any]]:
-    """Works, and an arrow from each launch to its first one.
-
-    Two works of a stream may overlap, by an error of the clock or because the second was let in early. It is drawn from the end
-    of the first one then, and says how much earlier it began.
-    """
+    """Works, and an arrow from each launch to its first one."""
     queues = sorted({(work.device, work.stream) for work in tape.work})
     track = {queue: GAPS + 1 + n for n, queue in enumerate(queues)}
     for device in sorted({device for device, _ in queues}):
@@ -75,18 +75,30 @@ def _devices(tape: Tape) -> Iterator[dict[str, Any]]:
         yield from _named(DEVICES + device, f"GPU {device}", names)
     threads = _tracks(tape)
     arrows = {call.correlation: call for call in tape.calls if call.correlation}
-    done = dict.fromkeys(queues, -inf)
-    for work in sorted(tape.work, key=lambda work: (work.start, -work.end)):
-        queue = work.device, work.stream
-        where = DEVICES + work.device, track[queue]
-        begin = max(work.start, done[queue]) if work.end > done[queue] else work.start
-        done[queue] = max(done[queue], work.end)
+    for work, begin in _apart(tape.work):
+        where = DEVICES + work.device, track[work.device, work.stream]
         early = round(begin - work.start, 3)
         yield _slice(work.name, *where, begin, work.end, kind=work.kind, bytes=work.bytes, began_us_before=early)
         if call := arrows.pop(work.correlation, None):
             flow = {"cat": "launch", "name": "launch", "id": work.correlation}
             yield flow | {"ph": "s", "pid": HOST, "tid": threads[call.thread, "calls"], "ts": _ns(call.start)}
             yield flow | {"ph": "f", "bp": "e", "pid": where[0], "tid": where[1], "ts": _ns(begin)}
+
+
+def _apart(works: Iterable[Work]) -> Iterator[tuple[Work, float]]:
+    """Each work in the order of their starts, and from where on it is drawn.
+
+    Two works of a stream may overlap, by an error of the clock or because the second was let in early. If the second also ends
+    later, it is drawn from the end of the first.
+    """
+    drawn: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)  # those of a stream that go on
+    for work in sorted(works, key=lambda work: (work.start, -work.end)):
+        queue, begin = (work.device, work.stream), work.start
+        drawn[queue] = [(first, last) for first, last in drawn[queue] if last > work.start]
+        while ends := [last for first, last in drawn[queue] if first <= begin < last < work.end]:
+            begin = max(ends)
+        drawn[queue].append((begin, work.end))
+        yield work, begin
 
 
 def _idle(gaps: Sequence[Gap]) -> Iterator[dict[str, Any]]:
