@@ -89,7 +89,7 @@ def begin(
 
     def work(first: int, alive: Callable[[], None]) -> list[dict[str, Any]]:
         run = writer.start(first)
-        for _ in run.play(alone=True):
+        for _ in run.play():
             alive()
         return writer.told(first, run.sequences)
 

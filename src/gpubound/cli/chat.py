@@ -108,7 +108,7 @@ class Chat:
         ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template writes them
         run = self.decoder.start(ids, **self.settings)
         mine, written = Speed(self.speed.device), ""
-        with mine.counting(), closing(run.play(alone=True)) as pieces:
+        with mine.counting(), closing(run.play()) as pieces:
             try:
                 for _, piece in pieces:
                     written += piece

@@ -184,7 +184,7 @@ def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     speed, found = Speed(saved.device), []
     for first in range(0, len(prompts), writer.together):
         run = writer.start(first)
-        with speed.counting(), closing(run.play(alone=True)) as pieces:
+        with speed.counting(), closing(run.play()) as pieces:
             if options.json:
                 deque(pieces, maxlen=0)
             else:
