@@ -1,5 +1,6 @@
 """no_stall: raises at the very line, honours a reason given there, and minds its own thread only."""
 
+import sys
 import threading
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from gpubound.errors import StallError
 from gpubound.watch import events, no_stall
+from gpubound.watch.forbid import comment
+from gpubound.watch.site import site_of
 
 from .planted import PLANTS, Kit
 
@@ -202,3 +205,28 @@ def test_unknown_kind():
     with pytest.raises(ValueError) as error:
         no_stall(allow=("d2h", "syncs"))
     assert str(error.value) == "no_stall: allow: got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"
+
+
+def test_a_comment_inside_a_block_is_not_of_its_header():
+    """To Python the next turn of a loop, and the end of a `with`, are the whole block."""
+    sites = []
+
+    class Seen:
+        def __iter__(self):
+            sites.append(site_of(sys._getframe(1)))
+            return iter([1])
+
+        def __enter__(self):
+            sites.append(site_of(sys._getframe(1)))
+
+        def __exit__(self, *error):
+            sites.append(site_of(sys._getframe(1)))
+
+    for _ in (
+        Seen()
+    ):  # fmt: skip
+        pass  # gpubound: allow(sync) of this line alone
+    with Seen():
+        pass  # gpubound: allow(sync) of this line alone
+    assert [site.end - site.line for site in sites] == [2, 0, 0]
+    assert not any(comment(site, "sync")[0] for site in sites)

@@ -13,6 +13,8 @@ import re
 import sys
 import sysconfig
 import threading
+import tokenize
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -136,6 +138,20 @@ def shorten(file: str) -> str:
     return file[len(here) :] if file.startswith(here) else os.sep.join(file.split(os.sep)[-2:])
 
 
+_HEADER = re.compile(r"(async\s+)?(for|with)\b")
+
+
+def _last_of_header(file: str, line: int) -> int:
+    """The last line of what stands before a block's colon. To Python the next turn of a loop is the whole loop, and the end of
+    a `with` its whole block, of which a comment or a highlight says nothing."""
+    with suppress(tokenize.TokenError, SyntaxError):
+        rest = iter(linecache.getlines(file)[line - 1 :])
+        for token in tokenize.generate_tokens(lambda: next(rest, "")):
+            if token.type == tokenize.NEWLINE:
+                return line - 1 + token.start[0]
+    return line
+
+
 _sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}  # the code object is held so that its id is not reused
 
 
@@ -147,6 +163,8 @@ def site_of(frame: FrameType, at: int | None = None, line: int | None = None) ->
         line = line or frame.f_lineno or code.co_firstlineno
         _, end, _, _ = next(islice(code.co_positions(), max(at, 0) // 2, None))
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+        if end and end > line and _HEADER.match(text):
+            end = min(end, _last_of_header(code.co_filename, line))
         known = _sites[id(code), at] = (code, Site(code.co_filename, line, code.co_name, text, max(line, end or line)))
     return known[1]
 
