@@ -27,13 +27,15 @@ def freeze(ranks):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def standing_still(fate, folder, run, kind="cpu"):
-    """Rank 1 meets its fate in step 3, where rank 0 waits for it."""
+def standing_still(fate, folder, run, kind="cpu", deaf=False):
+    """Rank 1 meets its fate in step 3, where rank 0 waits for it. deaf: rank 0 does not look whether it was judged."""
     rank = os.environ["RANK"]
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
     with join(kind, SOON) as ranks:
+        if deaf and ranks.rank == 0:
+            ranks.watchdog._look = ranks.watchdog._write
         x = torch.ones(1, device=ranks.device)
         ranks.sum(x)  # NCCL's first call waits on the host until all are there
         ranks.wait()
@@ -49,8 +51,10 @@ def note_of(folder, rank):
     return json.loads((folder / f"note-{rank}").read_text())["message"]
 
 
-def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(tmp_path):
-    processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test")
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(deaf, tmp_path):
+    """And by a rank that hears of the end of the one that judged before it hears the judgement."""
+    processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cpu", deaf)
     assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
     notes = [note_of(tmp_path, rank) for rank in range(2)]
     for note in notes:

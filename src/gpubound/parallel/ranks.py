@@ -250,6 +250,10 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
         yield ranks
+    except RuntimeError:  # of a peer that is gone, perhaps, because it was judged
+        watchdog.close()
+        watchdog.heed()
+        raise
     finally:
         watchdog.close()
     for graph in list(ranks.graphs):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -69,6 +70,7 @@ class Watchdog:
         self._beat = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None  # once its thread has found it
 
     def at(self, step: int, doing: str) -> None:
         """This rank has come to `doing` in `step`: a note for its thread, and nothing else."""
@@ -87,9 +89,16 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
+    def heed(self) -> None:
+        """After an error, when this is closed: end as the others if one of them has judged. To a rank that did not look in
+        time, the one that judged and ended is lost."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the process that keeps the store is gone, too: others will say so
+                self._obey(self._store)
+
     def _watch(self) -> None:
         try:
-            store = dist.PrefixStore(
+            store = self._store = dist.PrefixStore(
                 f"gpubound/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting_place(ANSWER)
             )
             while not self._over.wait(self.look):
@@ -101,15 +110,18 @@ class Watchdog:
     def _look(self, store: dist.Store) -> None:
         if not self._write(store):
             return
-        if store.check(["verdict"]):
-            said, behind = json.loads(store.get("verdict"))
-            self._end(said, behind, speaks=False)
+        self._obey(store)
         late = self.late()
         first = late > self.timeout and store.add("judge", 1) == 1
         if first or late > self.timeout + 2 * self.again:  # whoever was first is gone
             said, behind = self._judged(store)
             store.set("verdict", json.dumps([said, behind]))
             self._end(said, behind, speaks=True)
+
+    def _obey(self, store: dist.Store) -> None:
+        if store.check(["verdict"]):
+            said, behind = json.loads(store.get("verdict"))
+            self._end(said, behind, speaks=False)
 
     def late(self) -> float:
         """For how many seconds this rank has been where it is."""
