@@ -71,8 +71,10 @@ class Job:
 
     def outcome(self, sight: Sight, clean_ms: float | None) -> Outcome:
         true_ms = None if sight.alone_ms is None or clean_ms is None else sight.alone_ms - clean_ms
-        seen = {"said_step_ms": sight.step_ms, "seconds": sight.seconds}
-        return Outcome(self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], **seen)
+        return Outcome(
+            self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], sight.step_ms, sight.seconds,
+            self.model,
+        )  # fmt: skip
 
 
 @dataclass
@@ -122,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
             print(said(outcome), flush=True)
             if kept is not None:
                 write_outcomes(kept, score.outcomes)
-    report(bench, score, eye, perf_counter() - began)
+    report(bench, score.judged(), eye, perf_counter() - began)
     return bench.finish()
 
 

@@ -185,6 +185,21 @@ def test_the_score_adds_up(tmp_path):
     assert Score().recall is None and Score().price_error is None and Score().overhead is None and Score().seconds is None
 
 
+def test_a_price_is_held_only_against_a_truth_that_stands_above_the_noise(tmp_path):
+    """Of one model two timings of a script differ by 10 %, of the other by 0.2 %: there a plant of 0.1 % is none."""
+    script, right = script_of(tmp_path, "sync"), Found("sync", "/a/train.py", 7, ms=2.0)
+
+    def outcome(model: str, said: float, true: float) -> Outcome:
+        return Outcome("", script, [right], 10.0, true, said_step_ms=said, model=model)
+
+    unsteady = [outcome("launches", said, true) for said, true in ((9.0, 3.0), (11.0, 5.0), (11.0, -2.0))]
+    steady = [outcome("products", said, true) for said, true in ((10.02, 3.0), (10.02, 0.01))]
+    score = Score([*unsteady, *steady]).judged()
+    assert [o.noise for o in score.outcomes] == pytest.approx([0.1] * 3 + [0.002] * 2)
+    assert [o.stalls for o in score.outcomes] == [True, True, True, True, False]
+    assert [o.price_error for o in score.outcomes] == [None, pytest.approx(0.6), None, pytest.approx(1 / 3), None]
+
+
 def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path):
     script = script_of(tmp_path)
     told = [(10.1, 10.0, 4.0), (10.3, 10.0, 5.0), (22.0, 20.0, 9.0), (None, 10.0, None)]

@@ -57,6 +57,7 @@ EYES: dict[str, Eye] = {
 def look(lock: Path, eye: str, script: Path, dry: bool) -> Sight:
     """In a process of the crew, with what the last script left behind put away."""
     gc.collect()
+    torch.set_float32_matmul_precision("highest")
     if dry:
         torch.set_num_threads(1)
         simgpu()

@@ -32,7 +32,7 @@ parser.add_argument("--size", choices=SIZES, default="full")
 parser.add_argument("--steps", type=int, default=120)
 options = parser.parse_args()
 WIDTH, HIDDEN, DEPTH, ROWS = SIZES[options.size]
-WORKERS = 4 if options.size == "full" else 0
+WORKERS = 8 if options.size == "full" else 0
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 torch.manual_seed(0)

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from gpubound.files import write_whole
@@ -12,6 +12,7 @@ from .plant import Script
 
 HARMLESS = 0.005  # of a step. A plant that costs less is a decoy in that model: nobody should name it
 PRICED = 0.05  # of a step. Below it, the difference of two timings that are each good to 1 % says too little of a price
+SURE = 4.0  # times the noise: a truth that is no larger is no truth to hold a price against
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Outcome:
     said_step_ms: float | None = None
     seconds: float | None = None
     """How long it was looked at, from the start of the script."""
+    model: str = ""
+    noise: float = 0.0
+    """By how much two timings of one script differ in this model, as a share of a step."""
 
     @property
     def planted(self) -> bool:
@@ -59,8 +63,10 @@ class Outcome:
 
     @property
     def stalls(self) -> bool:
-        """Whether the plant costs something in this model; taken for granted where it was not timed."""
-        return self.planted and (self.true_ms is None or self.step_ms is None or self.true_ms >= HARMLESS * self.step_ms)
+        """Whether the plant may cost something in this model; taken for granted where no timing shows that it does not."""
+        if self.true_ms is None or self.step_ms is None or self.noise > HARMLESS:
+            return self.planted
+        return self.planted and self.true_ms >= HARMLESS * self.step_ms
 
     @property
     def by_kind(self) -> bool:
@@ -80,10 +86,11 @@ class Outcome:
     @property
     def price_error(self) -> float | None:
         """How far off the price is, of the truth; None where either is unknown, or the truth is too small to be sure of."""
+        least = max(PRICED, SURE * self.noise)
         prices = [f.ms for f in self.located if f.ms is not None]
         if not prices or not self.stalls or self.true_ms is None or self.step_ms is None:
             return None
-        return abs(sum(prices) - self.true_ms) / self.true_ms if self.true_ms >= PRICED * self.step_ms else None
+        return abs(sum(prices) - self.true_ms) / self.true_ms if self.true_ms >= least * self.step_ms else None
 
 
 @dataclass
@@ -91,6 +98,19 @@ class Score:
     """All outcomes of the corpus."""
 
     outcomes: list[Outcome] = field(default_factory=list)
+
+    def judged(self) -> "Score":
+        """The same outcomes, each with its model's noise: how far what a step is said to take is from what it took alone.
+
+        A host of microseconds a launch is not steady: an H200's took 9.0 to 12.7 ms for the same launch-bound step, from one
+        run of it to the next, while a GPU-bound step stays within 0.5 %.
+        """
+        off: dict[str, list[float]] = {}
+        for outcome in self.outcomes:
+            if outcome.said_step_ms is not None and outcome.step_ms:
+                off.setdefault(outcome.model, []).append(abs(outcome.said_step_ms / outcome.step_ms - 1))
+        noise = {model: statistics.median(shares) for model, shares in off.items()}
+        return Score([replace(outcome, noise=noise.get(outcome.model, 0.0)) for outcome in self.outcomes])
 
     @property
     def stalls(self) -> list[Outcome]:

@@ -48,6 +48,11 @@ def test_prices_are_those_of_the_timed_step():
         assert b.ms == pytest.approx(a.ms / 2)
 
 
+def test_what_happens_now_and_then_is_in_the_step_as_it_is_in_a_price():
+    """Every fifth step takes 40 ms, the others 6: a step takes 12.8, and a price is a share of that."""
+    assert judge(replace(two_reads(), step_ms=[6.0, 6.0, 6.0, 6.0, 40.0] * 2)).step_ms == pytest.approx(12.8)
+
+
 def test_a_wait_that_costs_nothing_is_harmless_with_its_price():
     verdict = judge(seen(steps(lambda l: l.item(), run=600.0), ROWS[0], line=FIRST))
     assert not verdict.findings

@@ -2,4 +2,10 @@
 
 from ..plant import Plant
 
-PLANT = Plant(("free", "alloc", "sync"), planted={"report": "torch.cuda.empty_cache()  # stall"}, dry=False)
+SCRATCH = "state.scratch = torch.empty(64 << 20, dtype=torch.uint8, device=device)\nstate.scratch = None"
+PLANT = Plant(
+    ("free", "alloc", "sync"),
+    planted={"report": f"{SCRATCH}\ntorch.cuda.empty_cache()  # stall"},
+    clean={"report": SCRATCH},
+    dry=False,
+)

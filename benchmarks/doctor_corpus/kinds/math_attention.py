@@ -15,7 +15,7 @@ ATTENTION = """class Block(nn.Module):
 HEAD = "HEAD = 8 if WIDTH < 64 else 64\n\n\ndef attention(q, k, v):\n    "
 CALL = "return functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 PLANT = Plant(
-    ("attention", "precision"),
+    ("attention",),
     planted={
         "imports": "from torch.nn.attention import SDPBackend, sdpa_kernel",
         "classes": ATTENTION,

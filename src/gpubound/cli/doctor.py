@@ -54,7 +54,7 @@ class Doctor:
     """Steps before anything is measured."""
     timed: int = 20
     """Steps that are timed, with nothing else attached."""
-    taped: int = 8
+    taped: int = 10
     """Steps that are recorded by the profiler, without stacks."""
     step_marker: str = ""
     """What ends a step: MODULE:FUNCTION, or the name of an annotation (torch.profiler.record_function)."""

@@ -20,7 +20,7 @@ LATELY = 64  # launches; further back none is looked for
 TAIL = 2.0  # µs from a work's end to the end of what waited for it, where it was not seen
 APART = 20.0  # µs; by so much a device's clock and the host's may differ, where it is known what a wait waited for
 LARGE = 1 << 20  # bytes; a smaller copy is latency for the most part
-PINNED = 25_000.0  # bytes a µs; PCIe 4 with 16 lanes. Where the tape has a large copy from pinned memory, this one's rate
+PINNED = 25_000.0  # bytes a µs; PCIe 4 with 16 lanes. Only for a trace of another machine without a large pinned copy
 FAR = 4096  # calls; a host is no further ahead of its device
 FULL = 256  # works in the queue from which on a slow launch is taken for one that waited for room; drivers take about 1024
 SLOW = 20.0  # µs; a launch takes 2 to 8
@@ -35,6 +35,7 @@ def mechanism_of(tape: Tape, order: HostOrder) -> Mechanism:
 class _Fit:
     def __init__(self, tape: Tape, order: HostOrder):
         self.calls, self.order = tape.calls, order
+        self.link = tape.about.get("pinned")
         self.groups = [[tape.work[w] for w in order.works.get(place, ())] for place in range(len(tape.calls))]
         self.done = [max((work.end for work in group), default=NEVER) for group in self.groups]
         size = len(self.calls)
@@ -87,7 +88,7 @@ class _Fit:
 
     def _pinned(self) -> float:
         rates = [w.bytes / (w.end - w.start) for group in self.groups for w in group if _tells(w)]
-        return max(rates, default=PINNED)
+        return self.link or max(rates, default=PINNED)
 
     def _works(self) -> None:
         """Go through the calls, with the queues as they stood."""

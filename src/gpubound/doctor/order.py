@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..errors import MeasureError
-from .tape import Tape
+from .tape import Span, Tape
 
 TOUCH = 0.2  # µs; calls of two threads that overlap by less only touch
 TOGETHER = 0.02  # threads whose calls overlap more often than this run beside each other
@@ -98,14 +98,15 @@ class HostOrder:
 
 
 class Stalls:
-    """The spans in which a thread made no progress, without overlaps: the more telling kind hides the other."""
+    """The spans in which a thread made no progress, or `only` these, cut so that none overlap: the more telling kind hides."""
 
     KINDS = ("data", "checkpoint", "compile", "gc")  # the last one hides those before it
 
     def __init__(self, tape: Tape, only: frozenset[int] | None = None):
         mine: dict[int, list[int]] = {}
         for place, span in enumerate(tape.spans):
-            if span.kind in self.KINDS and (only is None or place in only) and span.end > span.start:
+            wanted = span.kind in self.KINDS if only is None else place in only
+            if wanted and span.end > span.start:
                 mine.setdefault(span.thread, []).append(place)
         self._pieces = {thread: self._flat(tape, places) for thread, places in mine.items()}
         self._starts = {thread: [piece[0] for piece in pieces] for thread, pieces in self._pieces.items()}
@@ -122,8 +123,11 @@ class Stalls:
                 upcoming = next(waiting, None)
             active = [place for place in active if tape.spans[place].end > start]
             if active:
-                pieces.append((start, end, max(active, key=lambda place: (self.KINDS.index(tape.spans[place].kind), place))))
+                pieces.append((start, end, max(active, key=lambda place: (self._rank(tape.spans[place]), place))))
         return pieces
+
+    def _rank(self, span: Span) -> int:
+        return self.KINDS.index(span.kind) if span.kind in self.KINDS else -1
 
     def within(self, start: float, end: float, threads: set[int]) -> list[tuple[float, float, int]]:
         """(start, end, place of the span) of each stall of these threads in this time."""

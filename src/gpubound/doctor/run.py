@@ -19,10 +19,12 @@ from .finding import Verdict
 from .join import joined, marked
 from .judge import judge
 from .kineto import read_trace
+from .link import pinned_rate
 from .phases import Located, Phase, Phases, Taped, Timed
 from .rules.host import idle
 from .script import Enough, Script
 from .steps import Steps
+from .tape import Tape
 
 DRY = "a dry run counts and names lines; prices need a GPU"
 UNUSED = "nothing ran on the device, so nothing could wait for it"
@@ -35,7 +37,7 @@ class Itinerary:
 
     warmup: int = 10
     timed: int = 20
-    taped: int = 8
+    taped: int = 10
     located: int = 2
     marker: str = ""
     keep_going: bool = False
@@ -160,11 +162,18 @@ def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
         if isinstance(phase, Timed) and phase.done:
             found |= {"step_ms": phase.step_ms, "memory": phase.memory}
         if isinstance(phase, Taped) and phase.tape is not None:
-            found |= {"tape": phase.tape, "places": located.places | phase.places}
+            found |= {"tape": _with_link(phase.tape), "places": located.places | phase.places}
             if located.tape is not None:
                 lines = marked(located.tape, located.ledger.places)
                 found["located"] = joined(phase.tape, located.tape, lines)
     return found
+
+
+def _with_link(tape: Tape) -> Tape:
+    """A tape with blocking copies also says how fast they could be here."""
+    if not any(call.blocks for call in tape.calls):
+        return tape
+    return replace(tape, about={**tape.about, "pinned": pinned_rate()})
 
 
 def _device(dry: bool) -> str:

@@ -11,10 +11,12 @@ from ...watch.site import Place
 from ..finding import Finding
 from ..mechanism import Mechanism
 from ..order import Stalls
+from ..preparing import preparing
 from ..replay import Replay
 from ..tape import Span, Tape
 
 SPANS = {"data", "gc", "compile", "checkpoint"}  # kinds of findings that are a stall of the host without a call
+COPIES = {"h2d", "d2h", "pageable"}
 LISTS = ("before", "previous", "pause", "cost", "held", "room", "tail", "after", "latency", "gap", "run")
 
 
@@ -30,7 +32,7 @@ class Pick:
 
 
 def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place]) -> list[Pick]:
-    """For each finding the calls of its line, and for a stall without calls the spans of its kind."""
+    """For each finding the calls of its line and what prepares them; for a stall without calls the spans of its kind."""
     at: dict[tuple[str, int], set[int]] = {}
     for call, place in located.items():
         if site := place.site or place.built:
@@ -43,6 +45,7 @@ def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place])
         site = finding.line
         calls = at.get((site.file, site.line), set()) if site else set()
         spans = {n for n, span in enumerate(tape.spans) if finding.kind in SPANS and span.kind == finding.kind}
+        spans |= preparing(tape, calls) if finding.kind in COPIES else set()
         found.append(Pick(frozenset(c for c in calls if tape.calls[c].waits), frozenset(spans)))
     return found
 

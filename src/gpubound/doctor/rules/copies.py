@@ -9,11 +9,13 @@ from ..claim import Claim, StallRule
 from ..evidence import Evidence
 from ..finding import KINDS
 from ..lines import by_line, calls_at, size, times
+from ..preparing import preparing
 from ..prices import Prices
 from .saving import saves
 
 FREE = "pinned, non_blocking"
 ROUND_TRIP = "keep it on the device: what goes down here comes up again"
+CONVERTED = "the host prepares it first: copy it as it is, and convert on the device: x.to(device, non_blocking=True).to(dtype)"
 BUILT = ("torch.tensor(", "as_tensor(")
 
 
@@ -25,7 +27,10 @@ def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         kind, fix = judged(rows)
         count = times(evidence, rows)
         said = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
-        yield Claim(kind, rows[0].place, count, said, calls_at(evidence, rows[0].place), fix=fix, waits=True)
+        calls = calls_at(evidence, rows[0].place)
+        prepared = preparing(evidence.tape, calls) if evidence.tape else frozenset[int]()
+        fix = CONVERTED if prepared and kind != "d2h" else fix
+        yield Claim(kind, rows[0].place, count, said, calls, prepared, fix=fix, waits=True)
 
 
 def judged(rows: list[LedgerRow]) -> tuple[str, str]:

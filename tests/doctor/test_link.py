@@ -1,0 +1,27 @@
+"""A pageable copy is held against a copy from pinned memory, whose rate is measured where the tape was recorded."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpubound.doctor.link import BYTES, pinned_rate
+from gpubound.doctor.replay import Replay
+
+from .tapes import Synthetic
+
+
+@pytest.mark.parametrize(("rate", "left"), [(None, 2000.0), (50_000.0, 1000.0), (100_000.0, 500.0)])
+def test_a_copy_is_left_with_what_the_link_takes(rate, left):
+    """50 MB in 4 ms: on a link of 50 GB/s it would take 1 ms. Without a rate a trace is taken for one of a slower link."""
+    made = Synthetic()
+    for _ in range(6):
+        made.launch(run=100).copy(run=4000, bytes=50_000_000, pageable=True).step()
+    tape = made.tape()
+    tape = replace(tape, about={"pinned": rate}) if rate else tape
+    replay = Replay(tape)
+    assert replay.saved(replay.waits) == pytest.approx((4000 - left) / 1e3, rel=0.03)
+
+
+@pytest.mark.gpu
+def test_the_rate_is_that_of_a_bus(device):
+    assert BYTES >= 1 << 20 and 1e3 < pinned_rate() < 1e6  # 1 GB/s to 1 TB/s
