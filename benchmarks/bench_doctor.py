@@ -68,12 +68,13 @@ class Job:
     script: Script
     model: str
     clean: str = ""  # its text
+    hidden: bool = False
 
     def outcome(self, sight: Sight, clean_ms: float | None) -> Outcome:
         true_ms = None if sight.alone_ms is None or clean_ms is None else sight.alone_ms - clean_ms
         return Outcome(
             self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], sight.step_ms, sight.seconds,
-            self.model,
+            self.model, self.hidden,
         )  # fmt: skip
 
 
@@ -90,7 +91,9 @@ class Jobs:
         clean = write_clean(case, folder / "clean").path
         text = "\0".join(file.read_text(encoding="utf-8") for file in sorted(clean.parent.iterdir()))
         self.clean.setdefault(text, clean)
-        self.jobs[str(case)] = Job(str(case), write_planted(case, folder / "planted"), case.model, text)
+        self.jobs[str(case)] = Job(
+            str(case), write_planted(case, folder / "planted"), case.model, text, case.model in PLANTS[case.name].hidden
+        )
 
     def add_calm(self, what: str, name: str) -> None:
         calm = CALM[what][name]

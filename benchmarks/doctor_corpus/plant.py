@@ -14,7 +14,8 @@ class Plant:
     """One kind of stall: the code for some slots of a script (`hosts.SLOTS`), planted and clean.
 
     kinds: the words for it; a finding must have one of them. `dry`: a ledger on the pretend device sees it, too.
-    `loop`: the line of the loop itself is also right, because that is where the host waits for its data.
+    `loop`: the line of the loop itself is also right, because that is where the host waits for its data. `hidden`: models in
+    which it costs nothing, whatever a timing says.
     """
 
     kinds: tuple[str, ...]
@@ -22,6 +23,7 @@ class Plant:
     clean: Slots = field(default_factory=dict)
     dry: bool = True
     loop: bool = False
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

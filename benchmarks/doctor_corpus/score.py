@@ -54,6 +54,8 @@ class Outcome:
     seconds: float | None = None
     """How long it was looked at, from the start of the script."""
     model: str = ""
+    hidden: bool = False
+    """Whether the plant costs nothing in this model, whatever a timing says."""
     noise: float = 0.0
     """By how much two timings of one script differ in this model, as a share of a step."""
 
@@ -64,9 +66,14 @@ class Outcome:
     @property
     def stalls(self) -> bool:
         """Whether the plant may cost something in this model; taken for granted where no timing shows that it does not."""
-        if self.true_ms is None or self.step_ms is None or self.noise > HARMLESS:
-            return self.planted
+        if self.hidden or self.true_ms is None or self.step_ms is None or self.noise > HARMLESS:
+            return self.planted and not self.hidden
         return self.planted and self.true_ms >= HARMLESS * self.step_ms
+
+    @property
+    def apart(self) -> float:
+        """How far what a step is said to take is from what it took alone."""
+        return abs(self.said_step_ms / self.step_ms - 1) if self.said_step_ms is not None and self.step_ms else 0.0
 
     @property
     def by_kind(self) -> bool:
@@ -100,17 +107,17 @@ class Score:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def judged(self) -> "Score":
-        """The same outcomes, each with its model's noise: how far what a step is said to take is from what it took alone.
+        """The same outcomes, each with its noise: how far apart its two timings are, or those of its model's scripts as a rule.
 
         A host of microseconds a launch is not steady: an H200's took 9.0 to 12.7 ms for the same launch-bound step, from one
         run of it to the next, while a GPU-bound step stays within 0.5 %.
         """
         off: dict[str, list[float]] = {}
         for outcome in self.outcomes:
-            if outcome.said_step_ms is not None and outcome.step_ms:
-                off.setdefault(outcome.model, []).append(abs(outcome.said_step_ms / outcome.step_ms - 1))
+            if outcome.said_step_ms is not None:
+                off.setdefault(outcome.model, []).append(outcome.apart)
         noise = {model: statistics.median(shares) for model, shares in off.items()}
-        return Score([replace(outcome, noise=noise.get(outcome.model, 0.0)) for outcome in self.outcomes])
+        return Score([replace(outcome, noise=max(noise.get(outcome.model, 0.0), outcome.apart)) for outcome in self.outcomes])
 
     @property
     def stalls(self) -> list[Outcome]:

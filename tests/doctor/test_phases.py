@@ -13,6 +13,7 @@ from gpubound.doctor.script import Enough
 from gpubound.doctor.tape import MARK
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.unchanged import unchanged
+from gpubound.watch.unseen import replaced
 
 
 class Noted(Phase):
@@ -92,6 +93,15 @@ def test_what_the_doctor_waits_for_is_not_the_scripts():
             x.sum().item()
         x.sum().item()
     assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]
+
+
+def test_what_empties_the_cache_has_a_line():
+    """The allocator's counters say how much was freed; this row says by which line, and counts nothing a second time."""
+    located = Located(2, taped=False)
+    with Phases([located], keep_going=True), replaced(torch.cuda, "empty_cache", located._emptied):
+        torch.cuda.empty_cache()
+    (row,) = [row for row in located.ledger.rows if row.kind == "free"]
+    assert (row.count, row.place.site.code) == (0, "torch.cuda.empty_cache()")
 
 
 def test_the_line_that_waits_for_data_is_known_by_the_name_of_its_span():

@@ -8,9 +8,12 @@ import gpubound
 from gpubound.doctor.finding import KINDS
 from gpubound.doctor.judge import judge
 from gpubound.doctor.rules import RULES
+from gpubound.doctor.rules.copies import ROUND_TRIP
+from gpubound.doctor.rules.launches import FEW, FUSED
 from gpubound.doctor.tape import Span
 
-from .evidences import at, quiet, replace, row, seen, steps
+from .evidences import STEPS, at, quiet, replace, row, seen, steps
+from .programs import length
 
 LINE = at(88, "loss.item()")
 ITEM = row("sync", "item", LINE)
@@ -231,3 +234,31 @@ def test_the_docs_have_every_rule_with_its_threshold():
     rows = [f"| `{'`, `'.join(rule.kinds)}` | {rule.finds} | {rule.threshold} | {rule.why} |" for rule in RULES]
     for each in rows:
         assert each in page, f"docs/doctor-rules.md lacks the line {each}"
+
+
+def test_an_update_by_parameters_costs_its_launches_or_its_passes():
+    """A fused one has one launch: where the device waits for the host, nearly all of the update is saved."""
+    small = seen(
+        steps(lambda l: op(l, "Optimizer.step#AdamW.step", 800, "optimizer", run=5), run=2), row("launch", "add_", STEP, 16)
+    )
+    large = seen(steps(lambda l: op(l, "Optimizer.step#AdamW.step", 0, "optimizer", run=900)), row("launch", "add_", STEP, 16))
+    ms = [next(f.ms for f in judge(evidence).findings if f.kind == "optimizer") for evidence in (small, large)]
+    assert ms == pytest.approx([FEW * 0.8, FUSED * 0.9], rel=0.1)
+
+
+def test_a_round_trip_takes_its_copies_with_it():
+    """Keep the tensor on the device, and neither copy is left: 100 µs each way, beside waits that cost no more."""
+
+    def body(loop):
+        loop.copy("d2h", run=100, pageable=True).copy("h2d", run=100, pageable=True)
+
+    rows = [up("pageable, blocking", at(5)), up("pageable, blocking", at(5), "d2h")]
+    (finding,) = judge(seen(steps(body), *rows, line=at(5), kinds=("copy",))).findings
+    with_it, without = (length(steps(each)) / STEPS / 1e3 for each in (body, quiet))
+    assert finding.fix == ROUND_TRIP and finding.ms == pytest.approx(with_it - without, rel=0.1)
+
+
+def test_a_loop_of_launches_costs_nothing_where_the_host_is_ahead():
+    """But for the tape's first step, which begins with an empty queue."""
+    ahead = seen(steps(lambda l: l.launch(run=60, times=16), ahead=4), MANY_ADDS)
+    assert [f.ms for f in judge(ahead).harmless if f.kind == "launch"] == [pytest.approx(0.0, abs=0.005)]

@@ -14,4 +14,10 @@ CODE = {
 """,
     "forward": "loss = functional.mse_loss(model(x.float()), y.float())  # stall",
 }
-PLANT = Plant(("precision",), planted=CODE, clean=CODE | {"setup": 'torch.set_float32_matmul_precision("high")'}, dry=False)
+PLANT = Plant(
+    ("precision",),
+    planted=CODE,
+    clean=CODE | {"setup": 'torch.set_float32_matmul_precision("high")'},
+    dry=False,
+    hidden=("launch-bound",),  # products of 64 x 128, while the device waits for launches
+)

@@ -3,7 +3,7 @@
 from ..plant import Plant
 
 PLANT = Plant(
-    ("optimizer", "launch_bound"),
+    ("optimizer",),
     planted={
         "optimizer": "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)  # stall",
         "update": "optimizer.step()  # stall",

@@ -204,6 +204,8 @@ class Located(Phase):
         self._ending.enter_context(self.ledger)
         self._unchanged = self._ending.enter_context(unchanged())
         self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
+        if self._taped is not None:
+            self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
 
     def step(self) -> None:
         super().step()
@@ -223,6 +225,13 @@ class Located(Phase):
                 return original(iterator)
 
         return following
+
+    def _emptied(self, original: Callable) -> Callable:
+        def emptying() -> None:
+            self.ledger.record("free", "empty_cache", count=0)  # what is freed is counted, but nobody tells its line
+            original()
+
+        return emptying
 
     @property
     def places(self) -> dict[str, Place]:

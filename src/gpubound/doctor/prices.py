@@ -53,9 +53,9 @@ class Prices:
         late = sum(gap.us for gap in self.bar.gaps if gap.call in calls or gap.span in spans)
         return self.scale * late / self.bar.steps / len(self.bar.devices) / 1e3, "estimate"
 
-    def without_work(self, calls: Iterable[int], share: float) -> float | None:
-        """An estimate: this share of what a step would save if these calls and what they launched were gone."""
-        ms, _ = self.saved(calls, work=True)
+    def without_work(self, calls: Iterable[int], share: float, spans: Iterable[int] = ()) -> float | None:
+        """An estimate: this share of what a step would save if these calls, what they launched and these spans were gone."""
+        ms, _ = self.saved(calls, spans, work=True)
         return None if ms is None or self.step_ms is None else min(share * ms, self.step_ms)
 
     def share(self, ms: float | None) -> float | None:
@@ -104,7 +104,10 @@ class Prices:
         """An estimate: what a step would save without so many launches, where launches are what holds it up."""
         if self.bar is None or self.pace is None:
             return None
-        return min(count * self.pace, self.scale * self.bar.ms("dispatch"))
+        most = self.scale * self.bar.ms("dispatch")
+        if self.launch_free is not None and self.step_ms is not None:  # the tape begins with an empty queue, the play does not
+            most = min(most, max(self.step_ms - self.launch_free, 0.0))
+        return min(count * self.pace, most)
 
     def idle_in(self, wanted: Callable[[Span], bool]) -> float | None:
         """An estimate: for how long a step's device has nothing to do while the host is in spans of this sort."""

@@ -1,6 +1,7 @@
 """Copies between host and device that make the host wait."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ...watch.events import DOWNLOAD, HOST_DATA, UPLOAD
 from ...watch.rows import LedgerRow
@@ -30,7 +31,10 @@ def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         calls = calls_at(evidence, rows[0].place)
         prepared = preparing(evidence.tape, calls) if evidence.tape else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
-        yield Claim(kind, rows[0].place, count, said, calls, prepared, fix=fix, waits=True)
+        claim = Claim(kind, rows[0].place, count, said, calls, prepared, fix=fix, waits=True)
+        if fix == ROUND_TRIP and (ms := prices.without_work(calls, 1.0, prepared)) is not None:  # the copies go, too
+            claim = replace(claim, ms=ms, certainty="estimate")
+        yield claim
 
 
 def judged(rows: list[LedgerRow]) -> tuple[str, str]:

@@ -47,9 +47,9 @@ def products(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
 
 
 def attention(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
-    spans = evidence.tape.spans if evidence.tape else ()
-    if count := sum(MATH in span.name for span in spans) / taped(evidence):
-        ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN)
+    spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
+    if count := len(spans) / taped(evidence):
+        ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
         place = busiest(evidence, SOFTMAX)
         yield estimate("attention", place, count, f"{count:.3g} calls a step write all scores to memory", ms)
 
