@@ -10,6 +10,7 @@ from gpubound.doctor.judge import judge
 from gpubound.doctor.rules import RULES
 from gpubound.doctor.rules.copies import ROUND_TRIP
 from gpubound.doctor.rules.launches import FEW, FUSED
+from gpubound.doctor.rules.reads import MASKED
 from gpubound.doctor.tape import Span
 
 from .evidences import STEPS, at, quiet, replace, row, seen, steps
@@ -244,6 +245,24 @@ def test_an_update_by_parameters_costs_its_launches_or_its_passes():
     large = seen(steps(lambda l: op(l, "Optimizer.step#AdamW.step", 0, "optimizer", run=900)), row("launch", "add_", STEP, 16))
     ms = [next(f.ms for f in judge(evidence).findings if f.kind == "optimizer") for evidence in (small, large)]
     assert ms == pytest.approx([FEW * 0.8, FUSED * 0.9], rel=0.1)
+
+
+@pytest.mark.parametrize(("index", "priced"), [(False, 0.5 + 0.3), (True, 0.3)])
+def test_a_mask_costs_the_kernels_that_gather_and_scatter(index, priced):
+    """Indexing by a mask, 300 µs, and its backward, 500, unless that may be the backward of an index without a mask."""
+
+    def body(loop):
+        start = loop.clock[1]
+        loop.launch(run=150, name="nonzero").launch(run=150, name="gather")
+        loop.spans += [Span("aten::index", "op", 1, start, loop.clock[1]), Span("aten::nonzero", "op", 1, start, start + 2)]
+        op(loop, "IndexBackward0", 1, run=500)
+        if index:
+            op(loop, "aten::index", 1, run=10)
+
+    row_ = row("sync", "boolean mask", at(88, "x[x > 0]"))
+    (finding,) = judge(seen(steps(body), row_, line=at(88))).findings
+    with_it, without = (length(steps(each)) for each in (body, quiet))
+    assert with_it > without and finding.ms == pytest.approx(MASKED * priced, rel=0.1)
 
 
 def test_a_round_trip_takes_its_copies_with_it():

@@ -249,6 +249,21 @@ def test_pageable_and_pinned():
     assert ledger.totals["syncs"] == 2
 
 
+def test_who_converts_is_who_the_ledger_says():
+    """A blocking copy of another dtype is converted on the host, into pageable memory; one for later on the device: the tape
+    of torch's own profiler has the memory that the bytes came from."""
+    pinned = torch.ones(1 << 20, dtype=torch.float64).pin_memory()
+    for later, size, memory in ((False, 2 << 20, "Pageable"), (True, 8 << 20, "Pinned")):
+        with torch.profiler.profile() as profile:
+            pinned.to(CUDA, torch.bfloat16, non_blocking=later)
+            torch.cuda.synchronize()
+        with watch() as ledger:
+            pinned.to(CUDA, torch.bfloat16, non_blocking=later)
+        (row,) = [row for row in ledger.rows if row.kind == "h2d"]
+        assert row.bytes == size and bool(row.pageable) == (memory == "Pageable")
+        assert any("HtoD" in event.name and memory in event.name for event in profile.events())
+
+
 def test_allocations_have_their_lines():
     torch.cuda.empty_cache()
     with watch() as ledger:

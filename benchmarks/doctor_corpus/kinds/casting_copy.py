@@ -1,4 +1,4 @@
-"""The memory is pinned, but the copy changes the dtype, so it goes through a pageable buffer."""
+"""The memory is pinned, but the blocking copy changes the dtype: the host converts it into a pageable buffer."""
 
 from ..plant import Plant
 
@@ -7,7 +7,7 @@ PLANT = Plant(
     ("h2d", "sync", "pageable"),
     planted={
         "data": DATA,
-        "upload": "x, y = x.to(device, dtype, non_blocking=True), y.to(device, dtype, non_blocking=True)  # stall",
+        "upload": "x, y = x.to(device, dtype), y.to(device, dtype)  # stall",
     },
     clean={
         "data": DATA.replace(".double()", ""),

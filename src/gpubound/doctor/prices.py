@@ -85,7 +85,7 @@ class Prices:
         for place, call in enumerate(tape.calls):
             mine = times.get(call.thread, [])
             before = bisect_right(mine, (call.start, float("inf"))) - 1
-            if before >= 0 and call.start <= mine[before][1]:
+            if before >= 0 and call.start < mine[before][1]:
                 found.add(place)
         return frozenset(found)
 

@@ -97,7 +97,8 @@ KINDS: dict[str, Cause] = {
     "fallback": Cause("takes a slow path", "mend what its reason says"),
 }
 
-_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {"boolean mask": MASK}
+MASKING = "boolean mask"  # what an op with one waits in
+_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK}
 
 
 def cause_of(kind: str, what: str = "", through: str = "") -> Cause:

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, UPLOAD, WAITING_OPS, Cause
+from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, MASKING, UPLOAD, WAITING_OPS, Cause
 
 UP, DOWN = "copy to device", "copy to host"
 
@@ -173,7 +173,7 @@ def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
     uploaded = [i for i in given if on_host(i) and not _counts(i.device, home) and i.numel()]
     found = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
     why = MASK_PUT if len(args) > 2 else MASK
-    return (*found, *(Move("sync", "boolean mask", target.device, why) for _ in masks[:1]))
+    return (*found, *(Move("sync", MASKING, target.device, why) for _ in masks[:1]))
 
 
 def _converted(func, args, kwargs, home) -> tuple[Move, ...]:
@@ -189,14 +189,18 @@ def _copied(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | None = None) -> tuple[Move, ...]:
-    """A copy of `count` elements into `to`, or into what torch allocates: on the host that is pinned for non_blocking=True."""
-    if on_host(source) == on_host(device) or "meta" in (source.device.type, device.type):
+    """A copy of `count` elements into `to`, or into what torch allocates: on the host that is pinned for non_blocking=True.
+
+    Where the dtype changes, torch converts on the device for non_blocking=True, and otherwise on the host, in pageable memory.
+    """
+    up = on_host(source)
+    if up == on_host(device) or "meta" in (source.device.type, device.type):
         return ()
-    size = count * dtype.itemsize
-    if on_host(source):
-        return (Move("h2d", UP, device, UPLOAD, size, pinned(source, dtype), not later, source),)
-    lands = later if to is None else pinned(to, source.dtype)
-    return (Move("d2h", DOWN, source.device, DOWNLOAD, size, lands, not later),)
+    carried = source.dtype if up == later else dtype
+    if up:
+        return (Move("h2d", UP, device, UPLOAD, count * carried.itemsize, pinned(source, carried), not later, source),)
+    lands = later if to is None else pinned(to, carried)
+    return (Move("d2h", DOWN, source.device, DOWNLOAD, count * carried.itemsize, lands, not later),)
 
 
 def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
