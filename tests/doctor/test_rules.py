@@ -247,6 +247,14 @@ def test_an_update_by_parameters_costs_its_launches_or_its_passes():
     assert ms == pytest.approx([FEW * 0.8, FUSED * 0.9], rel=0.1)
 
 
+def test_an_emptied_cache_is_filled_again_at_its_cost():
+    body = lambda l: l.stop("free", 300).stop("alloc", 200)  # noqa: E731
+    emptied = judge(seen(steps(body), row("free", "empty_cache", at(9), 0))).findings
+    assert [(f.kind, f.line.line) for f in emptied] == [("free", 9)]
+    assert emptied[0].ms == pytest.approx((length(steps(body)) - length(steps(quiet))) / STEPS / 1e3, rel=0.1)
+    assert {f.kind for f in judge(seen(steps(body))).findings} == {"free", "alloc"}
+
+
 @pytest.mark.parametrize(("index", "priced"), [(False, 0.5 + 0.3), (True, 0.3)])
 def test_a_mask_costs_the_kernels_that_gather_and_scatter(index, priced):
     """Indexing by a mask, 300 µs, and its backward, 500, unless that may be the backward of an index without a mask."""

@@ -2,7 +2,7 @@
 
 from ..plant import Plant
 
-ROWS = """PART = max(ROWS // 8, 1)  # rows of an item: of all, one thread that pins them would not keep up
+ROWS = """PART = max(ROWS // 32, 1)  # rows of an item: all of them are more than one thread can pin, or /dev/shm hold
 
 
 class Compressed(torch.utils.data.Dataset):

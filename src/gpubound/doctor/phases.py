@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..watch.events import KINDS
+from ..watch.events import EMPTIED, KINDS
 from ..watch.ledger import Ledger
 from ..watch.rows import LedgerRow
 from ..watch.sensors import statistics
@@ -228,7 +228,7 @@ class Located(Phase):
 
     def _emptied(self, original: Callable) -> Callable:
         def emptying() -> None:
-            self.ledger.record("free", "empty_cache", count=0)  # what is freed is counted, but nobody tells its line
+            self.ledger.record("free", EMPTIED, count=0)  # what is freed is counted, but nobody tells its line
             original()
 
         return emptying

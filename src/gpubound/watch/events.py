@@ -98,6 +98,7 @@ KINDS: dict[str, Cause] = {
 }
 
 MASKING = "boolean mask"  # what an op with one waits in
+EMPTIED = "empty_cache"  # which gives memory back
 _BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK}
 
 
