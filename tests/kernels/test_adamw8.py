@@ -37,16 +37,16 @@ class TestCode:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_code_is_its_own_numbers_nearest(self, dtype):
         codes = every_code(dtype)
-        x = reference._number(codes)
+        x = reference.number(codes)
         assert x.diff().gt(0).all() and x[-1] == 1 and x[codes == 0] == 0
         assert reference._code(x.abs(), dtype).equal(codes.to(torch.int32).abs())
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_nearest_is_taken(self, dtype):
         x = torch.cat([torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 5, torch.tensor([0.0, 1.0])])
-        table = reference._number(every_code(dtype)).clamp(min=0).unique()
+        table = reference.number(every_code(dtype)).clamp(min=0).unique()
         want = (x[:, None] - table).abs().amin(1)
-        got = (x - reference._number(reference._code(x, dtype).to(dtype))).abs()
+        got = (x - reference.number(reference._code(x, dtype).to(dtype))).abs()
         smallest = 8.0 ** -reference.ZEROS[dtype]
         assert (got - want)[x > smallest].abs().max() <= 1e-7
         assert (got - want).max() <= smallest / 8, "zero is taken below 9/16 of the smallest, not below a half"

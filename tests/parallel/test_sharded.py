@@ -16,8 +16,9 @@ from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train import rows
+from gpubound.train.adamw8 import AdamW8bit
+from gpubound.train.muon import Muon
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
-from gpubound.train.optimizer import AdamW8bit, Muon
 from gpubound.train.recompute import blocks_of
 from gpubound.train.run import Average
 from tests.parallel.processes import on_ranks

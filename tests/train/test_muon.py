@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.train import AdamW, Muon, Schedule, TrainStep
-from gpubound.train.optimizer import orthogonal
+from gpubound.train.muon import orthogonal
 
 from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
 from .objectives.test_causal_lm import llama

@@ -263,7 +263,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The fp32 numbers again."""
-    return _number(codes) * scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: codes.numel()]
+    return number(codes) * scales.repeat_interleave(BLOCK, output_size=len(scales) * BLOCK)[: codes.numel()]
 
 
 def _code(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,7 +276,7 @@ def _code(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (steps - 1 + step).to(torch.int32)
 
 
-def _number(codes: Tensor) -> Tensor:
+def number(codes: Tensor) -> Tensor:
     """fp32 numbers from -1 to 1."""
     c = codes.to(torch.int32).abs().float()
     power = c.clamp(min=1).frexp().exponent - 1  # c lies from 2^power to just below 2^(power + 1)

@@ -7,7 +7,8 @@ Legend: h hidden, f the MLP's inner width, s bytes of a number; q and kv the wid
 """
 
 from ..layers.recompute import LEAST_BYTES
-from ..train.optimizer import AdamW8bit, Muon
+from ..train.adamw8 import AdamW8bit
+from ..train.muon import Muon
 from .cards import Card, Network
 from .setting import Setting
 from .wire import collectives

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..measure import mfu, train_flops_per_token
-from ..train.optimizer import Muon
+from ..train.muon import Muon
 from ..train.recipe import Recipe
 from ..train.rows import FULL
 from .cards import Card, Network

@@ -9,7 +9,8 @@ import torch
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
 from ..train.flat_buffers import FlatLayout, counted
-from ..train.optimizer import AdamW, Muon, numbers_by_rule
+from ..train.muon import Muon, numbers_by_rule
+from ..train.optimizer import AdamW
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
 from ..train.recompute import parse as parse_recompute

@@ -1,7 +1,7 @@
 """Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
 
     TrainStep      micro-batches in, weights updated, a launch a micro-batch, if captured    step.py
-    AdamW, Muon    the numbers of an optimizer                                                optimizer.py
+    AdamW, Muon    the numbers of an optimizer                                  optimizer.py, adamw8.py, muon.py
     Schedule       learning rates, counted in updates                                         schedule.py
     Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
     StepResult     device scalars; read() gives StepValues without holding the device up      device_step.py
@@ -10,7 +10,9 @@ docs/training.md tells how they fit together.
 """
 
 from .accumulate import Accumulators as Accumulators
+from .adamw8 import AdamW8bit as AdamW8bit
 from .device_step import StepResult as StepResult, StepValues as StepValues
-from .optimizer import AdamW as AdamW, AdamW8bit as AdamW8bit, Muon as Muon
+from .muon import Muon as Muon
+from .optimizer import AdamW as AdamW
 from .schedule import Schedule as Schedule
 from .step import TrainStep as TrainStep

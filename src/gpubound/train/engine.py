@@ -9,7 +9,7 @@ from ..parallel import Ranks
 from ..trace import notice
 from ..words import readable
 from .flat_buffers import counted
-from .optimizer import numbers_by_rule
+from .muon import numbers_by_rule
 from .precision import precision as precision_named
 from .recipe import Recipe
 

@@ -217,6 +217,8 @@ class Members:
 class Weights:
     """The parameters moved into flat buffers, one a group, perhaps with fp32 masters. The Parameter objects stay the same."""
 
+    part = 0  # which of the ranks' parts of every parameter's rows these are
+
     def __init__(self, layout: FlatLayout, masters: bool):
         self.layout = layout
         self.flat: list[Tensor] = []

@@ -17,7 +17,8 @@ from ..parallel.peers import peer_sums
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign
-from .optimizer import AdamW, Muon
+from .muon import Muon
+from .optimizer import AdamW
 from .precision import Precision
 from .replicas import begin_alike
 

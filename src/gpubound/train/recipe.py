@@ -12,11 +12,13 @@ from ..corpus.tokenizer import SPECIALS, Tokenizer
 from ..models.registry import is_named, presets
 from ..parallel import ALONE, Ranks
 from ..words import hint, shown
+from .adamw8 import AdamW8bit
 from .adapters import Lora
 from .graphs import MODES as GRAPH_MODES
 from .kinds import check_kind
+from .muon import Muon
 from .objectives import Objective, objective_named
-from .optimizer import AdamW, AdamW8bit, Muon
+from .optimizer import AdamW
 from .precision import precision as precision_named
 from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS, Schedule

@@ -24,7 +24,8 @@ from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign
 from .holding import HoldsAll, Loss, Result
-from .optimizer import AdamW, Muon
+from .muon import Muon
+from .optimizer import AdamW
 from .precision import Precision
 
 FULL = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's, and what lies between allocations
@@ -187,7 +188,8 @@ class RowWeights(Weights):
     def __init__(self, layout: FlatLayout, rows: HoldsRows):
         super().__init__(layout, masters=False)
         pieces = {id(piece.rows): piece for piece in rows.pieces}
-        self._ranks, self._pieces = rows.ranks, [pieces[id(slot.parameter)] for slot in layout.slots]
+        self.part, self._ranks = rows.ranks.rank, rows.ranks
+        self._pieces = [pieces[id(slot.parameter)] for slot in layout.slots]
         for piece in self._pieces:
             piece.settle()
 

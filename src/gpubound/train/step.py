@@ -26,12 +26,14 @@ from ..parallel import ALONE, Ranks
 from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..trace import notice
 from ..words import readable
+from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult
 from .flat_buffers import Members
 from .foreign import Foreign
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
+from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
-from .optimizer import AdamW, AdamW8bit, Muon
+from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas
@@ -194,6 +196,7 @@ class TrainStep:
         self._optimizer.load(state)
         for name, tensor in here.items():
             tensor.copy_(state[name])
+        self._optimizer.loaded(state)
         self._weights.round_masters()
         if self._fp8 is not None:
             self._fp8.loaded()

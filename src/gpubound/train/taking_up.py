@@ -9,6 +9,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint
 
 MASTER, MODEL = "step.master.", "model."
+SCALE = "step.scale."  # of moments in 8 bits: by rank, so another number of ranks needs those of all
 
 
 def taken_up(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -17,7 +18,8 @@ def taken_up(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tenso
     weights = {name: MODEL + name.removeprefix(MASTER) for name in (*there, *live) if name.startswith(MASTER)}
     from_masters = {m: live[w] for m, w in weights.items() if m in there and m not in live and w in live}
     to_masters = {w: live[m] for m, w in weights.items() if m in live and m not in there and w in there}
-    tensors = checkpoint.tensors(like=live, but=tuple(from_masters))
+    fitting = {name: tensor for name, tensor in live.items() if not name.startswith(SCALE)}
+    tensors = checkpoint.tensors(like=fitting, but=tuple(from_masters))
     checkpoint.read(from_masters)
     checkpoint.read(to_masters)
     return tensors | {m: live[m] for m, w in weights.items() if w in to_masters}

@@ -1,0 +1,162 @@
+"""AdamW with its moments in 8 bits: a code for each number, and a scale for every 256 of them in a rank's flat buffer.
+
+Which 256 share a scale depends on how parameters lie there, so a state says where they lay. In another process they lie
+otherwise: numbers of one block come into several. There the codes are read as numbers by the scales that they had, and coded
+again by new ones.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
+from ..kernels.record import made_record
+from ..parallel.pieces import is_sharded
+from .flat_buffers import FlatLayout, Group
+from .optimizer import AdamW, FlatAdamW
+
+PART = BLOCK << 14  # codes that are read as numbers at a time: 16 MiB of fp32
+PLACES = "places"  # in a state
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW that keeps its moments in 8 bits: 2 bytes per parameter instead of 8. Gradient and master weights stay in fp32."""
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        return sum(2 * coded_bytes(group.stop - group.start) for group in layout.groups)
+
+    def flat(self, *rest: Any) -> "FlatAdamW":
+        return FlatAdamW8bit(self, *rest)
+
+
+class Coded:
+    """A moment in 8 bits: the codes and, behind them in the same memory, the scale of every 256 of them."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
+        raw = torch.zeros(coded_bytes(size), dtype=torch.uint8, device=device)
+        self.codes, self.scales = _codes_and_scales(raw, size, dtype)
+        # Two codes say nothing of how far apart their numbers are: a certificate of the step is to compare those.
+        made_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
+
+
+def coded_bytes(size: int) -> int:
+    return size + 4 * -(-size // BLOCK)
+
+
+def _codes_and_scales(raw: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return raw[:size].view(dtype), raw[size:].view(torch.float32)
+
+
+def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """What these bytes stand for, part by part."""
+    codes, scales = _codes_and_scales(raw, size, dtype)
+    for part, scale in zip(codes.split(PART), scales.split(PART // BLOCK)):
+        yield decode(part, scale)
+
+
+def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
+    """In which block of all ranks each number lay, of rows from `first` on of a parameter that had this place."""
+    blocks, start, rows, *strides = place
+    row = torch.arange(first, first + shape[0])
+    at, rank = start + row % rows * strides[0], row // rows
+    for size, stride in zip(shape[1:], strides[1:]):
+        at, rank = at[..., None] + torch.arange(size) * stride, rank[..., None]
+    return rank * blocks + at // BLOCK
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+class FlatAdamW8bit(FlatAdamW):
+    """FlatAdamW with coded moments, a pair for each group: blocks of 256 begin where a group does."""
+
+    loads = "scale.", PLACES
+
+    def hasten(self) -> None:
+        """Its kernels are the same in every caller's shape; they are tested at their first use."""
+
+    def _begin_moments(self, layout: FlatLayout) -> None:
+        sizes = {group: group.stop - group.start for group in layout.groups}
+        self.m8 = {group: Coded(size, torch.int8, layout.device) for group, size in sizes.items()}
+        self.v8 = {group: Coded(size, torch.uint8, layout.device) for group, size in sizes.items()}
+
+    @property
+    def moments(self) -> list[Tensor]:
+        return [coded.codes for coded in (*self.m8.values(), *self.v8.values())]
+
+    def named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Codes by parameter, scales by group: a block may hold the end of one parameter and the beginning of the next."""
+        yield PLACES, self._places()
+        for kind, moments in self._kinds():
+            for index, (group, coded) in enumerate(moments.items()):
+                yield f"scale.{kind}.{index}", coded.scales
+                for slot in self.weights.layout.slots_of(group):
+                    yield f"{kind}.{slot.name}", slot.view(coded.codes, group.start)
+
+    def _kinds(self) -> tuple[tuple[str, dict[Group, Coded]], ...]:
+        return ("m", self.m8), ("v", self.v8)
+
+    def _places(self) -> Tensor:
+        """Of every parameter, in the order of their names: its group, the group's blocks on a rank, where it begins among the
+        group's numbers, its rows on a rank, and how far apart the neighbours in each dimension lie."""
+        layout = self.weights.layout
+        width = max(1, *(slot.parameter.dim() for slot in layout.slots))
+        places = {}
+        for index, (group, coded) in enumerate(self.m8.items()):
+            for slot in layout.slots_of(group):
+                codes = slot.view(coded.codes, group.start)
+                strides = codes.stride() + (0,) * (width - codes.dim())
+                places[slot.name] = [index, len(coded.scales), slot.start - group.start, *(codes.shape or (1,))[:1], *strides]
+        return torch.tensor([places[name] for name in sorted(places)])
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        groups = state[PLACES][:, 0].unique().tolist() if PLACES in state else ()
+        for name in (PLACES, *(f"scale.{kind}.{index}" for kind, _ in self._kinds() for index in groups)):
+            if name not in state:
+                raise ValueError(
+                    f"load_state_dict: {name}: got nothing, wanted it beside moments in 8 bits; the state is another "
+                    f"optimizer's, or an earlier version's; give all of what state_dict() gave."
+                )
+
+    @torch.no_grad()
+    def loaded(self, state: Mapping[str, Tensor]) -> None:
+        """The codes are there. Those whose neighbours are the same keep them; others are coded again."""
+        places, part = state[PLACES], self.weights.part
+        same = places.equal(self._places())
+        for kind, moments in self._kinds():
+            scales = {index: _whole(state[f"scale.{kind}.{index}"]) for index in places[:, 0].unique().tolist()}
+            for index, (group, coded) in enumerate(moments.items()):
+                begin = part * len(coded.scales)
+                if same and begin < len(scales[index]):
+                    coded.scales.copy_(scales[index][begin : begin + len(coded.scales)])
+                else:
+                    self._code_again(group, coded, places, {i: s.to(coded.scales.device) for i, s in scales.items()})
+
+    def _code_again(self, group: Group, coded: Coded, places: Tensor, scales: dict[int, Tensor]) -> None:
+        """Codes by the `scales` of where they lay into codes by scales of where they lie."""
+        layout = self.weights.layout
+        place_of = dict(zip(sorted(slot.name for slot in layout.slots), places.tolist()))
+        numbers = torch.zeros(len(coded.codes), device=layout.device)  # between parameters, zeros
+        for slot in layout.slots_of(group):
+            codes, home = (slot.view(t, group.start) for t in (coded.codes, numbers))
+            if not codes.dim():
+                codes, home = codes.view(1), home.view(1)
+            index, *place = place_of[slot.name]
+            first, at_once = self.weights.part * len(codes), max(1, PART // codes[0].numel())
+            for begin in range(0, len(codes), at_once):
+                these = codes[begin : begin + at_once]
+                blocks = _blocks(these.shape, first + begin, place).to(layout.device).clamp_(max=len(scales[index]) - 1)
+                home[begin : begin + at_once] = number(these) * scales[index][blocks]
+        for begin in range(0, len(numbers), PART):
+            here, there = slice(begin, begin + PART), slice(begin // BLOCK, (begin + PART) // BLOCK)
+            coded.codes[here], coded.scales[there] = encode(numbers[here], coded.codes.dtype)
+
+    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        m, v = self.m8[group], self.v8[group]
+        adamw8(weight, gradient, m.codes, v.codes, m.scales, v.scales, *rest)
