@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -32,6 +33,7 @@ from .tables import BUDGET
 EXPECTED = {"launch-bound": frozenset({"launch_bound"}), "gpu-bound": frozenset[str]()}
 RECALL, PRECISION, PRICE_ERROR, OVERHEAD = 95.0, 98.0, 15.0, 1.0  # the gates, in per cent
 LOOKING_S = 30.0  # the gate on one script
+WITHOUT = " without its stall"
 
 
 @dataclass(frozen=True)
@@ -67,45 +69,46 @@ class Job:
     name: str
     script: Script
     model: str
-    clean: str = ""  # its text
+    clean: Path | None = None
+    same: str = ""
     hidden: bool = False
 
     def outcome(self, sight: Sight, clean_ms: float | None) -> Outcome:
         true_ms = None if sight.alone_ms is None or clean_ms is None else sight.alone_ms - clean_ms
         return Outcome(
             self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], sight.step_ms, sight.seconds,
-            self.model, self.hidden,
+            self.model, self.hidden, self.same,
         )  # fmt: skip
 
 
 @dataclass
 class Jobs:
-    """What is to be looked at, in a folder. Scripts that are the same without their stalls are timed once."""
+    """What is to be looked at, in a folder."""
 
     folder: Path
     jobs: dict[str, Job] = field(default_factory=dict)
-    clean: dict[str, Path] = field(default_factory=dict)
 
     def add_planted(self, case: Case) -> None:
         folder = self.folder / str(len(self.jobs))
-        clean = write_clean(case, folder / "clean").path
+        clean, planted = write_clean(case, folder / "clean").path, write_planted(case, folder / "planted")
         text = "\0".join(file.read_text(encoding="utf-8") for file in sorted(clean.parent.iterdir()))
-        self.clean.setdefault(text, clean)
-        self.jobs[str(case)] = Job(
-            str(case), write_planted(case, folder / "planted"), case.model, text, case.model in PLANTS[case.name].hidden
-        )
+        same = sha256(text.encode()).hexdigest()[:8]
+        self.jobs[str(case)] = Job(str(case), planted, case.model, clean, same, case.model in PLANTS[case.name].hidden)
 
     def add_calm(self, what: str, name: str) -> None:
         calm = CALM[what][name]
         self.jobs[f"{what}/{name}"] = Job(f"{what}/{name}", write_calm(calm, self.folder / str(len(self.jobs))), calm.model)
 
     def tasks(self, eye: str, dry: bool) -> dict[str, tuple]:
-        """Each script in the order of the corpus, the one without a stall before the first that is compared with it."""
+        """Each script in the order of the corpus, right behind the one without its stall.
+
+        Many of those are equal, and are timed again all the same: a host's speed drifts, and how much it drifts is to be known.
+        """
         tasks: dict[str, tuple] = {}
         lock = self.folder / "lock"
         for job in self.jobs.values():
             if job.clean and not dry:
-                tasks.setdefault(job.clean, (lock, NOTHING, self.clean[job.clean], dry))
+                tasks[job.name + WITHOUT] = (lock, NOTHING, job.clean, dry)
             tasks[job.name] = (lock, eye, job.script.path, dry)
         return tasks
 
@@ -160,25 +163,25 @@ def written(names: Iterable[str], folder: Path) -> Jobs:
 def outcomes(jobs: Jobs, eye: str, options: Doctor, bench: Bench, began: float) -> Iterator[Outcome]:
     """Each script's, as soon as it and its clean one are done; what fails is said at the end."""
     tasks = jobs.tasks(eye, options.dry)
-    clean_ms: dict[str, float | None] = {"": None}
+    clean_ms: dict[str, float | None] = {}
     sights: dict[str, Sight] = {}
     over = began + options.seconds
-    for name, sight in calls(look, tasks, processes=1 if options.dry else options.processes, until=over):
-        job = jobs.jobs.get(name)
+    for task, sight in calls(look, tasks, processes=1 if options.dry else options.processes, until=over):
+        name = task.removesuffix(WITHOUT)
         if isinstance(sight, MeasureError):
-            bench.unmeasured.append(f"{job.name if job else 'a script without its stall'}: {eye}: {sight}")
-        elif job is None:
+            bench.unmeasured.append(f"{task}: {eye}: {sight}")
+        elif name != task:
             clean_ms[name] = sight.alone_ms
         else:
             sights[name] = sight
-        for name in [name for name in sights if options.dry or jobs.jobs[name].clean in clean_ms]:
-            yield jobs.jobs[name].outcome(sights.pop(name), clean_ms.get(jobs.jobs[name].clean))
+        if name in sights and (name in clean_ms or name + WITHOUT not in tasks):
+            yield jobs.jobs[name].outcome(sights.pop(name), clean_ms.get(name))
     if perf_counter() > over:
         bench.unmeasured.append(f"the {options.seconds:g} s were over: go on --from the first script that is not above")
 
 
 def said(outcome: Outcome) -> str:
-    verdict = "wrong" if outcome.wrong else "quiet" if not outcome.stalls else "found" if outcome.located else "missed"
+    verdict = ("found" if outcome.located else "missed") if outcome.planted else "wrong" if outcome.wrong else "quiet"
     price = ""
     if outcome.true_ms is not None and outcome.step_ms is not None:
         told = [f.ms for f in outcome.located if f.ms is not None]

@@ -186,18 +186,21 @@ def test_the_score_adds_up(tmp_path):
 
 
 def test_a_price_is_held_only_against_a_truth_that_stands_above_the_noise(tmp_path):
-    """Of one model two timings of a script differ by 10 %, of the other by 0.2 %: there a plant of 0.1 % is none."""
+    """Of one model two timings of a script differ by 10 %, of the other by 0.2 %: there a plant of 0.1 % is none. Of a third
+    the timings agree, but those of equal scripts without their stalls are 10 and 14 ms."""
     script, right = script_of(tmp_path, "sync"), Found("sync", "/a/train.py", 7, ms=2.0)
 
-    def outcome(model: str, said: float, true: float) -> Outcome:
-        return Outcome("", script, [right], 10.0, true, said_step_ms=said, model=model)
+    def outcome(model: str, said: float, true: float, step: float = 10.0, same: str = "") -> Outcome:
+        return Outcome("", script, [right], step, true, said_step_ms=said, model=model, same=same)
 
-    unsteady = [outcome("launches", said, true) for said, true in ((9.0, 3.0), (11.0, 5.0), (11.0, -2.0))]
-    steady = [outcome("products", said, true) for said, true in ((10.02, 3.0), (10.02, 0.01))]
-    score = Score([*unsteady, *steady]).judged()
-    assert [o.noise for o in score.outcomes] == pytest.approx([0.1] * 3 + [0.002] * 2)
-    assert [o.stalls for o in score.outcomes] == [True, True, True, True, False]
-    assert [o.price_error for o in score.outcomes] == [None, pytest.approx(0.6), None, pytest.approx(1 / 3), None]
+    unsteady = [outcome("launches", said, true, same=f"{true}") for said, true in ((9.0, 3.0), (11.0, 5.0), (11.0, -2.0))]
+    steady = [outcome("products", said, true, same=f"{true}") for said, true in ((10.02, 3.0), (10.02, 0.01))]
+    drifting = [outcome("drifting", step, true, step, "a") for step, true in ((36.0, 26.0), (20.0, 6.0))]
+    score = Score([*unsteady, *steady, *drifting]).judged()
+    assert [o.noise for o in score.outcomes] == pytest.approx([0.1] * 3 + [0.002] * 2 + [1 / 6] * 2)
+    assert [o.stalls for o in score.outcomes] == [True, True, True, True, False, True, True]
+    errors = [o.price_error for o in score.outcomes]
+    assert errors == [None, pytest.approx(0.6), None, pytest.approx(1 / 3), None, pytest.approx(24 / 26), None]
 
 
 def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path):

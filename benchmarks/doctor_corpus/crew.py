@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,6 +110,7 @@ def _result(member: _Member, late_s: float | None) -> Any:
 
 
 def _serve(pipe: Connection, function: Callable[..., Any]) -> None:
+    set_start_method("fork", force=True)  # as a script's own loader has it; a fork server's child has the server's
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)

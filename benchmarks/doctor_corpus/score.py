@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -56,6 +56,8 @@ class Outcome:
     model: str = ""
     hidden: bool = False
     """Whether the plant costs nothing in this model, whatever a timing says."""
+    same: str = ""
+    """Scripts of one such word are equal without their stalls."""
     noise: float = 0.0
     """By how much two timings of one script differ in this model, as a share of a step."""
 
@@ -107,16 +109,19 @@ class Score:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def judged(self) -> "Score":
-        """The same outcomes, each with its noise: how far apart its two timings are, or those of its model's scripts as a rule.
+        """The same outcomes, each with its noise: that of its model's scripts, or how far apart its own two timings are.
 
         A host of microseconds a launch is not steady: an H200's took 9.0 to 12.7 ms for the same launch-bound step, from one
         run of it to the next, while a GPU-bound step stays within 0.5 %.
         """
-        off: dict[str, list[float]] = {}
+        apart: dict[str, list[float]] = {}
+        clean: dict[tuple[str, str], list[float]] = {}
         for outcome in self.outcomes:
             if outcome.said_step_ms is not None:
-                off.setdefault(outcome.model, []).append(outcome.apart)
-        noise = {model: statistics.median(shares) for model, shares in off.items()}
+                apart.setdefault(outcome.model, []).append(outcome.apart)
+            if outcome.true_ms is not None and outcome.step_ms is not None:
+                clean.setdefault((outcome.model, outcome.same), []).append(outcome.step_ms - outcome.true_ms)
+        noise = {model: max(statistics.median(some), _scatter(clean, model)) for model, some in apart.items()}
         return Score([replace(outcome, noise=max(noise.get(outcome.model, 0.0), outcome.apart)) for outcome in self.outcomes])
 
     @property
@@ -210,6 +215,13 @@ def read_outcomes(file: Path) -> list[Outcome]:
         }
         outcomes.append(Outcome(**row | known))
     return outcomes
+
+
+def _scatter(clean: Mapping[tuple[str, str], list[float]], model: str) -> float:
+    """How far the timings of equal scripts are from their median, as a rule: the root of the mean square."""
+    groups = [times for (owner, _), times in clean.items() if owner == model and len(times) > 1]
+    off = [ms / statistics.median(times) - 1 for times in groups for ms in times]
+    return statistics.fmean(share**2 for share in off) ** 0.5 if off else 0.0
 
 
 def _percent(hits: Iterable[bool]) -> float | None:

@@ -254,7 +254,7 @@ def test_who_converts_is_who_the_ledger_says():
     of torch's own profiler has the memory that the bytes came from."""
     pinned = torch.ones(1 << 20, dtype=torch.float64).pin_memory()
     for later, size, memory in ((False, 2 << 20, "Pageable"), (True, 8 << 20, "Pinned")):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             pinned.to(CUDA, torch.bfloat16, non_blocking=later)
             torch.cuda.synchronize()
         with watch() as ledger:
