@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.doctor.phases import Located, MarkingLedger, Phase, Phases, Taped
+from gpubound.doctor.phases import Located, Phase, Phases, Taped
 from gpubound.doctor.script import Enough
-from gpubound.doctor.tape import MARK
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.unchanged import unchanged
 from gpubound.watch.unseen import replaced
@@ -67,16 +66,6 @@ def test_the_located_phase_counts_its_own_steps_alone():
     assert row.place.site.code == "x.sum().item()"
 
 
-def test_each_stall_leaves_a_mark_on_the_profile_with_the_id_of_its_place():
-    x = torch.ones(4, device=simgpu())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, MarkingLedger(False) as ledger:
-        for _ in range(2):
-            x.sum().item()
-        x.max().item()
-    marks = [event.name.removeprefix(MARK) for event in profile.events() if event.name.startswith(MARK)]
-    assert [ledger.places[mark].site.code for mark in marks] == ["x.sum().item()"] * 2 + ["x.max().item()"]
-
-
 def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
     taped = Taped(2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), Phases([taped], keep_going=True) as phases:
@@ -84,15 +73,6 @@ def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
         phases.ended()
     assert taped.tape is None and taped.foreign
     assert taped.absent == {"tape": "the script runs a profiler of its own; leave it out while the doctor looks"}
-
-
-def test_what_the_doctor_waits_for_is_not_the_scripts():
-    x = torch.ones(4, device=simgpu())
-    with MarkingLedger(gputrace=False) as ledger:
-        with ledger.paused():
-            x.sum().item()
-        x.sum().item()
-    assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]
 
 
 def test_what_empties_the_cache_has_a_line():

@@ -12,8 +12,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,19 +25,16 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..watch.events import EMPTIED, KINDS
-from ..watch.ledger import Ledger
+from ..watch.events import EMPTIED
 from ..watch.rows import LedgerRow
 from ..watch.sensors import statistics
 from ..watch.site import Place, here
 from ..watch.unchanged import unchanged
 from ..watch.unseen import replaced
 from .kineto import read_trace
+from .marking import ANNOTATION, MarkingLedger
 from .script import Enough
-from .tape import MARK, SPAN, Tape
-
-MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
-_Annotation: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # goes past dispatch modes; private
+from .tape import SPAN, Tape
 
 
 class Phase:
@@ -122,7 +119,7 @@ class Taped(Phase):
         with warnings.catch_warnings():  # torch 2.11 warns that a cycle's events go when it ends; there is one cycle
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profile.start()
-        if _Annotation is None:
+        if ANNOTATION is None:
             self.absent["marks"] = f"torch {torch.__version__} has no _RecordFunctionFast"
             return
         gc.callbacks.append(self._collecting)
@@ -161,21 +158,21 @@ class Taped(Phase):
 
     def _saving(self, save: Callable) -> Callable:
         def saved(*args: Any, **kwargs: Any) -> Any:
-            with _Annotation(f"{SPAN}checkpoint|{self._named('save')}"):
+            with ANNOTATION(f"{SPAN}checkpoint|{self._named('save')}"):
                 return save(*args, **kwargs)
 
         return saved
 
     def _compiling(self, args: Any) -> None:
         """Torch's own span of a compilation, which is around this one, has no line."""
-        with _Annotation(f"{SPAN}compile|{self._named('compile')}"):
+        with ANNOTATION(f"{SPAN}compile|{self._named('compile')}"):
             pass
 
     def _collecting(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             what = f"generation {info['generation']}"
             # A young generation takes some 10 µs, as long as it takes to find its line.
-            self._collection = _Annotation(f"{SPAN}gc|{self._named(what) if info['generation'] else what}")
+            self._collection = ANNOTATION(f"{SPAN}gc|{self._named(what) if info['generation'] else what}")
             self._collection.__enter__()
         elif (begun := self.__dict__.pop("_collection", None)) is not None:
             begun.__exit__(None, None, None)
@@ -245,40 +242,6 @@ class Located(Phase):
     @property
     def tape(self) -> Tape | None:
         return self._taped.tape if self._taped is not None else None
-
-
-class MarkingLedger(Ledger):
-    """A ledger that writes a mark for each stall into the profile that runs: the id of its place in `places`."""
-
-    def __init__(self, gputrace: bool):
-        super().__init__(None, gputrace, "ops", frozenset())
-        self.places: dict[str, Place] = {}
-        self._ids: dict[Place, str] = {}
-        self._deaf: Collection[str] = ()
-
-    @contextmanager
-    def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
-        """What happens inside is not counted, or not what is of these kinds."""
-        before, self._deaf = self._deaf, kinds
-        try:
-            yield
-        finally:
-            self._deaf = before
-
-    def record(
-        self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
-    ) -> None:
-        assert kind in KINDS, kind
-        if kind in self._deaf:
-            return
-        if kind in MARKED and place is None:
-            place = here(self.origins)
-            number = self._ids.setdefault(place, str(len(self._ids)))
-            self.places[number] = place
-            if _Annotation is not None:
-                with _Annotation(MARK + number):
-                    pass
-        super().record(kind, what, count, bytes, ms, detail, place)
 
 
 class Phases:
