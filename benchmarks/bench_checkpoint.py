@@ -2,8 +2,12 @@
 
 Steps are launched one ahead of the device, as the training loop does, and timed from the end of one to the end of the next on
 the device's own clock (train/loop.py). The snapshot is taken between two of them, so all of it is in the next one's time.
+
+With --gpus the model lies in shards, each rank writes its own, and PyTorch's own asynchronous save of the same tensors takes
+turns with ours (saves_worker.py). What counts is the slowest rank.
 """
 
+import statistics
 import sys
 import tempfile
 import time
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +23,7 @@ from torch import Tensor
 from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
+from gpubound.errors import MeasureError
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
@@ -28,9 +34,19 @@ from gpubound.words import readable
 
 from . import results
 from .harness import Bench, release
+from .serving import Job
+from .workers import Team, started
 
 BEFORE, BEHIND = 4, 8  # steps timed before the one that triggers, and after it
 TRIGGERED = 1.10  # the gate: so many times a normal step at the most
+HELD_MS = 1000.0  # the gate of shards
+
+
+@dataclass(frozen=True)
+class SavesJob(Job):
+    """`folder`: where ranks write."""
+
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class Checkpoint:
     """Rows of a micro-batch."""
     accumulate: str = "8,1"
     """Micro-batches a step, by comma: a case each."""
+    gpus: int = 1
+    """GPUs of this machine. Of several each holds, and writes, its rows of every tensor."""
     rounds: int = 3
     """Checkpoints a case. Each is written whole before the next is taken."""
     folder: str | None = None
@@ -55,7 +73,7 @@ class Checkpoint:
     results: Path = results.FOLDER
     """Folder that the lines are kept in."""
     dry: bool = False
-    """A tiny model on the CPU: shows that the script works, keeps nothing."""
+    """A tiny model on the CPU: shows that the script works, keeps nothing. With --gpus 2, two processes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,8 +83,13 @@ def main(argv: Sequence[str]) -> int:
     if options.dry:
         options = replace(options, model="tiny", seq=32, micro=2, accumulate="2")
     device = resolve("cpu" if options.dry else "require")
+    if device.type == "cuda" and torch.cuda.device_count() < options.gpus:
+        raise MeasureError(f"--gpus: wanted {options.gpus} GPUs on this machine, got {torch.cuda.device_count()}.")
     bench = Bench.of(options, "checkpoint", device, argv)
     for word in options.accumulate.split(","):
+        if options.gpus > 1:
+            measure_shards(bench, options, int(word))
+            continue
         with strict():  # a snapshot that went through the host would be measured as one on the device
             measure_case(bench, options, int(word))
         release(device)
@@ -78,7 +101,8 @@ def measure_case(bench: Bench, options: Checkpoint, accumulate: int) -> None:
         torch.manual_seed(0)
         model = Decoder(PRESETS[options.model], device=bench.device).train()
         step = TrainStep(model, "next_token", AdamW(lr=1e-4), accumulate=accumulate, clip=1.0, precision="bf16")
-        store, window = Checkpoints(folder, keep=1), batches(bench, options, accumulate)
+        store = Checkpoints(folder, keep=1)
+        window = batches(PRESETS[options.model].vocabulary, options.seq, options.micro, accumulate, bench.device)
         first, *rounds = (one_round(step, window, store, number) for number in range(options.rounds + 1))
         state = joined(model=model.state_dict(), step=step.state_dict())
         size = readable(sum(t.nbytes for t in state.values()))
@@ -88,14 +112,39 @@ def measure_case(bench: Bench, options: Checkpoint, accumulate: int) -> None:
         step.close()
 
 
-def batches(bench: Bench, options: Checkpoint, accumulate: int) -> list[dict[str, Tensor]]:
+def measure_shards(bench: Bench, options: Checkpoint, accumulate: int) -> None:
+    """How much longer the step that triggers is than a normal one, and how long until the checkpoint is on disk."""
+    case = f"{options.model} in {options.gpus} shards, seq {options.seq} micro {options.micro} x {accumulate}"
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        job = SavesJob("saves", options.model, options.seq, options.micro, accumulate, bench.device.type, folder=folder)
+        ranks = started(bench, case, Team, job, world=options.gpus, module="benchmarks.saves_worker")
+        if ranks is None:
+            return
+        with ranks as team:
+            print(f"    {readable(team.facts['bytes'])} in all")
+            rounds = [{way: team.ask(save=way) for way in ("ours", "dcp")} for _ in range(options.rounds + 1)][1:]
+    held, whole = (
+        {way: statistics.median(read(r[way]) for r in rounds) for way in ("ours", "dcp")}
+        for read in (lambda r: 1e3 * max(r["triggers"] - r["normal"], 1e-4), lambda r: 1e3 * r["written"])
+    )
+    bench.figure(f"{case}, held up", "ms", held["ours"], {"dcp": held["dcp"], "wanted": HELD_MS}, {"wanted": 1.0})
+    bench.figure(f"{case}, until it is on disk", "ms", whole["ours"], {"dcp": whole["dcp"]}, {})
+
+
+def batches(vocabulary: int, seq: int, micro: int, accumulate: int, device: torch.device) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    vocabulary = PRESETS[options.model].vocabulary
-    ids = [torch.randint(vocabulary, (options.micro, options.seq), generator=draw) for _ in range(accumulate)]
-    return [{"input_ids": i, "labels": i} for i in (i.to(bench.device) for i in ids)]
+    ids = [torch.randint(vocabulary, (micro, seq), generator=draw) for _ in range(accumulate)]
+    return [{"input_ids": i, "labels": i} for i in (i.to(device) for i in ids)]
 
 
-def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Checkpoints, number: int) -> dict[str, float]:
+class Saves(Protocol):
+    """What saves while steps go on: Checkpoints, or what it is compared with."""
+
+    def save(self, number: int, tensors: dict[str, Tensor], facts: dict[str, Any], /) -> None: ...
+    def wait(self) -> Any: ...
+
+
+def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Saves, number: int) -> dict[str, float]:
     """Seconds of a normal step, of the one that triggers, of those behind it; and until the checkpoint is on disk."""
     marks: list[Instant] = []
     previous, began = None, 0.0
