@@ -29,7 +29,8 @@ PEERS = ("trainer", "liger")
 
 WORK = "Trainer bf16 autocast"
 SETTINGS = {
-    "350m": Setting("350m", 1024, 16, 1.5, WORK),
+    "350m": Setting("350m", 1024, 16, 1.6, WORK),
+    "1b": Setting("1b", 1024, 8, 1.6, WORK),
     "135m": Setting("135m", 1024, 16, 1.3, WORK),
     "tiny": Setting("tiny", 16, 2, 1.0, WORK),
 }
@@ -43,8 +44,8 @@ class Trainer:
     Example: gpubound bench trainer --shapes 350m --peers trainer,liger
     """
 
-    shapes: str = "350m"
-    """Shapes, by comma: 350m, 135m (seq 1024, micro 16)."""
+    shapes: str = "350m,1b"
+    """Shapes, by comma: 350m, 135m (seq 1024, micro 16), 1b (micro 8)."""
     peers: str = "trainer"
     """Peers, by comma: trainer (as it is), liger (TrainingArguments(use_liger_kernel=True))."""
     rounds: int = 10
