@@ -1,5 +1,6 @@
 """Checkpoints of many ranks: sharded models trained and taken up again by another number of ranks, damage, full disks."""
 
+import resource
 import shutil
 
 import pytest
@@ -164,6 +165,37 @@ def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path,
         f"the checkpoint could not be written: rank 1: [Errno 28] No space left on device; earlier checkpoints in {tmp_path} "
         f"are intact. Free space or choose another folder."
     }
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def limited(folder, owner, sharded):
+    """What each rank hears where the system lets `owner` write no file beyond 64 KiB, in the second checkpoint of three."""
+    with join("cpu") as ranks:
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256)
+        tensors = (fully_shard(model) if sharded else model).state_dict()
+        store, said = Checkpoints(folder, ranks=ranks), ""
+        for step in (1, 2, 3):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if step == 2 and ranks.rank == owner:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+            try:
+                store.save(step, tensors, {}, wait=True)
+            except DataError as error:
+                said = str(error)
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        newest = store.latest()
+        return said, newest.step, newest.tensors(like=tensors)["weight"] is tensors["weight"]
+
+
+@pytest.mark.parametrize("owner, sharded", [(1, True), (0, False)], ids=["shards", "replicas"])
+def test_a_file_that_the_system_refuses_is_said_by_its_ranks_name(tmp_path, owner, sharded):
+    """No mock: the write fails in the middle of a file, as on a full disk. The next save, which has room, is whole."""
+    (said, *rest), other = on_ranks(2, limited, tmp_path, owner, sharded)
+    assert other == (said, *rest) and rest == [3, True]
+    assert (
+        "File too large" in said and f"the checkpoint could not be written: rank {owner}: " in said and said.count("rank ") == 1
+    ), said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 

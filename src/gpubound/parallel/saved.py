@@ -4,10 +4,12 @@ A table says of every shard where in the whole tensor it stands. So another numb
 parts that it needs. What all ranks hold alike is written by one of them.
 """
 
+import io
 import pickle
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -57,15 +60,16 @@ def write(folder: Path, pieces: dict[str, Piece], ranks: Ranks) -> list[Path]:
     """
     _check_alike(pieces, ranks)
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    writer.fs = files = _Files()
     planner = _Saving(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(_stored(pieces), storage_writer=writer, planner=planner, process_group=ranks.host, no_dist=ranks.alone)
     except CheckpointException as error:
         if ranks.rank in error.failures:
-            raise error.failures[ranks.rank][0] from error
+            raise files.refused or error.failures[ranks.rank][0] from error
         return []
-    files = sorted(folder.glob(f"__{ranks.rank}_*"))
-    return [*files, folder / TABLE] if ranks.first else files
+    own = sorted(folder.glob(f"__{ranks.rank}_*"))
+    return [*own, folder / TABLE] if ranks.first else own
 
 
 def _check_alike(pieces: Mapping[str, Piece], ranks: Ranks) -> None:
@@ -140,6 +144,33 @@ class _Loading(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].piece.local
+
+
+class _Files(FileSystem):
+    """Keeps what the system says of a write that it refuses: behind it torch's archive speaks of positions alone."""
+
+    refused: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _Written(io.FileIO(path, "w")) as written:
+            written.files = self
+            yield written
+
+
+class _Written(io.BufferedWriter):
+    files: _Files
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.files.refused = self.files.refused or error
+            raise
 
 
 class _Reader(dcp.FileSystemReader):
