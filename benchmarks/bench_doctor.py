@@ -7,7 +7,7 @@ few processes, which take turns on the GPU; each one's outcome is kept as soon a
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +22,7 @@ from gpubound.errors import MeasureError
 from . import results
 from .doctor_corpus.cases import CALM, cases, fits, sample, write_calm, write_clean, write_planted
 from .doctor_corpus.crew import calls
-from .doctor_corpus.eyes import EYES, NOTHING, look
+from .doctor_corpus.eyes import DOCTOR, EYES, NOTHING, look
 from .doctor_corpus.kinds import PLANTS
 from .doctor_corpus.plant import Case, Script
 from .doctor_corpus.score import Outcome, Score, Sight, read_outcomes, write_outcomes
@@ -43,8 +43,9 @@ class Doctor:
     Example: gpubound bench doctor --only item,gpu-bound/plain,decoy
     """
 
-    eye: str = "doctor"
-    """What looks for stalls: doctor, ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU)."""
+    eye: str = DOCTOR
+    """What looks for stalls: doctor, ledger, torch-preflight, torchfix (if installed) or sync_debug_mode (needs a GPU). What a
+    stall costs is timed in the doctor's run, and the others are held against that."""
     only: str = ""
     """Scripts by their names or parts of them, by comma: item/plain/gpu-bound, gpu-bound/plain, control; all when empty. What
     the last run found of the others is kept."""
@@ -100,14 +101,14 @@ class Jobs:
         self.jobs[f"{what}/{name}"] = Job(f"{what}/{name}", write_calm(calm, self.folder / str(len(self.jobs))), calm.model)
 
     def tasks(self, eye: str, dry: bool) -> dict[str, tuple]:
-        """Each script in the order of the corpus, right behind the one without its stall.
+        """Each script in the order of the corpus; where it is timed, right behind the one without its stall.
 
         Many of those are equal, and are timed again all the same: a host's speed drifts, and how much it drifts is to be known.
         """
         tasks: dict[str, tuple] = {}
         lock = self.folder / "lock"
         for job in self.jobs.values():
-            if job.clean and not dry:
+            if job.clean and eye == DOCTOR and not dry:
                 tasks[job.name + WITHOUT] = (lock, NOTHING, job.clean, dry)
             tasks[job.name] = (lock, eye, job.script.path, dry)
         return tasks
@@ -119,19 +120,33 @@ def main(argv: Sequence[str]) -> int:
     (eye,) = chosen("--eye", options.eye, [name for name in EYES if name != NOTHING])
     bench = Bench.of(options, "doctor", device, argv)
     names = asked(options)
-    kept = None if options.dry else options.results / "corpus" / f"{eye}-{results.file_of(bench.origin['gpu']).name}"
+    folder_kept, file = options.results / "corpus", results.file_of(bench.origin["gpu"]).name
+    kept = None if options.dry else folder_kept / f"{eye}-{file}"
+    truth = {} if eye == DOCTOR or options.dry else truth_of(folder_kept / f"{DOCTOR}-{file}")
     score, began = Score(), perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         jobs = written(names, Path(folder))
         if kept is not None and (options.only or options.from_):
             score.outcomes = [each for each in read_outcomes(kept) if each.name not in names]
         for outcome in outcomes(jobs, eye, options, bench, began):
+            outcome = beside(outcome, truth.get(outcome.name))
             score.outcomes.append(outcome)
             print(said(outcome), flush=True)
             if kept is not None:
                 write_outcomes(kept, score.outcomes)
-    report(bench, score.judged(), eye, perf_counter() - began)
+    report(bench, score.judged() if eye == DOCTOR else score, eye, perf_counter() - began)
     return bench.finish()
+
+
+def truth_of(kept: Path) -> dict[str, Outcome]:
+    """What stalls cost, as the doctor's own run has timed them: all eyes are held against the same."""
+    return {outcome.name: outcome for outcome in Score(read_outcomes(kept)).judged().outcomes}
+
+
+def beside(outcome: Outcome, truth: Outcome | None) -> Outcome:
+    if truth is None:
+        return outcome
+    return replace(outcome, step_ms=truth.step_ms, true_ms=truth.true_ms, noise=truth.noise)
 
 
 def asked(options: Doctor) -> list[str]:
@@ -204,7 +219,7 @@ def report(bench: Bench, score: Score, eye: str, seconds: float) -> None:
     }
     for case, (unit, value, wanted) in figures.items():
         if value is not None:
-            bench.figure(f"{eye}: {case}", unit, max(value, 0.01), {BUDGET: wanted}, {BUDGET: 1.0})
+            bench.figure(f"{eye}: {case}", unit, max(value, 0.01), {BUDGET: wanted}, {BUDGET: 1.0} if eye == DOCTOR else {})
     print(f"{len(score.stalls)} scripts with a stall, {len(score.calm)} without, in {seconds:.0f} s")
 
 

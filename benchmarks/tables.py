@@ -65,6 +65,8 @@ TITLES = {
     "decode": "Decoding",
     "deepseek": "DeepSeek-V4",
     "checkpoint": "Checkpoints",
+    "ranks": "Several GPUs",
+    "doctor": "The doctor",
     "suite": "The test suite on a GPU",
 }
 HEAD = """\

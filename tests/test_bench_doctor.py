@@ -265,7 +265,7 @@ def test_the_bench_reports_what_was_missed(half_blind, capsys):
 
 
 def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_path, capsys):
-    """Outcomes are kept one by one; scripts that are equal without their stalls are timed once."""
+    """Outcomes are kept one by one. Each script is timed beside its own clean one, and another eye is held against that."""
     monkeypatch.setattr(bench_doctor, "resolve", lambda wanted: torch.device("cpu"))
     run_bench = ["--results", str(tmp_path), "--only", "item/launch-bound,printed/launch-bound"]
     assert bench_doctor.main([*run_bench, "--from", "printed/plain/launch-bound"]) == 1  # it finds nothing
@@ -279,6 +279,9 @@ def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_pat
     write_outcomes(tmp_path / "again", outcomes)
     assert len(outcomes) == 9 and read_outcomes(tmp_path / "again") == outcomes
     assert half_blind.count("nothing") == 9
+    assert bench_doctor.main(["--results", str(tmp_path), "--only", "item", "--eye", "ledger"]) == 0
+    (seen,) = [file for file in (tmp_path / "corpus").iterdir() if file.name.startswith("ledger-")]
+    assert half_blind.count("nothing") == 9 and {outcome.true_ms for outcome in read_outcomes(seen)} == {1.0}
 
 
 def test_parts_of_names_choose_scripts():

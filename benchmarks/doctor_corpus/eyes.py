@@ -24,11 +24,10 @@ Eye = Callable[[Path, bool, AbstractContextManager], Sight]
 
 
 def only_found(findings: Callable[[Path, Sequence[str]], list[Found]]) -> Eye:
-    """The eye of what says nothing but its findings."""
+    """The eye of what says nothing but its findings. It needs no turn, for nothing is timed."""
 
     def look(script: Path, dry: bool, alone: AbstractContextManager) -> Sight:
-        with alone:
-            return Sight(findings(script, DRY if dry else WATCHED), alone_ms=None if dry else timed(script, ENDLESS))
+        return Sight(findings(script, DRY if dry else WATCHED))
 
     return look
 
@@ -43,9 +42,9 @@ def doctor(script: Path, dry: bool, alone: AbstractContextManager) -> Sight:
     return by_doctor.look(script, DRY if dry else ENDLESS, alone, dry)
 
 
-NOTHING = "nothing"
+NOTHING, DOCTOR = "nothing", "doctor"
 EYES: dict[str, Eye] = {
-    "doctor": doctor,
+    DOCTOR: doctor,
     "ledger": only_found(by_ledger.findings),
     "torch-preflight": only_found(by_others.torch_preflight),
     "torchfix": only_found(by_others.torchfix),
