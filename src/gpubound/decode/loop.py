@@ -136,17 +136,17 @@ class ActiveRequest:
 
     def _take(self) -> Generator[tuple[int, Any], None, bool]:
         """Read the oldest launch; False when every sequence has ended."""
-        tokens = self.decoder.slots.receive()
+        tokens = self.decoder.slots.receive(self.request.logprobs)
         self.found.first_token_s = self.found.first_token_s or time.perf_counter() - self.begun
-        emitted, logprobs = tokens.emitted.tolist(), tokens.logprobs.tolist() if self.request.logprobs else None
+        emitted = tokens.emitted
         self.flying -= len(emitted) // self.decoder.stepper.tokens
         ended = []
         for row, (sequence, text) in enumerate(zip(self.sequences, self.texts)):
             if sequence.finish:
                 continue
             new = [step[row] for step in emitted if step[row] >= 0]
-            if logprobs is not None:
-                sequence.logprobs += [values[row] for values, step in zip(logprobs, emitted) if step[row] >= 0]
+            said = zip(tokens.logprobs, emitted)  # of nothing where no logprobs were asked for
+            sequence.logprobs += [values[row] for values, step in said if step[row] >= 0]
             sequence.tokens += new
             self.found.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
             piece = text.add(new)
@@ -154,7 +154,7 @@ class ActiveRequest:
                 sequence.finish = "stop string"
                 ended.append(row)
             elif not tokens.alive[row]:
-                self._check(row, int(tokens.bad[row]))
+                self._check(row, tokens.bad[row])
                 stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
                 sequence.finish = "stop token" if stopped else "length"
                 piece = piece + text.rest() if piece is not None else None

@@ -30,10 +30,10 @@ ON_CPU = 1  # the same on a CPU, where a launch has ended when it returns: its t
 class Tokens:
     """What one launch brought, on the host."""
 
-    emitted: Tensor  # (k, B) int32, -1 where a row had ended
-    logprobs: Tensor  # (k, B) float32
-    alive: Tensor  # (B,)
-    bad: Tensor  # (B,): 0, or 1 + the position whose logits were not finite
+    emitted: list[list[int]]  # (k, B), -1 where a row had ended
+    logprobs: list[list[float]]  # (k, B); empty where nobody asked for them
+    alive: list[int]  # (B,)
+    bad: list[int]  # (B,): 0, or 1 + the position whose logits were not finite
 
 
 class Slots:
@@ -108,14 +108,15 @@ class Slots:
         """Launches sent and not yet received."""
         return len(self._waiting)
 
-    def receive(self) -> Tokens:
-        """What the oldest launch brought, as soon as it is there."""
+    def receive(self, logprobs: bool = False) -> Tokens:
+        """What the oldest launch brought, as soon as it is there: numbers, because each index into a tensor takes a µs."""
         slot, steps = self._waiting.popleft()
         while self._events and not self._events[slot].query():
             time.sleep(2e-5)  # asks, and lets other threads run meanwhile; a wait on the event would hold the host
-        block = self._ring[slot].clone()
-        logprobs = block[self.longest : self.longest + steps].view(torch.float32)
-        return Tokens(block[:steps], logprobs, alive=block[-2], bad=block[-1])
+        block = self._ring[slot]
+        said = block[self.longest : self.longest + steps].view(torch.float32).tolist() if logprobs else []
+        alive, bad = block[-2:].tolist()
+        return Tokens(block[:steps].tolist(), said, alive, bad)
 
     def drop(self) -> None:
         """Forget launches that nobody will read (a stream abandoned half-way)."""
