@@ -127,7 +127,7 @@ class FlatAdamW8bit(FlatAdamW):
     @torch.no_grad()
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """The codes are there. Those whose neighbours are the same keep them; others are coded again."""
-        places, part = state[PLACES], self.weights.part
+        places, part = state[PLACES].cpu(), self.weights.part
         same = places.equal(self._places())
         for kind, moments in self._kinds():
             scales = {index: _whole(state[f"scale.{kind}.{index}"]) for index in places[:, 0].unique().tolist()}
