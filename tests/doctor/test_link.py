@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gpubound.doctor.link import BYTES, pinned_rate
 from gpubound.doctor.replay import Replay
@@ -24,4 +25,13 @@ def test_a_copy_is_left_with_what_the_link_takes(rate, left):
 
 @pytest.mark.gpu
 def test_the_rate_is_that_of_a_bus(device):
-    assert BYTES >= 1 << 20 and 1e3 < pinned_rate() < 1e6  # 1 GB/s to 1 TB/s
+    rate = pinned_rate()
+    assert BYTES >= 1 << 20 and rate is not None and 1e3 < rate < 1e6  # 1 GB/s to 1 TB/s
+
+
+def test_a_full_device_has_no_rate(monkeypatch):
+    def full(*size, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert pinned_rate() is None

@@ -20,7 +20,9 @@ LATELY = 64  # launches; further back none is looked for
 TAIL = 2.0  # µs from a work's end to the end of what waited for it, where it was not seen
 APART = 20.0  # µs; by so much a device's clock and the host's may differ, where it is known what a wait waited for
 LARGE = 1 << 20  # bytes; a smaller copy is latency for the most part
-PINNED = 25_000.0  # bytes a µs; PCIe 4 with 16 lanes. Only for a trace of another machine without a large pinned copy
+PINNED = (
+    25_000.0  # bytes a µs; PCIe 4 with 16 lanes. Only where neither the link was measured nor the tape has a large pinned copy
+)
 FAR = 4096  # calls; a host is no further ahead of its device
 FULL = 256  # works in the queue from which on a slow launch is taken for one that waited for room; drivers take about 1024
 SLOW = 20.0  # µs; a launch takes 2 to 8

@@ -171,9 +171,9 @@ def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
 
 def _with_link(tape: Tape) -> Tape:
     """A tape with blocking copies also says how fast they could be here."""
-    if not any(call.blocks for call in tape.calls):
+    if not any(call.blocks for call in tape.calls) or (rate := pinned_rate()) is None:
         return tape
-    return replace(tape, about={**tape.about, "pinned": pinned_rate()})
+    return replace(tape, about={**tape.about, "pinned": rate})
 
 
 def _device(dry: bool) -> str:
