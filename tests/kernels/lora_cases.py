@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gpubound.kernels.lora import Drop
+from gpubound.kernels.dropping import Drop
 from gpubound.kernels.rows import Owners
 
 from .cases import TOLERANCE, definitions, draw

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpubound import kernels
 from gpubound.kernels.adapters import adapter_gradients
-from gpubound.kernels.lora import Drop
+from gpubound.kernels.dropping import Drop
 from gpubound.kernels.record import made_record
 from gpubound.kernels.triton import lora as fast
 

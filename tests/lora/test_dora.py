@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gpubound as gb
 from gpubound import trace
 from gpubound.kernels.accumulate import main_gradient
-from gpubound.kernels.lora import Drop, kept
+from gpubound.kernels.dropping import Drop, kept
 from gpubound.layers import linear_site
 from gpubound.train import Accumulators
 

@@ -13,7 +13,7 @@ import gpubound as gb
 from gpubound.graph.reach import Reach
 from gpubound.kernels import adapters
 from gpubound.kernels.accumulate import join_rows
-from gpubound.kernels.lora import drawn, kept
+from gpubound.kernels.dropping import drawn, kept
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 

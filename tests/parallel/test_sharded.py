@@ -17,10 +17,10 @@ from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train import rows
 from gpubound.train.adamw8 import AdamW8bit
+from gpubound.train.average import Average
 from gpubound.train.muon import Muon
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.train.recompute import blocks_of
-from gpubound.train.run import Average
 from tests.parallel.processes import on_ranks
 
 STEPS, WORDS = 3, 26

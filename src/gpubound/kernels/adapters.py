@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .accumulate import join, main_gradient, opens
 from .aside import aside
-from .lora import BLOCK, BLOCKS, SHARED_SUMS, Drop, lora_gradients
+from .dropping import Drop
+from .lora import BLOCK, BLOCKS, SHARED_SUMS, lora_gradients
 from .record import made_record, record_of
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from .. import device as facts
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.choose import KERNEL_DTYPES, transformed
-from ..kernels.lora import Drop, lora_product
+from ..kernels.dropping import Drop
+from ..kernels.lora import lora_product
 from ..kernels.record import record_of
 from . import recompute
 

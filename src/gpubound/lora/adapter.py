@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import one_matrix
 from ..kernels.adapters import adapter_gradients, blocks_of
-from ..kernels.lora import Drop, drawn, lora_down, lora_up
+from ..kernels.dropping import Drop, drawn
+from ..kernels.lora import lora_down, lora_up
 from ..kernels.rows import Owners
 from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import deliver
-from ..kernels.lora import Drop, drawn, dropped
+from ..kernels.dropping import Drop, drawn, dropped
 from ..layers.frozen import written
 from ..layers.linear_site import Adapter, format_of, rows_of
 from ..trace import fallback

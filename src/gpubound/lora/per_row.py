@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.accumulate import main_gradient, one_matrix
 from ..kernels.adapters import adapter_gradients
-from ..kernels.lora import Drop
+from ..kernels.dropping import Drop
 from ..kernels.rows import own_columns
 from .adapter import LowRank
 

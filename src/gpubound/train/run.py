@@ -24,6 +24,7 @@ from ..parallel import ALONE, Ranks, pieces
 from ..place import Placement
 from . import chance
 from .adapters import kept_state, load_kept_state
+from .average import Average
 from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage
 from .loop import Loop, Record, Stop
@@ -59,7 +60,7 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)
     diverged: bool = False  # ended because step after step was skipped
     step: TrainStep = field(init=False)
-    average: "Average | None" = field(init=False, default=None)
+    average: Average | None = field(init=False, default=None)
     objective: Objective = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
@@ -282,45 +283,3 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all parts of a checkpoint, their part's name before their own."""
     return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
-
-
-class Average:
-    """An exponential moving average of the weights, by parameter name, taken at each `update()`: a launch or two, no host sync.
-
-    It reads the finest weights that there are, the fp32 masters of 16-bit ones, where they lie: captured steps write there,
-    too. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
-    """
-
-    def __init__(self, step: TrainStep, decay: float):
-        self.decay, self.updates, self._step = decay, 0, step
-        named = step.weights
-        self._weights, self._finest = map(list, zip(*named.values()))
-        self.average = {name: finest.float().clone() for name, (_, finest) in named.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        now = [w if w.dtype == torch.float32 else w.float() for w in self._finest]
-        torch._foreach_lerp_(list(self.average.values()), now, 1 - decay)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, the average is the weights."""
-        with put_back(self._weights):
-            self.settle()
-            yield
-
-    def settle(self) -> None:
-        """Make the average the weights, for good."""
-        torch._foreach_copy_(self._weights, list(self.average.values()))
-
-    def state(self) -> dict[str, Tensor]:
-        """The average as a checkpoint has it, where it lies."""
-        said = self._step.said(joined(average=self.average))
-        return {name: said[f"average.{name}"] for name in self.average}
-
-    def load(self, average: dict[str, Tensor], updates: int) -> None:
-        self.updates = updates
-        for name, tensor in self.state().items():
-            tensor.copy_(average[name])

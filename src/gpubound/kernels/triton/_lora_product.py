@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
-from ..lora import Drop
+from ..dropping import Drop
 from ..plans import job_of
 from ..plans.kinds import ProductPlan
 from ._launch import launch, options

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..accumulate import bias_gradients, weight_gradient
 from ..adapters import adapter_gradients
-from ..lora import Drop
+from ..dropping import Drop
 from ..plans import job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners
