@@ -23,7 +23,8 @@ from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, resolve
 
 from . import results
-from .doors import DOORS, Door, Drawer, into_main_grad, linear_cross_entropy
+from .door import Door, Drawer
+from .doors import DOORS, into_main_grad, linear_cross_entropy
 from .harness import Bench, chosen, host_syncs, importable, peak_gib, release
 from .shapes import SHAPES, Shape
 

@@ -11,7 +11,8 @@ from gpubound.device import chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RopePlan, RowPlan, TilePlan
 
-from .doors import DOORS, GROUPS, Door, Drawer
+from .door import Door, Drawer
+from .doors import DOORS, GROUPS
 from .shapes import SHAPES, Shape
 
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh")

@@ -25,7 +25,7 @@ from gpubound import measure
 from gpubound.measure import Prepared
 from gpubound.trace import strict
 
-from .doors import Door
+from .door import Door
 from .harness import _error, _tensors, importable, release
 from .plans import OPS, WAYS, Case
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import bench_graph, bench_kernels, bench_place, doors, harness
-from benchmarks.doors import DOORS, Drawer, linear_cross_entropy
+from benchmarks.door import Drawer
+from benchmarks.doors import DOORS, linear_cross_entropy
 from benchmarks.harness import Bench
 from benchmarks.results import read
 from benchmarks.shapes import SHAPES
