@@ -137,12 +137,13 @@ def fails_on_one(folder, stage):
     """What each rank hears where rank 1's disk is full in a stage of the second checkpoint; then a third goes well."""
     import gpubound.train.checkpoint as home
     from gpubound.parallel import saved as shards
+    from gpubound.train import state_file
 
     with join("cpu") as ranks:
         store, tensors = Checkpoints(folder, ranks=ranks), made("shards", ranks.world)[0].state_dict()
         store.save(1, tensors, {}, wait=True)
         owner, name = {
-            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (home, "_flush"),
+            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (state_file, "flush"),
         }[stage]  # fmt: skip
         whole = getattr(owner, name)
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gpubound.cli.train import Train, from_file
 from gpubound.errors import DataError
-from gpubound.train.checkpoint import STATE, TENSORS, Checkpoints, open_checkpoint
+from gpubound.train.checkpoint import TENSORS, Checkpoints, open_checkpoint
+from gpubound.train.state_file import STATE
 
 bounded = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -30,10 +30,11 @@ from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_gene
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
-from ..train.checkpoint import STATE, Checkpoint, Checkpoints, open_checkpoint
+from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
 from ..train.making import build_model
 from ..train.objectives import objective_named
 from ..train.recipe import Recipe
+from ..train.state_file import STATE
 from ..words import quantity
 
 if TYPE_CHECKING:

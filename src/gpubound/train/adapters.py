@@ -20,8 +20,9 @@ from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
 from ..words import hint
-from .checkpoint import Checkpoint, checksum
+from .checkpoint import Checkpoint
 from .kinds import check_kind
+from .state_file import checksum
 
 WHERE = "recipe: lora"
 LARGEST_RANK = 1 << 16

@@ -13,11 +13,9 @@ Of many ranks all make every call. Where each holds the whole, the first writes;
 folder is renamed when every rank has said that its files are on disk. Any number of ranks opens what any other has written.
 """
 
-import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,14 +31,12 @@ from ..files import beside
 from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
 from ..trace import notice
-from . import whole
+from . import state_file, whole
 from .staging import Staging
+from .state_file import STATE
 from .whole import TENSORS
 
-STATE = "state.json"
-WHOLE = "state_crc32"
 _NAME = re.compile(r"step-(\d{8,})$")
-_BLOCK = 1 << 24  # bytes at a time, for a checksum
 
 
 def _form(sharded: bool) -> Any:
@@ -187,7 +183,9 @@ class Checkpoints:
             writers.together(partial(_make_empty, fresh, writers))
             host = writers.together(lambda: self._staging.give({name: piece.local for name, piece in pieces.items()}))
             pieces = {name: piece.moved(host[name]) for name, piece in pieces.items()}
-            written = writers.together(lambda: [_flushed(file) for file in _form(sharded).write(fresh, pieces, writers)])
+            written = writers.together(
+                lambda: [state_file.flushed(file) for file in _form(sharded).write(fresh, pieces, writers)]
+            )
             files = {name: about for some in writers.gather(written) for name, *about in some}
             writers.together(partial(self._commit, fresh, final, {"step": step, "facts": facts}, sharded, files))
         except BaseException:
@@ -208,15 +206,12 @@ class Checkpoints:
             state["files"] = files
         else:
             state["bytes"], state["crc32"] = files[TENSORS]
-        state = json.loads(json.dumps(state))  # as it will be read: with texts for keys
-        (fresh / STATE).write_text(json.dumps(state | {WHOLE: _crc_of(state)}, indent=1))
-        _flush(fresh / STATE)
-        _flush(fresh)
+        state_file.write(fresh, state)
         self.first()
         if final.exists():  # a resumed run reaches a step that it had saved before
             shutil.rmtree(final)
         os.replace(fresh, final)
-        _flush(self.folder)
+        state_file.flush(self.folder)
         self._prune(state["step"])
 
     def _prune(self, newest: int) -> None:
@@ -227,7 +222,7 @@ class Checkpoints:
         paths = [p for p in self.paths() if _number(p) <= newest]
         kept = set(paths[-self.keep :])
         kept |= {p for p in paths if self.keep_every and _number(p) % self.keep_every == 0}
-        scores = [(score, p) for p in paths if (score := _score(p)) is not None]
+        scores = [(score, p) for p in paths if (score := state_file.score_of(p)) is not None]
         kept |= {min(scores)[1]} if scores else set()
         for path in set(self.paths()) - kept:
             shutil.rmtree(path)
@@ -240,10 +235,10 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
     DataError where one finds damage."""
     path, state, wrong = Path(path), dict[str, Any](), None
     try:
-        state = _state(path)
-        for name, about in sorted(_files(state).items())[ranks.rank :: ranks.world]:
-            if _about(beside(path / STATE, name)) != [name, *about]:
-                wrong = _damaged(path, name)
+        state = state_file.read(path)
+        for name, about in sorted(state_file.files_of(state).items())[ranks.rank :: ranks.world]:
+            if state_file.about(beside(path / STATE, name)) != [name, *about]:
+                wrong = state_file.damaged(path, name)
     except (OSError, ValueError) as error:
         wrong = DataError(f"{path} is not a whole checkpoint: {error}.")
     except DataError as error:
@@ -253,71 +248,11 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
     return Checkpoint(path, state["step"], state["facts"], "files" in state)
 
 
-def _files(state: dict[str, Any]) -> dict[str, list[Any]]:
-    """Size and checksum of every file that holds tensors, by name."""
-    return state["files"] if "files" in state else {TENSORS: [state.get("bytes"), state.get("crc32")]}
-
-
-def _about(file: Path) -> list[Any]:
-    """Name, size and checksum."""
-    return [file.name, file.stat().st_size, checksum(file)]
-
-
-def _flushed(file: Path) -> list[Any]:
-    _flush(file)
-    return _about(file)
-
-
 def _make_empty(folder: Path, ranks: Ranks) -> None:
     if ranks.first:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
 
-def _state(path: Path) -> dict[str, Any]:
-    """What stands beside the tensors, after its own checksum has been verified."""
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except RecursionError:
-        state = None
-    if not isinstance(state, dict) or WHOLE not in state:
-        raise ValueError(f"its {STATE} is not one that this version of gpubound writes")
-    if state.pop(WHOLE) != _crc_of(state):
-        raise _damaged(path, STATE)
-    return state
-
-
-def _damaged(path: Path, file: str) -> DataError:
-    return DataError(f"{path} is damaged: its {file} does not have the checksum that was written with it.")
-
-
-def _crc_of(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
 def _number(path: Path) -> int:
     return int(_NAME.search(path.name)[1])  # type: ignore[index]
-
-
-def _score(path: Path) -> Any:
-    """None, too, where it cannot be read: what is damaged is not the best."""
-    try:
-        return _state(path)["facts"].get("score")
-    except (OSError, ValueError, DataError):
-        return None
-
-
-def checksum(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
