@@ -253,6 +253,9 @@ def test_an_emptied_cache_is_filled_again_at_its_cost():
     assert [(f.kind, f.line.line) for f in emptied] == [("free", 9)]
     assert emptied[0].ms == pytest.approx((length(steps(body)) - length(steps(quiet))) / STEPS / 1e3, rel=0.1)
     assert {f.kind for f in judge(seen(steps(body))).findings} == {"free", "alloc"}
+    for grows in (steps(lambda l: l.stop("alloc", 200)), steps(body)):  # nothing was given back, or not in the timed steps
+        left = judge(seen(grows, row("free", "empty_cache", at(9), 0), memory={"free": 0.0})).findings
+        assert [f.kind for f in left] == ["alloc"]
 
 
 @pytest.mark.parametrize(("index", "priced"), [(False, 0.5 + 0.3), (True, 0.3)])

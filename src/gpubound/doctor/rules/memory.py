@@ -16,21 +16,22 @@ STEADY = 0.5  # a step
 def look(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
     tape = evidence.tape.calls if evidence.tape else ()
     emptied = any(row.what == EMPTIED for row in evidence.rows)
+    again = frozenset(n for n, call in enumerate(tape) if call.kind == "alloc" and emptied)
+    claimed: frozenset[int] = frozenset()
     for kind in KINDS:
-        if kind == "alloc" and emptied:  # what was given back is asked for again: that is part of its price
-            continue
         if evidence.memory.get(kind, STEADY) < STEADY:  # the timed steps were steadier than the recorded ones
             continue
         known = next((rows[0].place for rows in by_line(evidence, kind) if line_of(rows[0].place)), Place())
         lines: dict[Line | None, tuple[Place, list[int]]] = {}
         for n, call in enumerate(tape):
-            if call.kind == kind:
+            if call.kind == kind and n not in claimed:
                 place = evidence.located.get(n, known)
                 lines.setdefault(line_of(place), (place, []))[1].append(n)
         for place, calls in lines.values():
             if (count := len(calls) / taped(evidence)) >= STEADY:
-                again = [n for n, call in enumerate(tape) if call.kind == "alloc"] if emptied and kind == "free" else []
-                yield Claim(kind, place, count, f"{count:.3g} a step", frozenset([*calls, *again]))
+                mine = frozenset(calls) | again if kind == "free" else frozenset(calls)  # what is given back is asked for again
+                claimed |= mine
+                yield Claim(kind, place, count, f"{count:.3g} a step", mine)
     for rows in by_line(evidence, "retry"):
         count = times(evidence, rows)
         yield Claim("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
