@@ -62,12 +62,12 @@ class Prices:
         """Of a step."""
         return None if ms is None or not self.step_ms else ms / self.step_ms
 
-    @property
+    @cached_property
     def ceiling(self) -> float | None:
         """A step whose host never stalls."""
         return None if self.replay is None else self.scale * self.replay.ceiling()
 
-    @property
+    @cached_property
     def launch_free(self) -> float | None:
         """A step whose host costs nothing. The device is not slower while it is recorded, so this is not scaled."""
         return None if self.replay is None else self.replay.launch_free()
