@@ -27,9 +27,8 @@ from gpubound.errors import MeasureError
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.loop import Instant
-from gpubound.train.run import joined
 from gpubound.words import readable
 
 from . import results

@@ -29,7 +29,7 @@ STAGES = "stages"  # a part for machines with two GPUs
 CPU = "cpu"  # a part by itself, for machines without a GPU
 CPU_SHAPE = "135m"  # SmolLM2-135M's
 CPU_BATCHES = (1, 20)
-BATCHES = "1,2,4,8,16,32"
+BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--parts: cpu is measured by itself; leave the others out.")
     names = ["tiny"] if dry else chosen("--only", options.only or (CPU_SHAPE if on_cpu else "350m,1b,8b"), list(GOALS))
     peers = chosen("--peers", options.peers, list(CONTENDERS))
-    batches = batch_sizes(options.batch or (",".join(map(str, CPU_BATCHES)) if on_cpu else BATCHES))
+    batches = batch_sizes(options.batch) if options.batch else list(CPU_BATCHES if on_cpu else BATCHES)
     if options.rounds < 3:
         raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
     need_transformers("bench decode")

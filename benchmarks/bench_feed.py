@@ -1,7 +1,8 @@
 """What feeding costs: a blocking loop with cached batches moved to gb.feed alone, a loader through the ring, a token batch.
 
 The loop: ten cached batches on the host, cloned and copied leaf by leaf, pageable, one blocking `.item()` a step. Its model has
-3.2 million parameters: launches are most of a step at batch 4, products at 256. With a small model the copies are.
+3.2 million parameters: launches are most of a step at batch 4, products at 256. With a small
+model there is little beside the copies.
 """
 
 import sys

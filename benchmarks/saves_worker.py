@@ -24,9 +24,8 @@ from gpubound.models import PRESETS, Decoder
 from gpubound.parallel import Ranks, join
 from gpubound.parallel.sharded import shard_made
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.recompute import blocks_of
-from gpubound.train.run import joined
 
 from .bench_checkpoint import SavesJob, batches, one_round
 from .serving import answer

@@ -68,9 +68,10 @@ class Outcome:
     @property
     def stalls(self) -> bool:
         """Whether the plant may cost something in this model; taken for granted where no timing shows that it does not."""
-        if self.hidden or self.true_ms is None or self.step_ms is None or self.noise > HARMLESS:
-            return self.planted and not self.hidden
-        return self.planted and self.true_ms >= HARMLESS * self.step_ms
+        if not self.planted or self.hidden:
+            return False
+        unsure = self.true_ms is None or self.step_ms is None or self.noise > HARMLESS
+        return unsure or self.true_ms >= HARMLESS * self.step_ms  # type: ignore[operator]
 
     @property
     def apart(self) -> float:

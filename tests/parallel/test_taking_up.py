@@ -11,9 +11,8 @@ from gpubound.models import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train.adamw8 import AdamW8bit
-from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
 from gpubound.train.recompute import blocks_of
-from gpubound.train.run import joined
 from gpubound.train.taking_up import taken_up
 from tests.parallel.processes import on_ranks
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..models.placing import put_back
+from .checkpoint import joined
 from .step import TrainStep
 
 
@@ -43,7 +44,7 @@ class Average:
 
     def state(self) -> dict[str, Tensor]:
         """The average as a checkpoint has it, where it lies."""
-        said = self._step.said({f"average.{name}": tensor for name, tensor in self.average.items()})
+        said = self._step.said(joined(average=self.average))
         return {name: said[f"average.{name}"] for name in self.average}
 
     def load(self, average: dict[str, Tensor], updates: int) -> None:

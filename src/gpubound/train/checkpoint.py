@@ -230,6 +230,11 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all parts of a checkpoint, their part's name before their own."""
+    return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
+
+
 def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
     """The checkpoint in `path`, after its sizes and checksums have been verified. Ranks share its files out, and all raise
     DataError where one finds damage."""

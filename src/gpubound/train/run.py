@@ -25,7 +25,7 @@ from ..place import Placement
 from . import chance
 from .adapters import kept_state, load_kept_state
 from .average import Average
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import Checkpoint, Checkpoints, joined
 from .data import Stage
 from .loop import Loop, Record, Stop
 from .objectives import Objective
@@ -278,8 +278,3 @@ class Run:
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all parts of a checkpoint, their part's name before their own."""
-    return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
