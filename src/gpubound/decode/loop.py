@@ -145,7 +145,7 @@ class ActiveRequest:
             if sequence.finish:
                 continue
             new = [step[row] for step in emitted if step[row] >= 0]
-            said = zip(tokens.logprobs, emitted)  # of nothing where no logprobs were asked for
+            said = zip(tokens.logprobs, emitted)  # empty where nobody asked for logprobs
             sequence.logprobs += [values[row] for values, step in said if step[row] >= 0]
             sequence.tokens += new
             self.found.row_steps += sum(step[row] >= 0 for step in emitted[:: self.decoder.stepper.tokens])
