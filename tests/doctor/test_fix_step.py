@@ -72,6 +72,30 @@ kept = train(torch.nn.Linear(3, 1), [torch.rand(4, 3) for _ in range(4)])
     assert runpy.run_path(str(path))["kept"] == pytest.approx(before, rel=1e-5)
 
 
+def test_a_batch_that_a_counter_picks(tmp_path):
+    """Its parts keep their order, though the forward reads the second one first."""
+    text = """\
+import torch
+torch.manual_seed(0)
+data = [(torch.rand(4, 3), torch.rand(4, 1)) for _ in range(3)]
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for step in range(6):
+    x, y = data[step % 3]
+    loss = (y - model(x)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+    path, made = proposed(tmp_path, text)
+    before = runpy.run_path(str(path))["losses"]
+    made.apply()
+    assert "loss = train_step([(x, y)]).loss" in path.read_text()
+    assert runpy.run_path(str(path))["losses"] == pytest.approx(before, rel=1e-5) and len(set(before)) == 6
+
+
 @pytest.mark.parametrize(
     "old, new, why",
     [

@@ -114,45 +114,50 @@ def _made(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assig
 
 
 def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[str]:
-    """The names of a step's data that the forward reads: what the loop or its body has given a value before."""
+    """The names of a step's data that the forward reads: what the loop or its body has given a value before, in that order.
+
+    What is computed from a counter is a number, and would be the same in each replay. What a counter picks is taken for data.
+    """
     body, first = plain.loop.body, plain.loop.body.index(plain.forward[0])
     given, counters = _drawn(plain.loop)
     for statement in body[:first]:
-        given |= _stored(statement)
-        counters |= _stored(statement) if counters & _names(statement) else set()
+        given |= _ordered(statement)
+        picked = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript)
+        counters |= _stored(statement) if counters & _names(statement) and not picked else set()
     own: set[str] = set()
     read: list[str] = []
     for statement in plain.forward:
         loads = [n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
         read += [name for name in loads if name not in own]
         own |= _stored(statement)
-    if wrong := set(read) & ((_stored(outermost) - given) | counters):
+    if wrong := set(read) & ((_stored(outermost) - given.keys()) | counters):
         raise Refused(f"the forward reads {min(wrong)}, which changes and is no part of the batch")
     kept = own - {plain.loss}
     for node in ast.walk(source.scope(plain.loop)):
         inside = any(statement is node or statement in source.above(node) for statement in plain.forward)
         if isinstance(node, ast.Name) and node.id in kept and isinstance(node.ctx, ast.Load) and not inside:
             raise Refused(f"{node.id} is used outside the forward, in line {node.lineno}")
-    batch = [name for name in dict.fromkeys(read) if name in given]
+    batch = [name for name in given if name in read]
     if not batch:
         raise Refused("the forward reads nothing that changes from step to step")
     return batch
 
 
-def _drawn(loop: ast.For | ast.While) -> tuple[set[str], set[str]]:
-    """The names that a loop gives values, and those of them that count."""
+def _drawn(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
+    """The names that a loop gives values, in their order, and those of them that count."""
     if not isinstance(loop, ast.For):
-        return set(), set()
+        return {}, set()
     over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    counters: set[str] = set()
     if over == "range":
-        return _stored(loop.target), _stored(loop.target)
-    if over == "enumerate" and isinstance(loop.target, ast.Tuple):
-        return _stored(loop.target), _stored(loop.target.elts[0])
-    if over == "zip" and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
+        counters = _stored(loop.target)
+    elif over == "enumerate" and isinstance(loop.target, ast.Tuple):
+        counters = _stored(loop.target.elts[0])
+    elif over == "zip" and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
         pairs = zip(loop.target.elts, loop.iter.args)
         ranges = [target for target, drawn in pairs if isinstance(drawn, ast.Call) and name_of(drawn.func) == "range"]
-        return _stored(loop.target), set().union(*map(_stored, ranges))
-    return _stored(loop.target), set()
+        counters = set().union(*map(_stored, ranges))
+    return _ordered(loop.target), counters
 
 
 def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: ast.stmt) -> str:
@@ -189,7 +194,13 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _stored(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return set(_ordered(node))
+
+
+def _ordered(node: ast.AST) -> dict[str, None]:
+    """The names that are given a value here, as they stand in the source."""
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return dict.fromkeys(n.id for n in sorted(names, key=lambda n: (n.lineno, n.col_offset)))
 
 
 PATCH = Patch("step", frozenset({"launch_bound"}), "gb.TrainStep makes the step, as CUDA graphs", propose, equal=False)
