@@ -21,8 +21,8 @@ from gpubound.errors import MeasureError
 
 from . import results
 from .doctor_corpus.cases import CALM, cases, fits, sample, write_calm, write_clean, write_planted
-from .doctor_corpus.crew import calls
-from .doctor_corpus.eyes import DOCTOR, EYES, NOTHING, look
+from .doctor_corpus.crew import MOST, calls
+from .doctor_corpus.eyes import DOCTOR, EYES, look
 from .doctor_corpus.kinds import PLANTS
 from .doctor_corpus.plant import Case, Script
 from .doctor_corpus.score import Outcome, Score, Sight, read_outcomes, write_outcomes
@@ -33,7 +33,6 @@ from .tables import BUDGET
 EXPECTED = {"launch-bound": frozenset({"launch_bound"}), "gpu-bound": frozenset[str]()}
 RECALL, PRECISION, PRICE_ERROR, OVERHEAD = 95.0, 98.0, 15.0, 1.0  # the gates, in per cent
 LOOKING_S = 30.0  # the gate on one script
-WITHOUT = " without its stall"
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class Job:
     same: str = ""
     hidden: bool = False
 
-    def outcome(self, sight: Sight, clean_ms: float | None) -> Outcome:
-        true_ms = None if sight.alone_ms is None or clean_ms is None else sight.alone_ms - clean_ms
+    def outcome(self, sight: Sight) -> Outcome:
+        true_ms = None if sight.alone_ms is None or sight.clean_ms is None else sight.alone_ms - sight.clean_ms
         return Outcome(
             self.name, self.script, sight.found, sight.alone_ms, true_ms, EXPECTED[self.model], sight.step_ms, sight.seconds,
             self.model, self.hidden, self.same,
@@ -101,23 +100,16 @@ class Jobs:
         self.jobs[f"{what}/{name}"] = Job(f"{what}/{name}", write_calm(calm, self.folder / str(len(self.jobs))), calm.model)
 
     def tasks(self, eye: str, dry: bool) -> dict[str, tuple]:
-        """Each script in the order of the corpus; where it is timed, right behind the one without its stall.
-
-        Many of those are equal, and are timed again all the same: a host's speed drifts, and how much it drifts is to be known.
-        """
-        tasks: dict[str, tuple] = {}
+        """The arguments of `look` for each script. Where a stall is priced, its clean script is timed beside it: many of those
+        are equal, but a host's speed drifts, and how much it drifts is to be known."""
         lock = self.folder / "lock"
-        for job in self.jobs.values():
-            if job.clean and eye == DOCTOR and not dry:
-                tasks[job.name + WITHOUT] = (lock, NOTHING, job.clean, dry)
-            tasks[job.name] = (lock, eye, job.script.path, dry)
-        return tasks
+        return {job.name: (lock, eye, job.script.path, job.clean if eye == DOCTOR else None, dry) for job in self.jobs.values()}
 
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Doctor, argv, "bench doctor")
     device = resolve("cpu" if options.dry else "require")
-    (eye,) = chosen("--eye", options.eye, [name for name in EYES if name != NOTHING])
+    (eye,) = chosen("--eye", options.eye, list(EYES))
     bench = Bench.of(options, "doctor", device, argv)
     names = asked(options)
     folder_kept, file = options.results / "corpus", results.file_of(bench.origin["gpu"]).name
@@ -176,27 +168,20 @@ def written(names: Iterable[str], folder: Path) -> Jobs:
 
 
 def outcomes(jobs: Jobs, eye: str, options: Doctor, bench: Bench, began: float) -> Iterator[Outcome]:
-    """Each script's, as soon as it and its clean one are done; what fails is said at the end."""
-    tasks = jobs.tasks(eye, options.dry)
-    clean_ms: dict[str, float | None] = {}
-    sights: dict[str, Sight] = {}
+    """Each script's, as soon as it is there; what fails is said at the end."""
     over = began + options.seconds
-    for task, sight in calls(look, tasks, processes=1 if options.dry else options.processes, until=over):
-        name = task.removesuffix(WITHOUT)
+    processes, most = (1, MOST) if options.dry else (options.processes, 1 if eye == DOCTOR else MOST)  # see by_doctor.look
+    for name, sight in calls(look, jobs.tasks(eye, options.dry), processes=processes, most=most, until=over):
         if isinstance(sight, MeasureError):
-            bench.unmeasured.append(f"{task}: {eye}: {sight}")
-        elif name != task:
-            clean_ms[name] = sight.alone_ms
+            bench.unmeasured.append(f"{name}: {eye}: {sight}")
         else:
-            sights[name] = sight
-        if name in sights and (name in clean_ms or name + WITHOUT not in tasks):
-            yield jobs.jobs[name].outcome(sights.pop(name), clean_ms.get(name))
+            yield jobs.jobs[name].outcome(sight)
     if perf_counter() > over:
         bench.unmeasured.append(f"the {options.seconds:g} s were over: go on --from the first script that is not above")
 
 
 def said(outcome: Outcome) -> str:
-    verdict = ("found" if outcome.located else "missed") if outcome.planted else "wrong" if outcome.wrong else "quiet"
+    verdict = "found" if outcome.located else "missed" if outcome.stalls else "wrong" if outcome.wrong else "quiet"
     price = ""
     if outcome.true_ms is not None and outcome.step_ms is not None:
         told = [f.ms for f in outcome.located if f.ms is not None]

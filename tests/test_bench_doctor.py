@@ -236,18 +236,17 @@ def test_one_at_a_time_has_its_turn(tmp_path):
 def half_blind(monkeypatch):
     """The doctor sees only `.item()`, in this process, and each step of a script without a stall takes 2 ms, else 3."""
 
-    def look(lock: Path, eye: str, script: Path, dry: bool) -> Sight:
-        seen.append(eye)
-        clean = "clean" in script.parts
+    def look(lock: Path, eye: str, script: Path, clean: Path | None, dry: bool) -> Sight:
+        seen.append((eye, clean is not None))
         found = [
             Found("sync", str(script), n, 1.1) for n, line in enumerate(script.read_text().split("\n"), 1) if ".item()" in line
         ]
-        return Sight([] if clean else found, alone_ms=None if dry else 2.0 if clean else 3.0)
+        return Sight(found, alone_ms=None if dry else 3.0, clean_ms=None if dry else 2.0)
 
     def calls(function, tasks, **options):
         return ((name, look(*arguments)) for name, arguments in tasks.items())
 
-    seen: list[str] = []
+    seen: list[tuple[str, bool]] = []
     monkeypatch.setattr(bench_doctor, "calls", calls)
     monkeypatch.setattr(bench_doctor, "CALM", {"decoy": {"to_where_it_is": CALM["decoy"]["to_where_it_is"]}})
     return seen
@@ -261,7 +260,7 @@ def test_the_bench_reports_what_was_missed(half_blind, capsys):
     assert "item/plain/gpu-bound                                   found" in said.out
     assert "MISSED  printed/plain/gpu-bound: wanted sync at train.py:" in said.err
     assert "50.0 %" in said.out and "2 scripts with a stall, 1 without" in said.out
-    assert half_blind == ["doctor"] * 3  # without a clock nothing is to be compared
+    assert half_blind == [("doctor", True)] * 2 + [("doctor", False)]
 
 
 def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_path, capsys):
@@ -278,10 +277,10 @@ def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_pat
     outcomes = read_outcomes(kept)
     write_outcomes(tmp_path / "again", outcomes)
     assert len(outcomes) == 9 and read_outcomes(tmp_path / "again") == outcomes
-    assert half_blind.count("nothing") == 9
+    assert half_blind == [("doctor", True)] * 9
     assert bench_doctor.main(["--results", str(tmp_path), "--only", "item", "--eye", "ledger"]) == 0
     (seen,) = [file for file in (tmp_path / "corpus").iterdir() if file.name.startswith("ledger-")]
-    assert half_blind.count("nothing") == 9 and {outcome.true_ms for outcome in read_outcomes(seen)} == {1.0}
+    assert half_blind[9:] == [("ledger", False)] * 6 and {outcome.true_ms for outcome in read_outcomes(seen)} == {1.0}
 
 
 def test_parts_of_names_choose_scripts():

@@ -22,7 +22,7 @@ from typing import Any
 from gpubound.errors import MeasureError
 
 PRELOAD = ["torch", "benchmarks.doctor_corpus.eyes"]  # the server has never touched a GPU
-MOST = 40  # tasks of one process: whatever scripts leave behind in it goes with it
+MOST = 40  # tasks of one process, where nothing else is asked: whatever scripts leave behind in it goes with it
 
 
 @contextmanager
@@ -47,13 +47,14 @@ def calls(
     tasks: Mapping[str, tuple],
     *,
     processes: int,
+    most: int = MOST,
     timeout_s: float = 120.0,
     until: float = inf,
 ) -> Iterator[tuple[str, Any]]:
     """(name, function(*arguments)) of each task as it is done, or (name, MeasureError) of one that fails.
 
-    A process that dies, or takes longer than `timeout_s`, is replaced, and costs its own task alone. None begins after `until`,
-    a time of perf_counter.
+    A process that dies, or takes longer than `timeout_s`, is replaced, and costs its own task alone; one that has done `most`
+    of them is replaced, too. None begins after `until`, a time of perf_counter.
     """
     waiting, crew = deque(tasks), [_hired(function) for _ in range(min(processes, len(tasks)))]
     try:
@@ -72,7 +73,7 @@ def calls(
                     continue
                 name, result = member.task or "", _result(member, timeout_s if member.pipe not in heard else None)
                 member.task, member.done = None, member.done + 1
-                if member.done >= MOST or not member.process.is_alive():
+                if member.done >= most or not member.process.is_alive():
                     _dismissed(member)
                     crew[crew.index(member)] = _hired(function)
                 yield name, result

@@ -30,13 +30,15 @@ class Found:
 class Sight:
     """All that something says of a script. `step_ms` is how long it says a step takes, where it says so.
 
-    `seconds` is how long it looked. `alone_ms` is how long a step took while nothing looked.
+    `seconds` is how long it looked. `alone_ms` is how long a step took while nothing looked, `clean_ms` how long one without
+    the stall.
     """
 
     found: list[Found]
     step_ms: float | None = None
     seconds: float | None = None
     alone_ms: float | None = None
+    clean_ms: float | None = None
 
 
 @dataclass
