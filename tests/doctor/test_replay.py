@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpubound.doctor.replay import Replay
+from gpubound.doctor.replay import SLOWED, Replay
 from gpubound.doctor.tape import Tape
 from gpubound.errors import MeasureError
 from tests.doctor.programs import length, program, running, stalling
@@ -74,6 +74,37 @@ def test_the_price_of_each_kind(plant, run):
     true = (length(loop(planted, run, 40)) - length(loop(clean, run, 40))) / 40e3
     assert replay.saved(replay.waits, replay.stalls) == pytest.approx(true, rel=0.05, abs=0.004)
     assert replay.ceiling() == pytest.approx(length(loop(clean, run, 40)) / 40e3, rel=0.05)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3, 1.7])
+@pytest.mark.parametrize("run, stall", [(50.0, 0.0), (4.0, 0.0), (50.0, 900.0)], ids=["gpu bound", "launch bound", "loader"])
+def test_a_recorded_host_is_slow_and_its_device_is_not(slower, run, stall):
+    """A wait in front of Python's own time, and perhaps a loader, which no profiler slows. The price is that of a host at its
+    own pace. A recorded step's, times timed over recorded step, is half too high where the device holds up the step."""
+
+    def program(slower: float, wait: bool = True, steps: int = 5) -> Synthetic:
+        made = Synthetic()
+        for _ in range(steps):
+            made.launch(run=run, host=6.0 * slower, times=40)
+            made = made.sync() if wait else made
+            made.think(200.0 * slower).doing("data", stall).launch(run=run, host=6.0 * slower, times=40).step()
+        return made
+
+    timed, clean = (length(program(1.0, wait, 40)) / 40e3 for wait in (True, False))
+    recorded = Replay(program(slower).tape())
+    replay = recorded.paced(timed)
+    assert replay.step_ms == pytest.approx(timed, rel=0.01) and 1 / replay.share == pytest.approx(slower, rel=0.1)
+    assert replay.recorded_ms == recorded.step_ms
+    assert replay.saved(replay.waits) == pytest.approx(timed - clean, rel=0.1, abs=0.004)
+    if (slower, run, stall) == (1.7, 50.0, 0.0):
+        assert recorded.saved(recorded.waits) * timed / recorded.step_ms > 1.4 * (timed - clean)
+
+
+def test_a_recording_slows_a_host_twofold_at_most():
+    """A step that was timed at less than the device's own time tells nothing of the host."""
+    replay = Replay(loop(lambda made: made.sync()).tape())
+    assert replay.paced(0.1 * replay.step_ms).share == pytest.approx(SLOWED, abs=0.01)
+    assert replay.paced(2 * replay.step_ms) is replay
 
 
 def test_a_wait_that_costs_nothing_has_no_price():

@@ -34,7 +34,7 @@ class Evidence:
 
     @cached_property
     def recording(self) -> Recorded | None:
-        return None if self.tape is None else Recorded(self.tape, self.located, self.places)
+        return None if self.tape is None else Recorded(self.tape, self.located, self.places, self.ms)
 
     @property
     def ms(self) -> float | None:

@@ -17,7 +17,8 @@ from .tape import Span
 class Prices:
     """Prices by replay where the tape can be replayed, by the gaps that are blamed on a thing where it cannot.
 
-    A recorded step is slower than a timed one, so what the replay says is scaled by the ratio of the two.
+    The replay goes at the pace of a timed step, as far as it can. What then is left between the two is in `scale`, by which
+    every price is multiplied. `host` is the same for what the host alone takes.
     """
 
     def __init__(self, evidence: Evidence):
@@ -34,12 +35,11 @@ class Prices:
             except MeasureError as error:
                 self.refused = str(error)
         # A host that is ahead ends its recorded steps too soon; the replay plays until it runs at the device's pace.
-        recorded = self.replay.step_ms if self.replay else self.bar.step_ms if self.bar else None
-        self.step_ms = recorded if evidence.ms is None else evidence.ms
-        self.scale = self.step_ms / recorded if self.step_ms and recorded else 1.0
-        self.distortion = (
-            1 / self.scale if self.replay and evidence.ms else None
-        )  # how much slower a recorded step is than a timed one
+        played = self.replay.step_ms if self.replay else self.bar.step_ms if self.bar else None
+        self.step_ms = played if evidence.ms is None else evidence.ms
+        self.scale = self.step_ms / played if self.step_ms and played else 1.0
+        self.host = self.scale * (self.replay.share if self.replay else 1.0)
+        self.distortion = self.replay.recorded_ms / evidence.ms if self.replay and evidence.ms else None
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> tuple[float | None, str]:
         """(what a step would save without these, how sure that is). `work`: what the calls launched is gone, too."""
@@ -51,7 +51,7 @@ class Prices:
         if self.bar is None or work:
             return None, "counted"
         late = sum(gap.us for gap in self.bar.gaps if gap.call in calls or gap.span in spans)
-        return self.scale * late / self.bar.steps / len(self.bar.devices) / 1e3, "estimate"
+        return self.host * late / self.bar.steps / len(self.bar.devices) / 1e3, "estimate"
 
     def without_work(self, calls: Iterable[int], share: float, spans: Iterable[int] = ()) -> float | None:
         """An estimate: this share of what a step would save if these calls, what they launched and these spans were gone."""
@@ -98,13 +98,13 @@ class Prices:
             if call.kind == "launch" and (before := last.get(call.thread)) is not None:
                 found.append(call.start - before)
             last[call.thread] = call.start if call.kind == "launch" else None
-        return self.scale * median(found) / 1e3 if found else None
+        return self.host * median(found) / 1e3 if found else None
 
     def of_launches(self, count: float) -> float | None:
         """An estimate: what a step would save without so many launches, where launches are what holds it up."""
         if self.bar is None or self.pace is None:
             return None
-        most = self.scale * self.bar.ms("dispatch")
+        most = self.host * self.bar.ms("dispatch")
         if self.launch_free is not None and self.step_ms is not None:  # the tape begins with an empty queue, the play does not
             most = min(most, max(self.step_ms - self.launch_free, 0.0))
         return min(count * self.pace, most)
@@ -123,7 +123,7 @@ class Prices:
             for start, end in gaps[max(bisect_right(starts, low) - 1, 0) : bisect_right(starts, span.end)]:
                 total += max(min(end, span.end) - max(start, low), 0.0)
             reached = max(reached, span.end)
-        return self.scale * total / self.bar.steps / len(self.bar.devices) / 1e3
+        return self.host * total / self.bar.steps / len(self.bar.devices) / 1e3
 
 
 def named(name: str) -> Callable[[Span], bool]:

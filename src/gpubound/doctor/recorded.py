@@ -15,11 +15,15 @@ from .tape import Tape
 
 @dataclass(frozen=True)
 class Recorded:
-    """`bar` and `replay` raise MeasureError where the tape does not show what it would take."""
+    """`bar` and `replay` raise MeasureError where the tape does not show what it would take.
+
+    `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
+    """
 
     tape: Tape
     located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
     places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
+    step_ms: float | None = None
 
     @cached_property
     def order(self) -> HostOrder:
@@ -31,7 +35,8 @@ class Recorded:
 
     @cached_property
     def replay(self) -> Replay:
-        return Replay(self.tape, self.order)
+        replay = Replay(self.tape, self.order)
+        return replay if self.step_ms is None else replay.paced(self.step_ms)
 
     def cut(self, count: int) -> Recorded:
         """The first `count` steps, and `located` by the calls' places among those."""
@@ -40,4 +45,4 @@ class Recorded:
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
         located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
-        return Recorded(part, located, self.places)
+        return Recorded(part, located, self.places, self.step_ms)

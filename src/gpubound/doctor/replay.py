@@ -8,6 +8,7 @@ they are (mechanism.py); model.py finds all of this on the tape. Then some of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from ..errors import MeasureError
 from .model import mechanism_of
@@ -17,6 +18,8 @@ from .tape import Tape, chosen
 WRONG = 0.02  # a mechanism that misses a recorded time by more of the tape's length prices nothing
 LOST = 0.005  # of all works: with more launches missing than this, what the host did is not known
 STEPS = 40  # steps in a play: the first one begins with an empty queue, so its price is wrong, and a 40th of the answer
+SLOWED = 0.5  # of the time that a recorded host takes, the least that an unrecorded one was seen to take was 0.55
+HALVINGS = 8  # of the shares between that and all of it: good to 0.2 %
 BUDGET = 200_000  # calls in a play, about 0.2 s: the steps of a large tape are played fewer times, but once in any case
 
 
@@ -24,8 +27,11 @@ class Replay:
     """Prices in milliseconds a step: the steps of the tape are played again and again, with some of their stalls and without.
 
     `error` is by how much a play of the whole tape misses a recorded time at most, as a share of its length. `mechanism` is
-    played `times` times, which makes `steps` steps.
+    played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`); `recorded_ms` is
+    a step of one that takes all of it.
     """
+
+    share = 1.0
 
     def __init__(self, tape: Tape, order: HostOrder | None = None):
         order = order or HostOrder(tape)
@@ -49,6 +55,7 @@ class Replay:
         self.times = min(max(STEPS // steps, 1), most) if tape.steps else 1
         self.steps = self.times * steps
         self._base = self.mechanism.play(self.times).length
+        self.recorded_ms = self.step_ms
         self.waits = frozenset(place for place, call in enumerate(tape.calls) if call.waits)
         self.stalls = frozenset(place for place, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
 
@@ -56,6 +63,26 @@ class Replay:
     def step_ms(self) -> float:
         """A step as it is, by the replay."""
         return self._ms(self._base)
+
+    def paced(self, step_ms: float) -> Replay:
+        """The replay whose host is as much faster as makes a step so long, as far as a recording can have slowed it.
+
+        A profiler slows the host alone. Where the device holds up a step, a recorded one takes little longer than a timed one,
+        and yet what the host does while the device waits took up to twice its time.
+        """
+        low, high = SLOWED, 1.0
+        if step_ms >= self.step_ms:
+            return self
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._with(middle).step_ms < step_ms else (low, middle)
+        return self._with(high)
+
+    def _with(self, share: float) -> Replay:
+        paced = copy(self)
+        paced.share, paced.mechanism = share, self.mechanism.paced(share, Stalls(self.tape))
+        paced._base = paced.mechanism.play(self.times).length
+        return paced
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> float:
         """What a step would save if these calls cost their host nothing and waited for nothing, and these spans were gone.

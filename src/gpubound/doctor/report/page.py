@@ -167,10 +167,11 @@ def _content(verdict: Verdict, recording: Recorded) -> tuple[dict[str, Any], Pay
     try:
         bar = recording.bar
         content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
-        content["scale"] = (verdict.step_ms or bar.step_ms) / bar.step_ms  # a recorded step is slower than a timed one
         chosen = picks(tape, verdict.findings, recording.located)
         if any(chosen):  # without a box the page has nothing to play again
-            content["program"] = program(recording.replay, chosen)
+            replay = recording.replay
+            content["program"] = program(replay, chosen)
+            content["scale"] = (verdict.step_ms or replay.step_ms) / replay.step_ms  # what is left between them at one pace
     except MeasureError as error:
         return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom)
     return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)

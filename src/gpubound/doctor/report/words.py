@@ -24,7 +24,7 @@ LEAVES = {
 }
 NOWHERE = "no single line"
 NAMED = 6  # numbers in a row that a reader still adds up
-SLOWED = 1.05  # a recording that slows the host by less is not worth a line
+SLOWED = 1.05  # a recording that slows a step by less is not worth a line
 
 
 def milliseconds(ms: float) -> str:
@@ -83,7 +83,7 @@ def notes(verdict: Verdict) -> list[str]:
     """What a reader must know to read the numbers."""
     found = [told_of_ranks(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
-        found.append(f"The recording slowed the host {verdict.distortion:.1f}x; prices are scaled back to the timed steps.")
+        found.append(f"A recorded step took {verdict.distortion:.1f} times a timed one; prices are those of a timed one.")
     unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # or its reason stands with all that is absent
     if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         found.append("Counts and lines only: prices need a GPU.")

@@ -29,7 +29,7 @@ def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
 
 def conversions(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
     """They cost the host alone. So they are named only where the device waits for Python, and where they are worth it."""
-    waited = prices.scale * prices.bar.ms("dispatch") if prices.bar else 0.0
+    waited = prices.host * prices.bar.ms("dispatch") if prices.bar else 0.0
     for rows in by_line(evidence, "noop"):
         took = sum(row.ms for row in rows) / max(evidence.steps, 1)
         ms = min(took, waited)
