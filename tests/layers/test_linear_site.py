@@ -11,7 +11,8 @@ from gpubound.kernels.accumulate import weight_gradient
 from gpubound.kernels.record import made_record
 from gpubound.layers import recompute
 from gpubound.layers.fp8 import Fp8, new_states
-from gpubound.layers.linear_site import Adapter, Format, Spanning, fused_linear, linear
+from gpubound.layers.linear_site import fused_linear, linear
+from gpubound.layers.site_parts import Adapter, Format, Spanning
 from gpubound.layers.stacked import multiply_by_records
 from gpubound.train import Accumulators
 

@@ -10,7 +10,7 @@ from gpubound import trace
 from gpubound.kernels.quantize import has_cores
 from gpubound.kernels.record import record_of
 from gpubound.layers import fp8
-from gpubound.layers.linear_site import AS_IT_IS, format_of
+from gpubound.layers.site_parts import AS_IT_IS, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep, precision as sites

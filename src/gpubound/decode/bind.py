@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
-from ..layers.linear_site import format_of
+from ..layers.site_parts import format_of
 from ..layers.stacked import Stacked, describe, foreign, hooked, site_of
 from ..lora.adapter import LowRank
 from ..lora.pairs import adapted_layers

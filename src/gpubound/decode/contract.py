@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..device import label, usable_bytes
 from ..graph.held import address_check
-from ..layers.linear_site import adapters_of
+from ..layers.site_parts import adapters_of
 from ..layers.stacked import foreign, site_of
 from ..words import readable
 from .cache import PLAIN, CacheLayout

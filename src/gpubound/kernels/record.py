@@ -17,8 +17,8 @@ ATTRIBUTE = "gpubound"
 @dataclass(slots=True)
 class Record:
     # of a parameter: how it is multiplied by, and where its gradient goes
-    format: Any = None  # a Format of layers/linear_site.py; None: as it is
-    adapters: tuple[Any, ...] = ()  # what its products add to their results, Adapters of layers/linear_site.py
+    format: Any = None  # a Format of layers/site_parts.py; None: as it is
+    adapters: tuple[Any, ...] = ()  # what its products add to their results, Adapters of layers/site_parts.py
     # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
     # begin the sum again, False where none does. None: it adds.
     opening: bool | None = None

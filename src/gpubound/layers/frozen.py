@@ -23,7 +23,7 @@ from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed import Packed, pack
 from ..kernels.quantized_product import dequantize
 from ..kernels.record import drop_record, made_record
-from .linear_site import Format, Joined, format_of, shape_of
+from .site_parts import Format, Joined, format_of, shape_of
 
 CHILD = "base"  # what a layer calls what its codes are read by
 

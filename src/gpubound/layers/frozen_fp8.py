@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_product, transpose
 from ..trace import fallback
 from .frozen import Frozen
-from .linear_site import Joined, format_of, rows_of
+from .site_parts import Joined, format_of, rows_of
 
 
 class InFp8(Frozen):

@@ -11,7 +11,8 @@ from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.choose import Call, transformed
 from . import recompute
-from .linear_site import AS_IT_IS, Joined, check_unchanged, format_of, multiply
+from .linear_site import check_unchanged, multiply
+from .site_parts import AS_IT_IS, Joined, format_of
 from .stacked import Kernels, Projecting, Stacked, bare, run_linear
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

@@ -15,8 +15,9 @@ from ..kernels.choose import Call
 from ..kernels.curve import NAMES
 from ..kernels.richards import GATE, VALUE
 from . import recompute
-from .linear_site import AS_IT_IS, format_of, multiply
+from .linear_site import multiply
 from .mlp import Unit, gated_down, trained_weight
+from .site_parts import AS_IT_IS, format_of
 from .stacked import Kernels, Projecting, Stacked, run_linear
 
 

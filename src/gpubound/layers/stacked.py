@@ -21,7 +21,8 @@ from torch.nn import Parameter
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_site import AS_IT_IS, Adapter, Joined, adapted, format_of, linear, multiply
+from .linear_site import linear, multiply
+from .site_parts import AS_IT_IS, Adapter, Joined, adapted, format_of
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels import linear_cross_entropy
 from ..kernels.accumulate import deliver_rows
 from ..kernels.choose import transformed
-from .linear_site import adapted
+from .site_parts import adapted
 from .stacked import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.

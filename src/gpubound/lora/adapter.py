@@ -17,7 +17,7 @@ from ..kernels.adapters import adapter_gradients, blocks_of
 from ..kernels.dropping import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
 from ..kernels.rows import Owners
-from ..layers.linear_site import Adapter, Factors, Spanning, rows_of
+from ..layers.site_parts import Adapter, Factors, Spanning, rows_of
 
 
 class LowRank(Adapter):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..layers.linear_site import shape_of
+from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import kind_of, quantize_base
 from .pairs import Adapters, Pair, check_not_chosen, pairs

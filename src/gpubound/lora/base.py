@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers.frozen import CHILD, Base, Frozen, InInt8, InNf4
 from ..layers.frozen_fp8 import InFp8
-from ..layers.linear_site import format_of
+from ..layers.site_parts import format_of
 from ..layers.stacked import Stacked, multiply_by_records
 from ..layers.vocabulary import head_of
 from ..trace import fallback, notice

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..kernels.accumulate import deliver
 from ..kernels.dropping import Drop, drawn, dropped
 from ..layers.frozen import written
-from ..layers.linear_site import Adapter, format_of, rows_of
+from ..layers.site_parts import Adapter, format_of, rows_of
 from ..trace import fallback
 from .pairs import Pair
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..kernels.adapters import blocks_of
 from ..kernels.choose import Call
-from ..layers.linear_site import AS_IT_IS, Format, adapters_of, format_of
 from ..layers.norm import RMSNorm
+from ..layers.site_parts import AS_IT_IS, Format, adapters_of, format_of
 from ..layers.stacked import Projecting
 from .adapter import LowRank
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, write_whole
-from ..layers.linear_site import shape_of
+from ..layers.site_parts import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
 from .dora import DoraPair

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.frozen import Base
-from ..layers.linear_site import format_of
+from ..layers.site_parts import format_of
 from .add import take_out
 from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, pairs
 

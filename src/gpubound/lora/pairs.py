@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record
-from ..layers.linear_site import Adapter, shape_of
+from ..layers.site_parts import Adapter, shape_of
 from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
 from .per_row import PerRow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.rows import Owners
-from ..layers.linear_site import shape_of
+from ..layers.site_parts import shape_of
 from .pairs import Adapters, Pair, adapted_layers, pairs
 from .per_row import PerRow, lay_together
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.linear_site import format_of, shape_of
+from ..layers.site_parts import format_of, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
 from .convolution import ConvAdapters

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.choose import Call
-from ..layers.linear_site import format_of
+from ..layers.site_parts import format_of
 from ..layers.stacked import overlapping
 from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
 from ..models.registry import role_of, swaps_of

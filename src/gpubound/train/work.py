@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers.linear_site import shape_of
+from ..layers.site_parts import shape_of
 from ..models.registry import Sizes
 from .recompute import blocks_of
 
