@@ -45,6 +45,9 @@ MISSED_LIMIT = {dtype: 10 * floor for dtype, floor in MISSED.items()}
 # gets another code, of those that lie s apart, which costs sqrt(12 d / s) of the rounding. For d of 1e-6, 1e-3 and 5e-3 of a
 # key's spread, and s = 2e-2, that is 0.02, 0.8, and in bf16 as if both had been rounded apart: sqrt(2).
 AGAIN = {torch.float32: 0.1, torch.float16: 1.0, torch.bfloat16: 1.5}
+# That is a mean. Of 4,000 random models with 1,024 cached numbers, in fp32, 25 had one in another code; 11 of them paid more
+# than this for it, and one 0.61. So another sequence has its turn: a fault shows in each of them.
+SEQUENCES = 3
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,24 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     config = getattr(decoder.model, "config", None)
     window = getattr(config, "sliding_window", None) or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
-    ids = torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     errors: tuple[float | None, ...] = (None, None, None)
     if not quick and body.exact() is not None:
-        errors = _compare_logits(decoder, body, ids.to(body.device))
+        errors = _compare_logits(decoder, body, length)
     body.poison()
-    count = _compare_tokens(decoder, ids[:TOKENS].tolist())
+    count = _compare_tokens(decoder, _sequence(body, length)[:TOKENS].tolist())
     if body.device.type == "cuda":
         torch.cuda.synchronize(body.device)
     ours, own, cached = errors
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compare_logits(decoder: "FastDecoder", body: Any, ids: Tensor) -> tuple[float, float, float | None]:
+def _sequence(body: Any, length: int, number: int = 0) -> Tensor:
+    return torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+
+
+def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
+    ids = _sequence(body, length, number).to(body.device)
     with listening(body.live.reader.routers()) as choices:
         output = decoder.model(ids[None].to(body.live.device))
     own = getattr(output, "logits", output)[0].float().to(ids.device)
@@ -110,6 +117,8 @@ def _compare_logits(decoder: "FastDecoder", body: Any, ids: Tensor) -> tuple[flo
         )
     cached = None if body.cache.kind is None else _distance(truth, whole)
     if not our_error <= max(MARGIN * model_error, FLOOR[dtype]) + AGAIN[dtype] * (cached or 0.0):
+        if cached is not None and number + 1 < SEQUENCES:
+            return _compare_logits(decoder, body, length, number + 1)
         beside = "" if cached is None else f" (and a cache in {body.cache.layout.kind} makes {cached:.1e})"
         raise GenerateError(
             f"decoder: the kernels' logits are {our_error:.1e} from fp32, the model's own only {model_error:.1e}{beside}: they "
