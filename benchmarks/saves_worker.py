@@ -53,9 +53,7 @@ class Ours(Way):
         self.store = Checkpoints(folder, keep=1, ranks=ranks)
 
     def begin(self, number: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Future:
-        self.store.save(number, tensors, facts)
-        assert self.store._writing is not None
-        return self.store._writing
+        return self.store.save(number, tensors, facts)
 
     def wait(self) -> list[Path]:
         self.store.wait()

@@ -25,7 +25,6 @@ def saves(folder):
         return rounds, {name: shapes(path) for name, way in ways.items() for path in way.wait()}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_ours_and_torchs_own_save_the_same_tensors(tmp_path):
     for rounds, found in on_ranks(2, saves, str(tmp_path)):
         assert all(seconds["written"] > 0 and seconds["triggers"] > 0 for seconds in rounds.values())

@@ -107,12 +107,19 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubound-checkpoint")
         self._writing: Future | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False) -> None:
-        """Snapshot now, write in the background; `wait` until it is on disk. A lower `score`, a number or a list, is better."""
+    def save(
+        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False
+    ) -> Future:
+        """Snapshot now, write in the background; `wait` until it is on disk. A lower `score`, a number or a list, is better.
+
+        What is returned is done when it is written; `wait` says what failed.
+        """
         self.snapshot(step, tensors, facts, score)
-        self.write()
+        writing = self.write()
+        assert writing is not None  # there is a snapshot
         if wait:
             self.wait()
+        return writing
 
     def snapshot(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None) -> None:
         """Copy everything as it is now. `write` writes it, later."""
@@ -131,11 +138,12 @@ class Checkpoints:
             dict(facts) | scored,
         )
 
-    def write(self) -> None:
+    def write(self) -> Future | None:
         """Write the snapshot, if there is one, in the background."""
         if self._snapshot:
             work, self._snapshot = self._snapshot, None
             self._writing = self._thread.submit(self._write, *work)
+        return self._writing
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk. Raises what its writing raised."""
