@@ -80,16 +80,15 @@ class Mechanism:
                 latency[at], gap[at], run[at] = NEVER, 0.0, 0.0
         return replace(self, cost=cost, held=held, room=room, latency=latency, gap=gap, run=run)
 
-    def paced(self, share: float, stalls: Stalls) -> Mechanism:
-        """The mechanism whose host takes this share of its time, but for its stalls: nobody collects or loads faster.
+    def paced(self, share: float, awake: Mechanism) -> Mechanism:
+        """The mechanism whose host takes this share of its time, but for what `awake` is without: nobody loads faster.
 
         What a pageable copy takes beyond the link's own time is a host that copies.
         """
-        asleep = self.awake(stalls).pause
         least = [call.bytes / self.pinned if call.blocks and call.bytes else run for call, run in zip(self.calls, self.run)]
         return replace(
             self,
-            pause=[was - own + share * own for was, own in zip(self.pause, asleep)],
+            pause=[was - own + share * own for was, own in zip(self.pause, awake.pause)],
             cost=[share * cost for cost in self.cost],
             tail=[share * tail for tail in self.tail],
             latency=[share * late if call.blocks else late for call, late in zip(self.calls, self.latency)],

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from ..errors import MeasureError
+from .mechanism import Mechanism
 from .model import mechanism_of
 from .order import HostOrder, Stalls
 from .tape import Tape, chosen
@@ -73,14 +74,15 @@ class Replay:
         low, high = SLOWED, 1.0
         if step_ms >= self.step_ms:
             return self
+        awake = self.mechanism.awake(Stalls(self.tape))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._with(middle).step_ms < step_ms else (low, middle)
-        return self._with(high)
+            low, high = (middle, high) if self._with(middle, awake).step_ms < step_ms else (low, middle)
+        return self._with(high, awake)
 
-    def _with(self, share: float) -> Replay:
+    def _with(self, share: float, awake: Mechanism) -> Replay:
         paced = copy(self)
-        paced.share, paced.mechanism = share, self.mechanism.paced(share, Stalls(self.tape))
+        paced.share, paced.mechanism = share, self.mechanism.paced(share, awake)
         paced._base = paced.mechanism.play(self.times).length
         return paced
 
