@@ -212,10 +212,12 @@ def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path
 
 
 def test_calls_in_a_few_processes(monkeypatch):
-    """A process does several; one that dies or hangs costs its own task alone."""
+    """A process does several, or as many as it is told; one that dies or hangs costs its own task alone."""
     monkeypatch.setattr(crew, "PRELOAD", ["benchmarks.doctor_corpus.crew"])
     found = dict(crew.calls(operator.call, {str(n): (os.getpid,) for n in range(4)}, processes=2))
     assert len(found) == 4 and len(set(found.values())) <= 2 and os.getpid() not in found.values()
+    alone = dict(crew.calls(operator.call, {str(n): (os.getpid,) for n in range(3)}, processes=1, most=1))
+    assert len(set(alone.values())) == 3
     tasks = {"dies": (os._exit, 7), "fails": (math.sqrt, "two"), "works": (math.sqrt, 4)}
     found = dict(crew.calls(operator.call, tasks, processes=1))
     assert str(found["dies"]) == "its process ended with code 7" and found["works"] == 2.0

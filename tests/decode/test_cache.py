@@ -238,8 +238,11 @@ class TestTheCertificate:
         monkeypatch.setattr(cache, name, off)
         if name == "encode":
             monkeypatch.setattr(cache.Cache, "rounded", lambda self, x: cache.decode(*own(x, self.kind), x.dtype))
+        with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+            gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
+        monkeypatch.setattr(certify, "SEQUENCES", 1)
         with pytest.raises(
-            gb.GenerateError, match=r"only \d\.\de-07 \(and a cache in int8 makes \d\.\de-0[23]\): they do not compute"
+            gb.GenerateError, match=r"only \d\.\de-07 \(and a cache in int8 makes 6\.9e-03\): they do not compute"
         ):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
 
@@ -252,13 +255,14 @@ class TestTheCertificate:
             return own(self, x) * (1.1 if len(calls) == 1 else 1.0)
 
         monkeypatch.setattr(cache.Cache, "rounded", further)
-        model, once = cases.build("Llama"), len(cases.build("Llama").model.layers) * 2
-        monkeypatch.setattr(certify, "SEQUENCES", 1)
-        with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+        model = cases.build("Llama")
+        with monkeypatch.context() as once, pytest.raises(gb.GenerateError, match="they do not compute this model"):
+            once.setattr(certify, "SEQUENCES", 1)
             gb.decoder(model, 2, cases.ROOM, cache="int8")
+        tried = len(calls)
         calls.clear()
-        monkeypatch.setattr(certify, "SEQUENCES", 2)
-        assert gb.decoder(model, 2, cases.ROOM, cache="int8").certificate.logits_error < 1e-5 and len(calls) == 2 * once
+        found = gb.decoder(model, 2, cases.ROOM, cache="int8").certificate
+        assert len(calls) > tried and found.logits_error < found.cache_error
 
     def test_finds_keys_that_are_not_rounded_at_all(self, monkeypatch):
         """In fp32 a tenth of what rounding costs may be off, so all of it is seen."""

@@ -25,7 +25,7 @@ def test_the_screen():
         == """\
 doctor  train.py --cfg small
 NVIDIA H200 · torch 2.11
-A recorded step took 1.4 times a timed one; prices are those of a timed one.
+A recorded step took 1.4 times as long as a timed step; prices are for timed steps.
 STEP 41.8 ms   GPU busy 62%   host late 31%   device-side 4%   comm alone 0%   unlocated 3%
 CEILING 25.9 ms (1.61x) if the host never stalled
 

@@ -81,9 +81,10 @@ class Mechanism:
         return replace(self, cost=cost, held=held, room=room, latency=latency, gap=gap, run=run)
 
     def paced(self, share: float, awake: Mechanism) -> Mechanism:
-        """The mechanism whose host takes this share of its time, but for what `awake` is without: nobody loads faster.
+        """The mechanism whose host takes this share of its time, but all of the stalls that `awake` is without: a recording
+        slows no loader.
 
-        What a pageable copy takes beyond the link's own time is a host that copies.
+        A pageable copy takes the link's own time at least; the rest is the host, which copies to a buffer.
         """
         least = [call.bytes / self.pinned if call.blocks and call.bytes else run for call, run in zip(self.calls, self.run)]
         return replace(

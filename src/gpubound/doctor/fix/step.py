@@ -116,7 +116,7 @@ def _made(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assig
 def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[str]:
     """The names of a step's data that the forward reads: what the loop or its body has given a value before, in that order.
 
-    What is computed from a counter is a number, and would be the same in each replay. What a counter picks is taken for data.
+    What is computed from a counter is a number, which a graph would repeat. What a counter picks, `batches[step]`, is data.
     """
     body, first = plain.loop.body, plain.loop.body.index(plain.forward[0])
     given, counters = _drawn(plain.loop)

@@ -83,7 +83,9 @@ def notes(verdict: Verdict) -> list[str]:
     """What a reader must know to read the numbers."""
     found = [told_of_ranks(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
-        found.append(f"A recorded step took {verdict.distortion:.1f} times a timed one; prices are those of a timed one.")
+        found.append(
+            f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; prices are for timed steps."
+        )
     unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # or its reason stands with all that is absent
     if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         found.append("Counts and lines only: prices need a GPU.")
