@@ -52,7 +52,8 @@ class Decode:
     batch: str | None = None
     """Batch sizes, by comma. By default 1,2,4,8,16,32; on the CPU 1,20."""
     peers: str = "eager,graph"
-    """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start)."""
+    """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start), gpt-fast
+    (its design, over the model's own weights; a minute to start)."""
     parts: str = ",".join(PARTS)
     """What to measure, by comma: start, speed, packed, cache, host, stages; or cpu alone."""
     rounds: int = 3

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .decode_gptfast import GptFast
 from .shapes import SparseShape, llama_config, qwen3_moe_config, shape_of
 
 if TYPE_CHECKING:  # importing the decoder is on the clock of its first token
@@ -148,6 +149,7 @@ CONTENDERS: dict[str, Callable[[Any, int], Contender]] = {
     "eager": lambda model, rows: eager(model),
     "graph": CapturedForward,
     "compile": lambda model, rows: compiled(model),
+    "gpt-fast": lambda model, rows: GptFast(model, rows, LENGTH, NEW),
 }
 
 

@@ -53,7 +53,7 @@ def test_ours_and_the_peers_give_the_same_tokens(model):
     ids = decode_peers.prompts("tiny", 3, CPU)
     mine = decode_peers.ours(decoder(model, 3, decode_peers.LENGTH))(ids)
     assert mine.shape == (3, 12)
-    for peer in ("eager", "graph"):
+    for peer in ("eager", "graph", "gpt-fast"):
         contender = decode_peers.CONTENDERS[peer](model, 3)
         assert torch.equal(contender(ids), mine), peer
         assert torch.equal(contender(ids.flip(0)), mine.flip(0)), f"{peer}, again and with other prompts"
@@ -202,7 +202,7 @@ def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
     ("options", "sentence"),
     [
         (["--only", "2b"], "--only: got '2b', wanted some of 135m, 350m, 1b, 8b, moe, tiny."),
-        (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile."),
+        (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile, gpt-fast."),
         (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host, stages, cpu."),
         (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
