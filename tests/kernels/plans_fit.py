@@ -25,7 +25,7 @@ STILL = [*NORMS, (2048, True)]  # a gain that does not train
 SHAPES: dict[str, list[tuple]] = {
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
-    "add_rms_norm": STILL,
+    "add_rms_norm": [*STILL, (1024, False, torch.bfloat16)],
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],
     "add_product": [(), (16, True), (256, False)],

@@ -251,3 +251,29 @@ def test_more_elements_than_32_bits_count(device):
     (dx,) = torch.autograd.grad(y, x, upstream)
     same("y", y[-2:], want, TOLERANCE[torch.bfloat16])
     same("dx", dx[-2:], want_dx, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("rounded", [torch.float16, torch.bfloat16], ids=str)
+def test_a_rounded_residual_beside_casts(rounded, device):
+    """Under autocast: the stream in fp32, the residual and the norm in 16 bits."""
+    x, weight = draw(device, FP32, 11, 40), draw(device, FP32, 40, seed=2)
+    residual = draw(device, FP32, 11, 40, seed=1).detach().to(rounded)
+    upstream = draw(device, FP32, 11, 40, seed=3).detach(), draw(device, FP32, 11, 40, seed=4).detach()
+
+    def run(function, cast):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, residual, weight)]
+        y, s = function(leaves[0], leaves[1].float() if cast else leaves[1], leaves[2])
+        y = y.to(rounded)
+        torch.autograd.backward([y, s], [upstream[0].to(rounded), upstream[1]])
+        return [y.detach(), s.detach(), *(leaf.grad for leaf in leaves)]
+
+    for mirror in (fast, reference):
+        for got, want in zip(run(mirror.add_rms_norm, cast=False), run(mirror.add_rms_norm, cast=True)):
+            slack = 2 * torch.finfo(got.dtype).eps
+            torch.testing.assert_close(got, want, rtol=slack, atol=slack)  # dtypes, too
+
+
+@pytest.mark.parametrize(("x", "residual"), [(torch.bfloat16, torch.float16), (torch.float16, FP32), (torch.float64, FP32)])
+def test_a_residual_of_other_bits_is_refused(x, residual):
+    with pytest.raises(ValueError, match="add_rms_norm: residual must match x"):
+        kernels.add_rms_norm(torch.ones(2, 4, dtype=x), torch.ones(2, 4, dtype=residual), torch.ones(4))

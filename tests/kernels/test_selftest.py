@@ -30,7 +30,7 @@ SHAPED = {
     "add_norm": (1.0,),
     "add_product": (16, True),
     "add_richards_norm": (96, VALUE),
-    "add_rms_norm": (96,),
+    "add_rms_norm": (96, False, torch.float16),
     "add_rows": (48,),
     "compress": (1,),
     "cross_entropy": (333, False, True),

@@ -211,3 +211,31 @@ def test_wrong_sizes():
     with pytest.raises(ValueError) as error:
         layers.RotaryAngles(5)
     assert str(error.value) == "RotaryAngles: head_dim must be even, got 5; rotation works on pairs."
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_under_autocast_a_norm_gives_what_products_read(residual, monkeypatch):
+    """The same numbers as with a norm in fp32 and a cast, in 16 bits; not before a part that reads the norm itself."""
+    torch.manual_seed(0)
+
+    def block():
+        glu = layers.RichardsGLU(HIDDEN, 2 * HIDDEN, residual=residual)
+        return layers.Block(layers.Attention(HIDDEN, HEADS, KV, D), glu, HIDDEN)
+
+    blocks, norm = nn.ModuleList([block(), block()]), layers.RMSNorm(HIDDEN)
+    x, seen = x_of(B, T, HIDDEN, dtype=torch.float32), []
+    for kind in (layers.Attention, layers.RichardsGLU):
+        mix = kind.mix
+        monkeypatch.setattr(kind, "mix", lambda self, y, *rest, mix=mix: (seen.append(y.dtype), mix(self, y, *rest))[1])
+    runs = []
+    for rounds in (None, lambda part, x, pending: False):
+        if rounds is not None:
+            monkeypatch.setattr(layers.block, "rounds", rounds)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layers.run_blocks(blocks, norm, x, None)
+        runs.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *blocks.parameters(), *norm.parameters()])])
+    later = torch.float32 if residual else torch.bfloat16  # such a GLU gives its own input's dtype, too
+    assert seen == [torch.float32, later, later, later] + 4 * [torch.float32]
+    for got, want in zip(*runs):
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .plans import WIDEST
 
+HALVES = (torch.float16, torch.bfloat16)
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """What ids and labels may be. torch hardly computes with the wider unsigned types."""
 
@@ -78,9 +80,10 @@ def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], what: str, **pe
         require_device(op, name, t, x)
 
 
-def require_residual(op: str, residual: Tensor, x: Tensor) -> None:
-    """What is added to x before it is normed."""
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+def require_residual(op: str, residual: Tensor, x: Tensor, rounded: bool = False) -> None:
+    """What is added to x before it is normed. rounded: it may have 16 bits where x has fp32."""
+    fits = residual.dtype == x.dtype or (rounded and x.dtype == torch.float32 and residual.dtype in HALVES)
+    if residual.shape != x.shape or not fits:
         raise ValueError(
             f"{op}: residual must match x, {tuple(x.shape)} {x.dtype}, "
             f"got {tuple(residual.shape)} {residual.dtype}; cast or reshape it before the call."

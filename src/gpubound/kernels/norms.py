@@ -42,18 +42,34 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(y, s) with s = x + residual and y = rms_norm(s): the residual is added in the same pass."""
+    """(y, s) with s = x + residual and y = rms_norm(s): the residual is added in the same pass.
+
+    s has x's dtype and y the residual's. These differ under autocast: x is then a stream in fp32, the residual what products
+    gave in 16 bits, and y what the next products read.
+    """
     require_rows("add_rms_norm", x, weight=weight)
-    require_residual("add_rms_norm", residual, x)
-    return implementation("add_rms_norm", x, too_wide(x), _shape(x, weight))(x, residual, weight, eps, offset)
+    require_residual("add_rms_norm", residual, x, rounded=True)
+    shape = _shape(x, weight)
+    if residual.dtype != x.dtype:
+        shape = (x.shape[-1], len(shape) > 1, residual.dtype)
+    return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
 
 
-@definition(lambda g, cols=40, still=False: (draw(g, 3, cols), draw(g, 3, cols), _gain(g, cols, still), 1e-6))
+def _residual(g: torch.Generator, cols: int, rounded: torch.dtype | None) -> Tensor:
+    residual = draw(g, 3, cols)
+    return residual if rounded is None else residual.detach().to(rounded)
+
+
+@definition(
+    lambda g, cols=40, still=False, rounded=None: (
+        draw(g, 3, cols), _residual(g, cols, rounded), _gain(g, cols, still), 1e-6,
+    )
+)  # fmt: skip
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     s = x + residual  # rounded once to x.dtype
-    return rms_norm_reference(s, weight, eps, offset), s
+    return rms_norm_reference(s, weight, eps, offset).to(residual.dtype), s
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

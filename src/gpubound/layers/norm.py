@@ -33,15 +33,19 @@ class RMSNorm(nn.Module):
         y = rms_norm(x, weight, self.eps, self.offset)
         return self._mark(y, x, weight)
 
-    def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
+    def add(self, x: Tensor, pending: Tensor | None, rounds: bool = False) -> tuple[Tensor, Tensor]:
+        """(norm of the new stream, the new stream); the stream stays x when nothing is pending.
+
+        rounds: whoever reads the norm rounds it to the dtype of `pending`, so it comes in that dtype
+        """
         weight: Any = self._parameters["weight"]
         if pending is None:
             return self.forward(x), x
-        if pending.dtype != x.dtype:  # autocast: products give 16 bits, the stream stays fp32
+        if pending.dtype != x.dtype and not rounds:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
-        return self._mark(y, stream, weight), stream
+        # What is rounded is kept for backward: to compute it again would read and write 32 bits a number.
+        return y if y.dtype != stream.dtype else self._mark(y, stream, weight), stream
 
     def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:
         return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)

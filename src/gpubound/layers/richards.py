@@ -92,6 +92,9 @@ class RichardsGLU(Projecting):
         y = self._down(packed)
         return x + y.to(x.dtype) if self.residual else y
 
+    def rounds(self) -> bool:
+        return not self.residual and super().rounds()
+
     def _down(self, packed: Tensor) -> Tensor:
         children: dict[str, Any] = self._modules
         down, free = children["down_proj"], [children[name]._parameters["free"] for name in ("value", "gate")]

@@ -177,6 +177,10 @@ class Projecting(nn.Module):
         stacked: Stacked | None = self.__dict__.get("stacked")
         return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
 
+    def rounds(self) -> bool:
+        """Whether nothing but products reads x, which round it under autocast."""
+        return self.as_one()
+
     def product_words(self, together: str) -> str:
         """How they are multiplied. What is not plain (a hook, a subclass) is called, and gives its output itself."""
         return f"{together} as one product" if self.as_one() else "projections as they are"

@@ -104,14 +104,17 @@ def _norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_p
 
 
 class _Norm(torch.autograd.Function):
-    """LayerNorm where `centre`, else RMSNorm: y, or (y, s) when there is a residual. An unused output's gradient is None."""
+    """LayerNorm where `centre`, else RMSNorm: y, or (y, s) when there is a residual. An unused output's gradient is None.
+
+    A residual of fewer bits than x gets dx as its gradient, which autograd rounds.
+    """
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, offset, centre):
         if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
             ctx.set_materialize_grads(False)
         x, r = x.contiguous(), None if residual is None else residual.contiguous()
-        s, y = x if r is None else torch.empty_like(x), torch.empty_like(x)
+        s, y = x if r is None else torch.empty_like(x), torch.empty_like(x if r is None else r)
         w, b = (x if t is None else t.contiguous() for t in (weight, bias))
         rstd = torch.empty(prod(x.shape[:-1]), device=x.device, dtype=torch.float32)
         mean = torch.empty_like(rstd) if centre else None
