@@ -38,6 +38,7 @@ THEMES = {
 }
 
 WIDTH, NAMES, LONGEST = 860, 250, 350  # the picture, the column of names, our bar, in pixels
+SAME = 0.05  # of our speed, by which runs differ that say one thing
 TITLE, ROW, BAR, GAP = 30, 24, 16, 14  # heights: a panel's title, a row, its bar, the space behind a panel
 
 
@@ -66,10 +67,16 @@ def _is_speed(line: Line) -> bool:
 def _bars(beside: list[Line]) -> list[Bar]:
     newest = max(beside, key=lambda line: line.date)
     peers = [
-        Bar(name_of(line.peer_name), 1 / line.ratio, f"{figure(line.peer, line.unit)}  (gpubound: {line.ratio:.2f} x)")
+        Bar(name_of(line.peer_name), 1 / line.ratio, f"{figure(line.peer, line.unit)}  (gpubound{_then(line, newest)})")
         for line in sorted(beside, key=lambda line: line.ratio)
     ]
     return [Bar("gpubound", 1.0, figure(newest.ours, newest.unit), ours=True), *peers]
+
+
+def _then(line: Line, newest: Line) -> str:
+    """The ratio, and with it ours of that run where it does not fit the number beside our bar."""
+    same = abs(line.ours / newest.ours - 1) <= SAME
+    return f"{'' if same else f' {figure(line.ours, line.unit)} then'}: {line.ratio:.2f} x"
 
 
 def described(found: Sequence[tuple[str, list[Bar]]]) -> str:

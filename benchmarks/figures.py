@@ -7,17 +7,18 @@ python -m benchmarks.figures --check    write nothing; exit code 1 when one of t
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gpubound.cli import guarded
 
+from . import curves
 from .bars import THEMES, TRAINER, described, panels, picture
 from .gates import figure
 from .results import FOLDER, Line, newest, read
 from .tables import page
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = "docs/figures.md", "docs/images/speed-{theme}.svg"
+PAGE, PICTURE, CURVES = "docs/figures.md", "docs/images/speed-{theme}.svg", "docs/images/decoding-{theme}.svg"
 MARKERS = {name: (f"<!-- {name} -->\n", f"<!-- /{name} -->") for name in ("figures", "trainer")}
 
 
@@ -32,8 +33,13 @@ def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             print(f"README.md: wanted one line {begin.strip()} and after it one {end}; put them back.", file=sys.stderr)
             return 2
-    wanted = {readme: _between(text, {"figures": shown(lines), "trainer": trainer(lines)}), root / PAGE: page(lines)}
-    wanted |= {root / PICTURE.format(theme=theme): picture(panels(one_gpu(lines)), theme) for theme in THEMES}
+    here, readme_words = one_gpu(lines), {"figures": shown(lines), "trainer": trainer(lines)}
+    drawn = curves.curves(here)
+    wanted = {readme: _between(text, readme_words), root / PAGE: page(lines, shown_curves(drawn))}
+    for theme in THEMES:
+        wanted[root / PICTURE.format(theme=theme)] = picture(panels(here), theme)
+        if drawn:
+            wanted[root / CURVES.format(theme=theme)] = curves.picture(drawn, theme)
     stale = [path for path, words in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != words]
     if stale and argv:
         names = ", ".join(str(path.relative_to(root)) for path in stale)
@@ -76,6 +82,13 @@ def shown(lines: Sequence[Line]) -> str:
         f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {holding} of {len(gated)} gates hold: "
         f"[all figures]({PAGE}) begin with\nthose that fall short.\n"
     )
+
+
+def shown_curves(drawn: Sequence[curves.Curves]) -> dict[str, str]:
+    """The picture by the bench whose tables it belongs to."""
+    here = PurePosixPath(CURVES).relative_to("docs")
+    words = [f"![{curves.told(drawn)}]({here}#only-{theme})".format(theme=theme) for theme in THEMES if drawn]
+    return {"decode": "\n".join([*words, ""])} if words else {}
 
 
 def trainer(lines: Sequence[Line]) -> str:

@@ -1,6 +1,6 @@
 """The page docs/figures.md: every measured case as a table, and first of all where the project falls short."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .gates import figure
 from .results import COUNTS, FLOOR, Line
@@ -92,6 +92,9 @@ How to read the tables:
 """
 
 
+NO_PICTURES: Mapping[str, str] = {}
+
+
 def name_of(peer: str) -> str:
     short = peer.removesuffix(ACCUMULATORS)
     name = NAMES.get(short, short)
@@ -104,8 +107,8 @@ def is_peer(line: Line) -> bool:
     return short not in (*LIMITS, *OURSELVES, FLOOR, BUDGET) and line.unit not in COUNTS
 
 
-def page(lines: Sequence[Line]) -> str:
-    """The whole page, from the newest line of each case."""
+def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES) -> str:
+    """The whole page, from the newest line of each case, and what is drawn of the GPU with the most of them, by bench."""
     if not lines:
         return HEAD + "\nNo figures yet: `make bench ARGS=kernels` on a GPU measures the first.\n"
     machines: dict[str, dict[str, list[Line]]] = {}
@@ -114,7 +117,11 @@ def page(lines: Sequence[Line]) -> str:
     order = sorted(machines, key=lambda gpu: -sum(map(len, machines[gpu].values())))
     named = {gpu: f", {gpu}" if gpu != order[0] else "" for gpu in order}  # links to the first one's sections stay
     short = [_shortfalls([line for line in lines if line.gpu == gpu], named[gpu]) for gpu in order]
-    sections = [_section(bench, group, named[gpu]) for gpu in order for bench, group in machines[gpu].items()]
+    sections = [
+        _section(bench, group, named[gpu], "" if named[gpu] else pictures.get(bench, ""))
+        for gpu in order
+        for bench, group in machines[gpu].items()
+    ]
     unnamed = [f"Sections that name no GPU are those of the {order[0]}.\n"] if len(order) > 1 else []
     return "\n".join([HEAD, *unnamed, *short, *sections])
 
@@ -149,8 +156,8 @@ def _ahead(line: Line) -> str:
     return f"| {line.bench}: {line.case} | {ours} | {theirs} | {name_of(line.peer_name)} | {line.ratio:.2f} |"
 
 
-def _section(bench: str, lines: list[Line], where: str) -> str:
-    text = [f"## {TITLES.get(bench, bench)}{where}", ""]
+def _section(bench: str, lines: list[Line], where: str, picture: str) -> str:
+    text = [f"## {TITLES.get(bench, bench)}{where}", "", *([picture] if picture else [])]
     for unit in dict.fromkeys(line.unit for line in lines):
         text += _table(unit, [line for line in lines if line.unit == unit])
     return "\n".join([*text, *_sources(lines), ""])

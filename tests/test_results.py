@@ -3,12 +3,13 @@
 import doctest
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from benchmarks import bars, figures, gates, results, tables
+from benchmarks import bars, curves, figures, gates, results, tables
 from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -247,7 +248,9 @@ def test_bars_are_as_long_as_the_ratio_of_one_run_says():
     limits = [replace(TRAIN, peer_name=name, ratio=0.6) for name in ("bf16 rate", "budget")]
     ((_, found),) = bars.panels([TRAIN, older, *limits, replace(TRAIN, unit="GiB")])
     assert [(bar.name, round(bar.share, 3)) for bar in found] == [("gpubound", 1.0), ("Liger", 0.894), ("Hugging Face", 0.5)]
-    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound: 2.00 x)"
+    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound 180,000 tok/s then: 2.00 x)"
+    near = replace(older, ours=188_000, ratio=2.09)
+    assert bars.panels([TRAIN, near])[0][1][2].words == "90,000 tok/s  (gpubound: 2.09 x)"
 
 
 def test_a_faster_peer_has_the_longest_bar():
@@ -255,6 +258,38 @@ def test_a_faster_peer_has_the_longest_bar():
     root = ElementTree.fromstring(bars.picture(found, "dark"))
     ours, peer = [int(rect.get("width")) for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert peer == bars.LONGEST and ours * 2 == peer
+
+
+def decoding(rows, peer, ours, theirs):
+    return replace(
+        LINE, bench="decode", case=f"1b batch {rows}", unit="tok/s", peer_name=peer, ours=ours, peer=theirs, gate=None
+    )
+
+
+def test_a_curve_goes_through_what_was_measured():
+    lines = [decoding(rows, "graph", 900.0 * rows, 300.0 * rows) for rows in (1, 2, 4, 8)]
+    lines += [decoding(rows, "roofline", 900.0 * rows, 1_800.0 * rows) for rows in (1, 8)]
+    assert curves.curves(lines[:3]) == []  # three sizes make no curve
+    other = replace(decoding(1, "graph", 5.0, 5.0), case="1b batch 1 int4")
+    (found,) = drawn = curves.curves([*lines, other, replace(lines[0], bench="deepseek")])
+    assert found.lines["gpubound"] == {1: 900, 2: 1800, 4: 3600, 8: 7200} and found.lines["roofline"] == {1: 1800, 8: 14400}
+    assert "Hugging Face in a CUDA graph 1: 300, 2: 600, 4: 1,200, 8: 2,400" in curves.told(drawn)
+    root = ElementTree.fromstring(curves.picture(drawn, "light"))
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
+    ours, theirs = dots[:4], dots[4:]
+    steps = {round(a[0] - b[0]) for line in (ours, theirs) for a, b in pairwise(line)}
+    assert len(steps) == 1  # rows double from dot to dot
+    assert all(high[1] < low[1] for high, low in zip(ours, theirs))
+    assert 'fill="none"' in curves.picture(drawn, "dark") and "1b" in curves.picture(drawn, "dark")
+
+
+def test_the_curve_stands_above_the_table_of_decoding(tmp_path):
+    a_readme(tmp_path)
+    append([decoding(rows, "graph", 900.0 * rows, 300.0 * rows) for rows in (1, 2, 4, 8)], tmp_path / "results")
+    assert figures.main([], tmp_path, tmp_path / "results") == 0
+    page = (tmp_path / "docs/figures.md").read_text()
+    assert page.index("## Decoding") < page.index("images/decoding-dark.svg#only-dark") < page.index("| 1b batch 1 |")
+    assert all((tmp_path / f"docs/images/decoding-{theme}.svg").exists() for theme in ("light", "dark"))
 
 
 def a_readme(folder):
