@@ -147,6 +147,8 @@ def tell_start(bench: Bench, name: str, mine: Worker) -> None:
 
 def peers_here(bench: Bench, name: str, case: Case, peers: list[str]) -> Iterator[tuple[str, Goal]]:
     """Those of a case's peers that were asked for, all of them when `peers` is empty, and can run."""
+    for peer in (peer for peer in peers if peer not in case.peers):
+        print(f"{name}: {peer} is no peer of this case; it has {', '.join(case.peers) or 'none'}", flush=True)
     for peer, goal in case.peers.items():
         if peers and peer not in peers:
             continue

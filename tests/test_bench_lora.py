@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import bench_lora, lora_linear, lora_train, workers
+from benchmarks import bench_lora, bench_train, lora_linear, lora_train, workers
 from benchmarks.harness import Bench
 from benchmarks.lora_linear import Drawn, measure_linear
 from benchmarks.lora_train import TINY, differs, measure_case, one_each, pefts_own
@@ -186,6 +186,13 @@ def test_eight_adapters_beside_one(bench, pretended):
     (speed,) = [line for line in bench.lines if line.unit == "tok/s"]
     assert (speed.peer_name, speed.ratio, speed.gate) == ("ours-lora", pytest.approx(0.8), 0.9) and speed.short
     assert not bench.wrong and stopped == ["ours-lora", "ours-rows"]
+
+
+def test_a_peer_that_a_case_does_not_have_is_said(bench, capsys):
+    case = lora_train.CASES["8b"]
+    assert [peer for peer, _ in bench_train.peers_here(bench, "8b", case, ["peft", "peft-compile"])] == ["peft"]
+    assert "8b: peft-compile is no peer of this case; it has peft, peft-autocast, peft-liger" in capsys.readouterr().out
+    assert bench.unmeasured == []
 
 
 def test_a_peer_that_was_not_asked_for_is_not_started(bench, pretended):
