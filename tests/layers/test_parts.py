@@ -215,7 +215,7 @@ def test_wrong_sizes():
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_under_autocast_a_norm_gives_what_products_read(residual, monkeypatch):
-    """The same numbers as with a norm in fp32 and a cast, in 16 bits; not before a part that reads the norm itself."""
+    """In 16 bits, with the same numbers as a norm in fp32 and a cast. A part that reads the norm itself gets fp32."""
     torch.manual_seed(0)
 
     def block():

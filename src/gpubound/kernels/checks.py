@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .plans import WIDEST
 
-HALVES = (torch.float16, torch.bfloat16)
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """What ids and labels may be. torch hardly computes with the wider unsigned types."""
@@ -82,7 +82,7 @@ def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], what: str, **pe
 
 def require_residual(op: str, residual: Tensor, x: Tensor, rounded: bool = False) -> None:
     """What is added to x before it is normed. rounded: it may have 16 bits where x has fp32."""
-    fits = residual.dtype == x.dtype or (rounded and x.dtype == torch.float32 and residual.dtype in HALVES)
+    fits = residual.dtype == x.dtype or (rounded and x.dtype == torch.float32 and residual.dtype in SIXTEEN_BITS)
     if residual.shape != x.shape or not fits:
         raise ValueError(
             f"{op}: residual must match x, {tuple(x.shape)} {x.dtype}, "

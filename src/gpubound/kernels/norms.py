@@ -21,9 +21,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset:
     return implementation("rms_norm", x, too_wide(x), _shape(x, weight))(x, weight, eps, offset)
 
 
-def _shape(x: Tensor, weight: Tensor | None) -> tuple:
-    """A gain that does not train has a backward of its own."""
+def _shape(x: Tensor, weight: Tensor | None, rounded: torch.dtype | None = None) -> tuple:
+    """A gain that does not train has a backward of its own, and so has a residual `rounded` to fewer bits than x."""
     still = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    if rounded is not None:
+        return x.shape[-1], still, rounded
     return (x.shape[-1], True) if still else (x.shape[-1],)
 
 
@@ -44,14 +46,12 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, s) with s = x + residual and y = rms_norm(s): the residual is added in the same pass.
 
-    s has x's dtype and y the residual's. These differ under autocast: x is then a stream in fp32, the residual what products
-    gave in 16 bits, and y what the next products read.
+    s has x's dtype, and y has the residual's. Under autocast these differ. Then x is the stream in fp32, the residual is what
+    products gave in 16 bits, and y is what the next products read.
     """
     require_rows("add_rms_norm", x, weight=weight)
     require_residual("add_rms_norm", residual, x, rounded=True)
-    shape = _shape(x, weight)
-    if residual.dtype != x.dtype:
-        shape = (x.shape[-1], len(shape) > 1, residual.dtype)
+    shape = _shape(x, weight, None if residual.dtype == x.dtype else residual.dtype)
     return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
 
 

@@ -42,8 +42,8 @@ class _Elementwise(nn.Module):
         alone, small = self._ops()[0], self._small()
         return recompute.mark(alone(x, *small), self.recompute_bytes, alone, x, *small)
 
-    def add(self, x: Tensor, pending: Tensor | None, rounds: bool = False) -> tuple[Tensor, Tensor]:
-        """(norm of the new stream, the new stream); the stream stays x when nothing is pending. Who `rounds` it does so."""
+    def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the new stream, the new stream); the stream stays x when nothing is pending."""
         if pending is None:
             return self.forward(x), x
         (alone, added), small = self._ops(), self._small()

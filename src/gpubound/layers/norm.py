@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, pending: Tensor | None, rounds: bool = False) -> tuple[Tensor, Tensor]:
         """(norm of the new stream, the new stream); the stream stays x when nothing is pending.
 
-        rounds: whoever reads the norm rounds it to the dtype of `pending`, so it comes in that dtype
+        rounds: the norm comes in the dtype of `pending`, because whoever reads it rounds it to that dtype
         """
         weight: Any = self._parameters["weight"]
         if pending is None:
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         if pending.dtype != x.dtype and not rounds:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
         y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
-        # What is rounded is kept for backward: to compute it again would read and write 32 bits a number.
+        # Kept for backward if it is rounded, as torch's autocast keeps its cast: to compute it again would move fp32.
         return y if y.dtype != stream.dtype else self._mark(y, stream, weight), stream
 
     def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:

@@ -178,7 +178,7 @@ class Projecting(nn.Module):
         return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
 
     def rounds(self) -> bool:
-        """Whether nothing but products reads x, which round it under autocast."""
+        """Whether products alone read x. Under autocast they round it."""
         return self.as_one()
 
     def product_words(self, together: str) -> str:

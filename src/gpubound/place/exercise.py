@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..kernels.checks import SIXTEEN_BITS
 from ..layers import LMLoss
 from ..models.placing import TOKENS, made_up, mode, noise, put_back, reads_tokens
 from .fused import Fused, adopt, release
@@ -93,7 +94,7 @@ def judge_by_truth(model: nn.Module, run: Callable[[], Named], after: Named, bef
 
 def rounding_may_be_it(verdict: Agreement, dtype: torch.dtype) -> bool:
     """Whether rounding may be what is wrong: a difference of 16-bit numbers, not far beyond its limit."""
-    return not verdict.why and dtype in (torch.float16, torch.bfloat16) and verdict.error <= 5 * LIMIT[dtype]
+    return not verdict.why and dtype in SIXTEEN_BITS and verdict.error <= 5 * LIMIT[dtype]
 
 
 def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], training: bool) -> Named:
@@ -183,7 +184,7 @@ def as_it_came(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """The model's 16-bit numbers in fp32. The parameters stay the same objects, and get their own memory back."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in SIXTEEN_BITS]
     before = [t.data for t in tensors]
     try:
         for t in tensors:
