@@ -5,10 +5,10 @@ A bar's length is its share of our speed in the run that measured both; the numb
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
 from .gates import figure
 from .results import MORE_IS_BETTER, Line
+from .svg import THEMES, file, text
 from .tables import is_peer, name_of
 
 TRAINER = "350m seq 1024 micro 16 Trainer bf16 autocast"
@@ -24,21 +24,8 @@ PANELS = (
 )
 
 
-@dataclass(frozen=True)
-class Colours:
-    text: str
-    quiet: str
-    ours: str
-    peer: str
-
-
-THEMES = {
-    "light": Colours(text="#1f2328", quiet="#59636e", ours="#0969da", peer="#afb8c1"),
-    "dark": Colours(text="#f0f6fc", quiet="#9198a1", ours="#4493f8", peer="#656c76"),
-}
-
-WIDTH, NAMES, LONGEST = 860, 250, 350  # the picture, the column of names, our bar, in pixels
-SAME = 0.05  # of our speed, by which runs differ that say one thing
+WIDTH, NAMES, LONGEST = 890, 250, 350  # the picture, the column of names, our bar, in pixels
+SAME = 0.05  # two runs in which our speed differs by no more than this share of it tell the same
 TITLE, ROW, BAR, GAP = 30, 24, 16, 14  # heights: a panel's title, a row, its bar, the space behind a panel
 
 
@@ -66,17 +53,17 @@ def _is_speed(line: Line) -> bool:
 
 def _bars(beside: list[Line]) -> list[Bar]:
     newest = max(beside, key=lambda line: line.date)
-    peers = [
-        Bar(name_of(line.peer_name), 1 / line.ratio, f"{figure(line.peer, line.unit)}  (gpubound{_then(line, newest)})")
-        for line in sorted(beside, key=lambda line: line.ratio)
-    ]
-    return [Bar("gpubound", 1.0, figure(newest.ours, newest.unit), ours=True), *peers]
+    bars = [Bar("gpubound", 1.0, figure(newest.ours, newest.unit), ours=True)]
+    for line in sorted(beside, key=lambda line: line.ratio):
+        words = f"{figure(line.peer, line.unit)}  ({_ours(line, newest)}: {line.ratio:.2f} x)"
+        bars.append(Bar(name_of(line.peer_name), 1 / line.ratio, words))
+    return bars
 
 
-def _then(line: Line, newest: Line) -> str:
-    """The ratio, and with it ours of that run where it does not fit the number beside our bar."""
+def _ours(line: Line, newest: Line) -> str:
+    """Whose ratio it is: with our number of that run, where the one beside our bar is another."""
     same = abs(line.ours / newest.ours - 1) <= SAME
-    return f"{'' if same else f' {figure(line.ours, line.unit)} then'}: {line.ratio:.2f} x"
+    return "gpubound" if same else f"gpubound {figure(line.ours, line.unit).split()[0]}"
 
 
 def described(found: Sequence[tuple[str, list[Bar]]]) -> str:
@@ -89,22 +76,14 @@ def picture(found: Sequence[tuple[str, list[Bar]]], theme: str) -> str:
     colours, y, body = THEMES[theme], 0, []
     longest = max((bar.share for _, bars in found for bar in bars), default=1.0)
     for title, bars in found:
-        body.append(_text(0, y + 19, title, colours.text, bold=True))
+        body.append(text(0, y + 19, title, colours.text, bold=True))
         y += TITLE
         for bar in bars:
             long = max(2, round(LONGEST * bar.share / longest))
-            body.append(_text(NAMES - 10, y + 13, bar.name, colours.text, bold=bar.ours, end=True))
+            body.append(text(NAMES - 10, y + 13, bar.name, colours.text, bold=bar.ours, anchor="end"))
             fill = colours.ours if bar.ours else colours.peer
             body.append(f'<rect x="{NAMES}" y="{y}" width="{long}" height="{BAR}" rx="2" fill="{fill}"/>')
-            body.append(_text(NAMES + long + 8, y + 13, bar.words, colours.text if bar.ours else colours.quiet, bold=bar.ours))
+            body.append(text(NAMES + long + 8, y + 13, bar.words, colours.text if bar.ours else colours.quiet, bold=bar.ours))
             y += ROW
         y += GAP
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" role="img"'
-    font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="13"'
-    return "\n".join([f"{head} {font}>", f"<title>{escape(described(found))}</title>", *body, "</svg>", ""])
-
-
-def _text(x: int, y: int, words: str, colour: str, bold: bool = False, end: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    anchor = ' text-anchor="end"' if end else ""
-    return f'<text x="{x}" y="{y}" fill="{colour}"{weight}{anchor}>{escape(words)}</text>'
+    return file(WIDTH, y, described(found), body, 13)

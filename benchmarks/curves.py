@@ -8,10 +8,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
-from .bars import THEMES, Colours
 from .results import Line
+from .svg import THEMES, Colours, file, text
 from .tables import name_of
 
 CASE = re.compile(r"(\S+) batch (\d+)")
@@ -57,13 +56,8 @@ def told(found: Sequence[Curves]) -> str:
 
 
 def picture(found: Sequence[Curves], theme: str) -> str:
-    colours, width = THEMES[theme], PANEL * len(found)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}" role="img"'
-    )
-    font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12"'
-    body = [part for number, curve in enumerate(found) for part in _panel(curve, number * PANEL, colours)]
-    return "\n".join([f"{head} {font}>", f"<title>{escape(told(found))}</title>", *body, "</svg>", ""])
+    body = [part for number, curve in enumerate(found) for part in _panel(curve, number * PANEL, THEMES[theme])]
+    return file(PANEL * len(found), HEIGHT, told(found), body, 12)
 
 
 def _panel(curve: Curves, left: int, colours: Colours) -> list[str]:
@@ -78,12 +72,12 @@ def _panel(curve: Curves, left: int, colours: Colours) -> list[str]:
     def y(speed: float) -> float:
         return bottom - (bottom - TOP) * (math.log10(speed) - low) / (high - low)
 
-    body = [_words(left + LEFT, 18, f"Decoding, {curve.name}: tokens a second by rows of a batch", colours.text, "start", True)]
+    body = [text(left + LEFT, 18, f"Decoding, {curve.name}: tokens a second by rows of a batch", colours.text, bold=True)]
     for power in range(math.ceil(low), math.floor(high) + 1):
         at = y(10**power)
         body.append(f'<path d="M{left + LEFT} {at:.1f}H{left + PANEL - SIDE}" stroke="{colours.peer}" stroke-opacity="0.35"/>')
-        body.append(_words(left + LEFT - 8, at + 4, f"{10**power:,}", colours.quiet, "end"))
-    body += [_words(x(count), bottom + 18, str(count), colours.quiet) for count in rows]
+        body.append(text(left + LEFT - 8, at + 4, f"{10**power:,}", colours.quiet, anchor="end"))
+    body += [text(x(count), bottom + 18, str(count), colours.quiet, anchor="middle") for count in rows]
     looks = zip(curve.lines.items(), ((colours.ours, ""), (colours.peer, ""), (colours.quiet, "4 4")))
     for number, ((who, points), (colour, dashes)) in enumerate(looks):
         path = "L".join(f"{x(count):.1f} {y(speed):.1f}" for count, speed in sorted(points.items()))
@@ -91,10 +85,5 @@ def _panel(curve: Curves, left: int, colours: Colours) -> list[str]:
         body += [f'<circle cx="{x(c):.1f}" cy="{y(s):.1f}" r="3" fill="{colour}"/>' for c, s in points.items() if not dashes]
         start = left + LEFT + LEGEND[number]
         body.append(f'<path d="M{start} {HEIGHT - 14}h16" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>')
-        body.append(_words(start + 22, HEIGHT - 10, who, colours.text if not number else colours.quiet, "start", not number))
+        body.append(text(start + 22, HEIGHT - 10, who, colours.text if not number else colours.quiet, bold=not number))
     return body
-
-
-def _words(x: float, y: float, words: str, colour: str, anchor: str = "middle", bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'

@@ -7,14 +7,15 @@ python -m benchmarks.figures --check    write nothing; exit code 1 when one of t
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from gpubound.cli import guarded
 
 from . import curves
-from .bars import THEMES, TRAINER, described, panels, picture
+from .bars import TRAINER, described, panels, picture
 from .gates import figure
 from .results import FOLDER, Line, newest, read
+from .svg import THEMES
 from .tables import page
 
 ROOT = Path(__file__).parents[1]
@@ -86,9 +87,10 @@ def shown(lines: Sequence[Line]) -> str:
 
 def shown_curves(drawn: Sequence[curves.Curves]) -> dict[str, str]:
     """The picture by the bench whose tables it belongs to."""
-    here = PurePosixPath(CURVES).relative_to("docs")
-    words = [f"![{curves.told(drawn)}]({here}#only-{theme})".format(theme=theme) for theme in THEMES if drawn]
-    return {"decode": "\n".join([*words, ""])} if words else {}
+    if not drawn:
+        return {}
+    files = [f"{CURVES.format(theme=theme).removeprefix('docs/')}#only-{theme}" for theme in THEMES]
+    return {"decode": "".join(f"![{curves.told(drawn)}]({file})\n" for file in files)}
 
 
 def trainer(lines: Sequence[Line]) -> str:

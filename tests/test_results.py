@@ -248,7 +248,7 @@ def test_bars_are_as_long_as_the_ratio_of_one_run_says():
     limits = [replace(TRAIN, peer_name=name, ratio=0.6) for name in ("bf16 rate", "budget")]
     ((_, found),) = bars.panels([TRAIN, older, *limits, replace(TRAIN, unit="GiB")])
     assert [(bar.name, round(bar.share, 3)) for bar in found] == [("gpubound", 1.0), ("Liger", 0.894), ("Hugging Face", 0.5)]
-    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound 180,000 tok/s then: 2.00 x)"
+    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound 180,000: 2.00 x)"
     near = replace(older, ours=188_000, ratio=2.09)
     assert bars.panels([TRAIN, near])[0][1][2].words == "90,000 tok/s  (gpubound: 2.09 x)"
 
