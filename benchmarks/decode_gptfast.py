@@ -25,13 +25,13 @@ class Block(nn.Module):
         self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
         self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
         self.out, self.gate, self.up, self.down = (
-            layer.weight for layer in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            linear.weight for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
-        # Buffers and parameters of a module have fixed addresses in a compiled graph. Of other tensors it would take copies.
+        # The compiled graph reads a module's buffers and parameters where they lie. Other tensors it would copy.
         self.qkv, self.keys, self.values = map(nn.Buffer, self._made(attention, rows, length))
 
     def _made(self, attention: Any, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = torch.cat([layer.weight.detach() for layer in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        qkv = torch.cat([linear.weight.detach() for linear in (attention.q_proj, attention.k_proj, attention.v_proj)])
         return qkv, *qkv.new_zeros(2, rows, self.kv_heads, length, self.width)
 
     def forward(self, x: Tensor, places: Tensor, angles: Angles, mask: Tensor) -> Tensor:
