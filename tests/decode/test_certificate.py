@@ -50,7 +50,7 @@ def test_a_kernel_that_is_off_by_a_thousandth(door, monkeypatch):
 def test_a_kernel_of_wide_batches_alone(monkeypatch):
     wrong(monkeypatch, "norm_rows", slightly)
     assert re.fullmatch(WRONG, refusal(max_batch=9))
-    gb.decoder(cases.build("Mistral"), 8, cases.ROOM)  # which never calls it
+    gb.decoder(cases.build("Mistral"), 2, cases.ROOM)  # which never calls it
 
 
 def test_a_prefill_of_its_own(monkeypatch):
@@ -204,7 +204,7 @@ def test_the_table():
         "  2 x norm, gate, up              reference: norm_gate_up",
         "  2 x down                        reference: add_product",
         "  norm, head                      reference: norm_product",
-        "  more than 8 rows                products by torch (cuBLAS)   they fill tensor cores",
+        "  more than 2 rows                products by torch (cuBLAS)   they fill tensor cores",
     ]
     assert str(cases.shared("Qwen2", fused=False)).splitlines()[1] == (
         "  path: the model's own forward: fused=False was asked for"

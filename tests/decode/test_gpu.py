@@ -148,14 +148,14 @@ def test_adapters_inside_the_products_of_a_graph(monkeypatch):
         torch.manual_seed(number)
         gb.lora.add(model, 16 >> number, alpha=8, init=False, name=name)
     with gb.strict():
-        fast = gb.decoder(model, 8, 512)
-    given, names = cases.prompts(*range(5, 13)), ["x", None, "y", "x", "y", "y", None, "x"]
+        fast = gb.decoder(model, 2, 512)
+    given, names = cases.prompts(5, 6), ["x", None]
     how = {"max_new_tokens": 75, "adapters": names}
     found = fast.generate(given, **how).tokens
     assert [fast.generate(given, **how).tokens for _ in range(5)] == [found] * 5
     alone = [fast.generate([prompt], max_new_tokens=75, adapters=[name]).tokens[0] for prompt, name in zip(given, names)]
     assert alone == found
-    assert fast.generate([given[0]] * 3, max_new_tokens=75, adapters=["x", "y", None]).tokens[0] == found[0]
+    assert fast.generate([given[0]] * 2, max_new_tokens=75, adapters=["y", "x"]).tokens[1] == found[0]
     eagerly(fast, monkeypatch)
     assert fast.generate(given, **how).tokens == found
     assert fast.generate(given, max_new_tokens=75).tokens != found  # all adapters on every row

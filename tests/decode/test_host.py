@@ -41,8 +41,8 @@ def test_beside_a_nan_beyond_what_a_row_holds(kind):
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_weights_side_by_side_or_not(kind):
-    """More than eight rows put weights of one input side by side; then they are one product."""
-    fast, wide = served(kind), served(kind, max_batch=9)
+    """More than two rows put weights of one input side by side; then they are one product."""
+    fast, wide = served(kind, max_batch=2), served(kind, max_batch=9)
     few = fast.generate(cases.PROMPT, max_new_tokens=20, stop=()).tokens
     assert wide.generate([cases.PROMPT] * 9, max_new_tokens=20, stop=()).tokens == few * 9
     assert [len(layer.qkv.parts) for layer in fast.body.host.layers] == [3, 3]

@@ -45,7 +45,9 @@ def test_many_rows_bring_neighbours_together(kind):
 def test_few_rows_leave_every_weight_where_it_is():
     model = cases.build("Llama")
     before = spans(model, *QKV, *GATE_UP)
-    gb.decoder(model, 8, cases.ROOM)
+    gb.decoder(model, 2, cases.ROOM)
+    assert spans(model, *QKV, *GATE_UP) == before
+    gb.decoder(model, 2, cases.ROOM, speculate=3)
     assert spans(model, *QKV, *GATE_UP) == before
 
 

@@ -86,7 +86,7 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
     "kind, max_batch", [("Qwen3", 2), ("Qwen3", 9), ("Gemma2", 2), ("Gemma3", 2), ("Olmo2", 2), ("Olmo2", 9), ("Phi3", 2)]
 )
 def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
-    """The Triton kernels under the interpreter, in both forms of a step: up to 8 rows and above."""
+    """The Triton kernels under the interpreter, in both forms of a step: of few rows and of more."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter replaces compiled kernels for a whole process")
     wide = max_batch > 8  # without a prompt to prefill, which 9 rows of an interpreter take long over
@@ -102,6 +102,18 @@ def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)] == want
+
+
+def test_how_many_rows_are_few():
+    """Two where cuBLAS may read the weights; eight where it may not, or where a row must get the bits of a plain step."""
+    for kind, how, few in (
+        ("Mistral", {}, 2),
+        ("Mistral", {"speculate": 3}, 8),
+        ("Mistral", {"weights": "int8"}, 8),
+        ("Mixtral", {}, 8),
+    ):
+        body = cases.shared(kind, max_batch=9, **how).body
+        assert [body.narrow(rows) for rows in (few, few + 1)] == [True, False], (kind, how)
 
 
 def one_type(kind: str) -> dict:

@@ -28,7 +28,7 @@ from .calls import step_calls
 from .certify import DecoderCertificate, certify
 from .compressed.body import CompressedBody
 from .contract import Body, Build
-from .fused import NARROW, FusedBody
+from .fused import FusedBody, narrow_rows
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
 from .own_model import OwnBody
@@ -273,7 +273,7 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
     """What runs the model."""
     reader = reader_of(model) if fused else None
     special = None if reader is None else BODIES.get(reader.BODY)
-    together = build.weights is None and build.max_batch * build.tokens > NARROW
+    together = build.weights is None and build.max_batch * build.tokens > narrow_rows(build)
     live = OWN_STEP if special else bind(model, build.max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:

@@ -1,8 +1,8 @@
 """The body for families of models/registry.py: a list of layers between an embedding and a head, by the fused kernels.
 
-Up to NARROW rows, every product is a kernel that reads the weights once (kernels/decode_product.py), in a chain where each
-may start while the one before still runs. Above, products are matrices worth a tensor core: cuBLAS takes them. What a layer is
-made of is its own affair (layer.py, experts.py); how weights are held, that of their format (weights/).
+Few rows are products by kernels that multiply row after row (kernels/decode_product.py), in a chain where each may start while
+the one before still runs. More are matrices worth a tensor core: cuBLAS takes them. `narrow_rows` says how many are few. What a
+layer is made of is its own affair (layer.py, experts.py); how weights are held, that of their format (weights/).
 
 The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
 embedding, the norm and the head.
@@ -32,7 +32,10 @@ from .span import PARTS as PARTS, Layer, LayerSpan, added
 from .stages.plan import LayerStage
 from .weights import weight_format
 
-NARROW = 8  # rows
+# Rows of a step that are few. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a
+# step by rows, kernels and cuBLAS: 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
+FEW = 2
+NARROW = 8  # of packed weights and experts, and where a speculating row must get the bits of a plain step
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -40,6 +43,11 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
 UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
+
+
+def narrow_rows(build: Build) -> int:
+    """The most rows of a step whose products are kernels of our own, of a model without experts."""
+    return FEW if build.tokens == 1 and build.weights is None else NARROW
 
 
 class FusedBody(Body):
@@ -68,6 +76,7 @@ class FusedBody(Body):
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
         dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
+        self.narrowest = narrow_rows(build) if dense and live.whole else NARROW
         plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
         on_host = host.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
@@ -154,7 +163,7 @@ class FusedBody(Body):
         return capped_(logits, self.live.shape.logit_cap)
 
     def narrow(self, rows: int) -> bool:
-        return rows <= NARROW
+        return rows <= self.narrowest
 
     def mode(self, rows: int) -> int:
         """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
@@ -266,9 +275,9 @@ class FusedBody(Body):
         self.cache.layout.check_request(limits)
 
     def report(self) -> list[tuple[str, str, str]]:
-        wide = len(self.x) > NARROW
+        wide = not self.narrow(len(self.x))
         read, whole = self._read_whole(), self.live.bytes_read()
-        weights = self.form.report(self.bench.kernels, read, whole, f", more than {NARROW} rows" * wide)
+        weights = self.form.report(self.bench.kernels, read, whole, f", more than {self.narrowest} rows" * wide)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *self.adapting.report(), *weights, *self._rounding()]
@@ -278,7 +287,7 @@ class FusedBody(Body):
         rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
         if wide:
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
-            rows.append((f"more than {NARROW} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
+            rows.append((f"more than {self.narrowest} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
         special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_wide(wide))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 

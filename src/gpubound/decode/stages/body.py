@@ -14,7 +14,7 @@ from ..calls import step_calls
 from ..compressed.body import CompressedBody, check_reader
 from ..compressed.span import bytes_kept
 from ..contract import Body, Build
-from ..fused import NARROW, ON_ONE, FusedBody
+from ..fused import ON_ONE, FusedBody, narrow_rows
 from ..span import META, bytes_of_tables
 from .plan import LayerStage, StageBytes, plan
 from .spread import rooms_of, spread, tell
@@ -77,7 +77,7 @@ def _fused_kept(reader: Reader, build: Build) -> tuple[list[int], int]:
 
 
 def _fused_body(reader: Reader, build: Build, stages: Sequence[LayerStage]) -> Body:
-    live = bind(reader.model, build.max_length, build.max_batch > NARROW, spread=True)
+    live = bind(reader.model, build.max_length, build.max_batch > narrow_rows(build), spread=True)
     assert isinstance(live, BoundModel)  # moving changes nothing of what was examined
     for stage in stages:
         hasten(step_calls(live, None), stage.device, live.dtype)
