@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.kernels.record import Record, drop_record, made_record, record_of
+from gpubound.kernels.record import Record, drop_record, made_record, record_of, seen, share_record
 
 
 def test_it_is_dropped_with_its_last_entry_and_not_before():
@@ -42,3 +42,17 @@ def test_copies_have_none_and_files_bring_back_an_empty_one():
     file.seek(0)
     (back,) = torch.load(file, weights_only=False)
     assert torch.equal(back, weight) and (record_of(back) is None or record_of(back).empty)
+
+
+def test_a_weight_in_rows_and_the_gathered_one_have_one_record_for_good():
+    rows, gathered = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    assert seen(rows) is rows
+    made_record(rows).adapters = (1,)
+    share_record(rows, gathered)
+    assert seen(rows) is gathered and record_of(gathered) is record_of(rows)
+    for one, other in ((rows, gathered), (gathered, rows)):  # taken off here, put on there
+        record_of(one).adapters = ()
+        assert record_of(one).empty
+        drop_record(one)
+        made_record(one).adapters = (2,)
+        assert record_of(other).adapters == (2,)

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import gpubound as gb
 from gpubound.corpus import train_tokenizer
 from gpubound.errors import DataError
+from gpubound.layers.frozen import Base
 from gpubound.models.llama import Decoder, DecoderConfig, save_hf
 from gpubound.models.llama.training import MODELS
 from gpubound.models.richards.training import make as make_richards, save as save_richards
@@ -110,18 +111,27 @@ def test_rows_are_dealt_where_a_replica_does_not_fit(deep, tokenizer, monkeypatc
     assert deals_rows(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.parallel.ALONE) is False
 
 
-def test_what_needs_whole_weights_is_refused_before_there_are_any(deep, tokenizer, tmp_path):
-    base = str(folder("tied", tmp_path / "base"))
-    for changes, sentence in (
-        (
-            {"model": base, "lora": {"rank": 2}},
-            "parallel: fsdp: got lora, whose adapters belong to whole weights; take parallel: ",
-        ),
-        (
-            {"recompute": "1GB"},
-            "recompute: got '1GB', a budget, which is tried on a whole model, and this one is sharded; give ",
-        ),
-    ):
-        todo = replace(deep, parallel="fsdp", **changes)
-        with pytest.raises(ValueError, match="^" + sentence):
-            deals_rows(todo, partial(outline, todo, tokenizer), CPU, Two())
+@pytest.mark.parametrize("base", [None, "nf4", "int8", "fp8"])
+def test_a_base_counts_as_what_it_takes(base, tokenizer, monkeypatch, tmp_path, said):
+    """Frozen weights in 2 bytes or in codes, and 16 bytes a number of adapters."""
+    made = save_hf(Decoder(DecoderConfig(128, 256, 4, 2, 1, 320)).bfloat16(), tmp_path / "base")
+    todo = recipe("", tmp_path, model=str(made), precision="bf16", lora={"rank": 2} | ({"base": base} if base else {}))
+    model = gb.models.load_hf(made)
+    gb.lora.add(model, rank=2, base=base)
+    trained = sum(p.numel() for p in gb.lora.parameters(model))
+    coded = [t.nbytes for p in model.modules() if isinstance(p, Base) for t in (p._weight, *p.buffers())]
+    plain = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.is_floating_point())
+    wanted = sum(coded) + 2 * plain + 18 * trained
+    cuda = torch.device("cuda", 0)
+    for share, dealt in ((0.78, False), (0.82, True)):
+        properties = type("Properties", (), {"total_memory": wanted / share})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        assert deals_rows(todo, partial(outline, todo, tokenizer), cuda, Two()) is dealt
+    assert "parallel: fsdp: each of 2 GPUs holds its rows of the base, and all adapters, because a replica would hold" in said()
+
+
+def test_a_budget_wants_a_whole_model(deep, tokenizer):
+    todo = replace(deep, parallel="fsdp", recompute="1GB")
+    sentence = "recompute: got '1GB', a budget, which is tried on a whole model, and this one is sharded; give "
+    with pytest.raises(ValueError, match="^" + sentence):
+        deals_rows(todo, partial(outline, todo, tokenizer), CPU, Two())

@@ -6,7 +6,7 @@ else that hangs on a tensor is a field here.
 A record is this process's. Copies of a parameter have none, and a pickled one comes back empty.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,8 @@ class Record:
     opening: bool | None = None
     side: Any = None  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
     arrivals: Any = None  # int32 zeros: programs that share a sum of its gradient count there who has come
+    # of a parameter whose rows are dealt to ranks: the Parameter that products see, gathered. Both have this record
+    gathered: Any = field(default=None, compare=False)
     # of what a forward computed
     origin: Any = None  # how backward may have it again rather than keep it, a Remade of layers/recompute.py
     # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
@@ -53,5 +55,17 @@ def made_record(tensor: Tensor) -> Record:
 def drop_record(tensor: Tensor) -> None:
     """Take the record off if it says nothing any more."""
     record = record_of(tensor)
-    if record is not None and record.empty:
+    if record is not None and record.empty and record.gathered is None:
         delattr(tensor, ATTRIBUTE)
+
+
+def share_record(dealt: Tensor, gathered: Tensor) -> None:
+    """One record for both: what hangs on the one is found on the other."""
+    made_record(dealt).gathered = gathered
+    setattr(gathered, ATTRIBUTE, record_of(dealt))
+
+
+def seen(tensor: Tensor) -> Tensor:
+    """What products see of a parameter."""
+    record = record_of(tensor)
+    return tensor if record is None or record.gathered is None else record.gathered

@@ -32,6 +32,7 @@ class Frozen(Format):
     """The format of one weight in codes. Of several that are multiplied as one, each writes out its own numbers."""
 
     name = ""
+    bits = 0.0  # of a number, with what the codes are read by
     reads_input = False
     coded = True
 
@@ -80,9 +81,9 @@ def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class InNf4(Frozen):
-    """NF4 with double quantisation, 4.13 bits a number."""
+    """NF4 with double quantisation."""
 
-    name = "nf4"
+    name, bits = "nf4", 4.13
 
     @staticmethod
     def refusal(weight: Tensor) -> str | None:
@@ -99,9 +100,9 @@ class InNf4(Frozen):
 
 
 class InInt8(Frozen):
-    """255 levels of a bf16 scale for every 128 columns of a row, 8.13 bits a number."""
+    """255 levels of a bf16 scale for every 128 columns of a row."""
 
-    name = "int8"
+    name, bits = "int8", 8.13
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,6 +151,15 @@ class Base(nn.Module):
     def hang(self) -> None:
         made_record(self._weight).format = self.kind(self)
 
+    def hang_anew(self) -> None:
+        """The layer may have another Parameter than the one that has the format."""
+        old, new = self._weight, self._layer[0].weight
+        if old is not new:
+            made_record(old).format = None
+            drop_record(old)
+            self.__dict__.update(_weight=new)
+            self.hang()
+
     @torch.no_grad()
     def dissolve(self, dtype: torch.dtype | None = None) -> None:
         """The weight as numbers again."""
@@ -181,9 +191,4 @@ def by_numbers(model: nn.Module) -> Iterator[None]:
 
 def _reload(base: Any, keys: Any) -> None:
     """`load_state_dict(assign=True)` puts another parameter in the place of the one that has the format."""
-    old, new = base._weight, base._layer[0].weight
-    if old is not new:
-        made_record(old).format = None
-        drop_record(old)
-        base.__dict__.update(_weight=new)
-        base.hang()
+    base.hang_anew()

@@ -21,9 +21,9 @@ from .site_parts import Joined, format_of, rows_of
 
 
 class InFp8(Frozen):
-    """8.01 bits a number. On a GPU without 8-bit tensor cores, or for x not in bf16, the numbers are written out instead."""
+    """On a GPU without 8-bit tensor cores, or for x not in bf16, the numbers are written out instead."""
 
-    name = "fp8"
+    name, bits = "fp8", 8.01
 
     @staticmethod
     def refusal(weight: Tensor) -> str | None:

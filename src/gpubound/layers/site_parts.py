@@ -159,6 +159,16 @@ def adapted(weight: Tensor) -> bool:
     return len(adapters_of(weight)) > 0
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank has its rows (parallel/sharded.py): by what checkpoints ask of one."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def whole(weight: Tensor) -> Tensor:
+    """All of it. Of a sharded one all ranks must call this, and each gets it."""
+    return weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[attr-defined]
+
+
 def rows_of(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
-from .base import kind_of, quantize_base
+from .base import check, kind_of, quantize_base
 from .pairs import Adapters, Pair, check_not_chosen, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
@@ -44,7 +44,7 @@ def add(
     if init not in INITS:
         raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
     if base is not None:
-        kind_of(base, "lora.add")
+        check(model, kind_of(base, "lora.add"))
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
     odd = isinstance(rank, int) and rank % 2

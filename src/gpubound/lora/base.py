@@ -1,19 +1,21 @@
 """The frozen weights of a model in fewer bits, in place: QLoRA's NF4, int8, and fp8 with products in 8 bits."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..layers.frozen import CHILD, Base, Frozen, InInt8, InNf4
+from ..layers.frozen import Base, Frozen, InInt8, InNf4
 from ..layers.frozen_fp8 import InFp8
-from ..layers.site_parts import format_of
+from ..layers.site_parts import format_of, is_sharded
 from ..layers.stacked import Stacked, multiply_by_records
 from ..layers.vocabulary import head_of
 from ..trace import fallback, notice
 from ..words import readable
 from .pairs import adapted_layers
+from .peft_layers import of_peft
 from .targets import layers_of, unfit
 
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}
@@ -26,18 +28,47 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     it is, a fallback with its reason; so does a weight that trains, where others are frozen already.
     """
     kind = kind_of(format, "lora.quantize_base")
-    _check(model, kind)
-    chosen = dict(_wanted(model, kind))
-    before = sum(layer.weight.nbytes for layer in chosen.values())
+    check(model, kind)
     _forget_stacks(model)
-    for layer in chosen.values():
-        Base(layer, kind)
+    made = encode(model, kind)
     multiply_by_records(model, everywhere=True)
-    after = sum(t.nbytes for layer in chosen.values() for t in (layer.weight, *getattr(layer, CHILD).buffers()))
-    if chosen:
-        rest = "" if head_of(model) is None else "; the head stays as it is"
-        notice(f"lora: {len(chosen)} weights in {format}: {readable(after)} instead of {readable(before)}{rest}.")
-    return list(chosen)
+    tell([made], format, head_of(model) is not None)
+    return made.names
+
+
+class InCodes(NamedTuple):
+    """Layers whose weights went into codes, and the bytes that these took and take."""
+
+    names: list[str]
+    before: int
+    after: int
+
+
+def encode(part: nn.Module, kind: type[Frozen], name: str = "") -> InCodes:
+    """Put the weights of a model, or of its part of that name, into codes, one after the other."""
+    names, before, after = [], 0, 0
+    for key, layer, why in _judged(part, kind):
+        key = f"{name}.{key}" if name else key
+        if why is not None:
+            fallback("lora.quantize_base", f"{key} {why}, so it stays as it is")
+            continue
+        before += layer.weight.nbytes
+        base = Base(layer, kind)
+        after += sum(t.nbytes for t in (layer.weight, *base.buffers()))
+        names.append(key)
+    return InCodes(names, before, after)
+
+
+def tell(made: Sequence[InCodes], format: str, headed: bool) -> None:
+    count, before, after = sum(len(one.names) for one in made), sum(one.before for one in made), sum(one.after for one in made)
+    if count:
+        rest = "; the head stays as it is" * headed
+        notice(f"lora: {count} weights in {format}: {readable(after)} instead of {readable(before)}{rest}.")
+
+
+def suited(model: nn.Module, kind: type[Frozen]) -> list[str]:
+    """The layers whose weights `encode` would put into codes."""
+    return [key for key, _, why in _judged(model, kind) if why is None]
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -56,8 +87,8 @@ def kind_of(format: str, who: str) -> type[Frozen]:
     return FORMATS[format]
 
 
-def _wanted(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers below the head; what is left as it is, is said."""
+def _judged(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """The layers below the head that hold numbers, and why one of them cannot be in codes."""
     head, uses = head_of(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
     adapters = {id(child) for module in model.modules() for child in _adapters_of_peft(module)}
     layers = {
@@ -65,13 +96,9 @@ def _wanted(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Line
     }
     some_frozen = any(not layer.weight.requires_grad for layer in layers.values())
     for key, layer in layers.items():
-        if format_of(layer.weight).coded:
-            continue
-        why = unfit(model, layer) or _unsuited(layer, uses[id(layer.weight)], some_frozen) or kind.refusal(layer.weight)
-        if why is not None:
-            fallback("lora.quantize_base", f"{key} {why}, so it stays as it is")
-        else:
-            yield key, layer
+        if not format_of(layer.weight).coded:
+            why = unfit(model, layer) or _unsuited(layer, uses[id(layer.weight)], some_frozen) or kind.refusal(layer.weight)
+            yield key, layer, why
 
 
 def _unsuited(layer: nn.Linear, uses: int, some_frozen: bool) -> str | None:
@@ -81,12 +108,13 @@ def _unsuited(layer: nn.Linear, uses: int, some_frozen: bool) -> str | None:
 
 
 def _adapters_of_peft(module: nn.Module) -> list[nn.Module]:
-    if not (type(module).__module__.startswith("peft.tuners.") and hasattr(module, "base_layer")):
+    if not of_peft(module):
         return []
     return [child for child in module.modules() if child is not module.base_layer]
 
 
-def _check(model: nn.Module, kind: type[Frozen]) -> None:
+def check(model: nn.Module, kind: type[Frozen]) -> None:
+    """ValueError where nothing can be put into codes now."""
     _check_closed(model, "lora.quantize_base")
     for key, adapters in adapted_layers(model):
         if adapters.original is not None:
@@ -103,6 +131,8 @@ def _check(model: nn.Module, kind: type[Frozen]) -> None:
 
 
 def _check_closed(model: nn.Module, who: str) -> None:
+    if sharded := next((key for key, layer in layers_of(model, (nn.Linear,)).items() if is_sharded(layer.weight)), None):
+        raise ValueError(f"{who}: the weight of {sharded} is sharded; call it on the model before it is.")
     if any(hasattr(p, "main_grad") for p in model.parameters()):
         raise ValueError(f"{who}: the model is in a TrainStep, whose graphs hold its weights; close that first.")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..kernels.accumulate import deliver
 from ..kernels.dropping import Drop, drawn, dropped
 from ..layers.frozen import written
-from ..layers.site_parts import Adapter, format_of, rows_of
+from ..layers.site_parts import Adapter, format_of, rows_of, whole
 from ..trace import fallback
 from .pairs import Pair
 
@@ -75,7 +75,7 @@ class DoraPair(Pair):
     @torch.no_grad()
     def begin(self, init: bool | str, weight: Tensor) -> None:
         super().begin(init, weight)
-        self.m.copy_(lengths(dense(weight, self.m.dtype), self.a, self.b, self.scale))
+        self.m.copy_(lengths(dense(whole(weight), self.m.dtype), self.a, self.b, self.scale))
 
     def added(self, weight: Tensor) -> Tensor:
         f = self.m / lengths(weight, self.a, self.b, self.scale)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.frozen import Base
-from ..layers.site_parts import format_of
+from ..layers.site_parts import format_of, is_sharded
 from .add import take_out
 from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, pairs
 
@@ -29,6 +29,11 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
             found.setdefault(key, (adapters, []))[1].append(own)
     for key, (adapters, _) in found.items():
         _check_unchanged("merge", key, adapters)
+        if is_sharded(adapters.layer.weight):
+            raise ValueError(
+                f"lora.merge: the weight of {key} is sharded; save the adapters, and load and merge them into a model that is "
+                f"whole."
+            )
         if format_of(adapters.layer.weight).coded:
             raise ValueError(
                 f"lora.merge: the weight of {key} is in codes, whose steps are larger than what an adapter adds; call "

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.record import drop_record, made_record
+from ..kernels.record import drop_record, made_record, seen
 from ..layers.site_parts import Adapter, shape_of
 from ..layers.stacked import as_torch_has_it
 from .adapter import LowRank
@@ -171,8 +171,9 @@ class Adapters(nn.ModuleDict):
         """Those that are on; in one, by their dropout, those of which each row has its own."""
         names = () if self.routing is None else self.routing.names
         alike: dict[float, list[tuple[int, Any]]] = {}
+        weight = seen(self._weight)
         for name, pair in ((name, pair) for name, pair in self.pairs() if pair.adds):
-            part = pair.part(self._weight)
+            part = pair.part(weight)
             if name in names:
                 alike.setdefault(pair.dropout.p, []).append((names.index(name), part))
             else:
@@ -193,6 +194,12 @@ class Adapters(nn.ModuleDict):
         record = made_record(self._weight)
         record.adapters = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
         drop_record(self._weight)
+
+    def hang_anew(self) -> None:
+        """The layer has another Parameter than the one whose record knows the adapters."""
+        self.unhang()
+        self.__dict__.update(_weight=self.layer.weight, _hung=())
+        self.hang()
 
     def keep(self, original: Tensor | None) -> None:
         self.__dict__["original"] = original
@@ -236,9 +243,7 @@ def on(layer: Any) -> list[Pair]:
 
 def _reload(adapters: Any, keys: Any) -> None:
     """`load_state_dict(assign=True)` puts other parameters in the place of those that the record knows."""
-    adapters.unhang()
-    adapters.__dict__.update(_weight=adapters.layer.weight, _hung=())
-    adapters.hang()
+    adapters.hang_anew()
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Adapters]]:

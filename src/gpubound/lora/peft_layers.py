@@ -65,6 +65,11 @@ def _routing(of_rows: tuple[str, ...], device: torch.device) -> Routing:
     return Routing(names, torch.tensor([names.index(name) for name in of_rows], device=device), NAMES)
 
 
+def of_peft(module: nn.Module) -> bool:
+    """Whether PEFT has put it around another layer."""
+    return type(module).__module__.startswith("peft.tuners.") and hasattr(module, "base_layer")
+
+
 def base_of(model: nn.Module) -> nn.Module:
     """The model that PEFT's wrapper of low-rank adapters hands its calls to: all that PEFT added is in its layers."""
     tuner = getattr(model, "base_model", None)

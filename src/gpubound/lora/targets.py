@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.site_parts import format_of, shape_of
+from ..kernels.record import seen
+from ..layers.site_parts import format_of, is_sharded, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
 from .convolution import ConvAdapters
@@ -44,6 +45,7 @@ def layers_of(model: nn.Module, kinds: tuple[type, ...] = tuple(KINDS)) -> dict[
 
 def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
     _check_no_peft(model)
+    _check_reached(model)
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
     wanted = [targets] if isinstance(targets, str) else list(targets)
@@ -99,7 +101,7 @@ def unfit(model: nn.Module, module: Any) -> str | None:
     if type(module) not in KINDS:
         *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS if issubclass(kind, nn.Module))
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
-    weight = module.weight
+    weight = seen(module.weight)
     if type(weight) is not nn.Parameter or not (weight.is_floating_point() or format_of(weight).coded):
         return "has a weight that is not a plain parameter of floating-point numbers"
     if why := KINDS[type(module)].unfit(module):
@@ -114,3 +116,12 @@ def _check_no_peft(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if type(module).__module__.startswith("peft.tuners."):
             raise ValueError(f"lora.add: {key} carries an adapter of PEFT's; train that one, or call merge_and_unload() first.")
+
+
+def _check_reached(model: nn.Module) -> None:
+    """That what hangs on a weight's record is found by the products that see the weight gathered."""
+    if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(layer.weight))), None):
+        raise ValueError(
+            f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or make it in shards by "
+            f"gpubound.parallel.sharded.shard_made(frozen=True)."
+        )

@@ -3,7 +3,8 @@
 ranks.py     which process this is, and how the processes of a run speak to each other
 meeting.py   how they find each other, and what must be alike
 launch.py    start a command as many processes
-sharded.py   a model of which each rank holds its rows
+sharded.py   a model is dealt to the ranks, row by row
+dealt.py     what a step knows of such a model
 failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
 telling.py   what they tell the first when their script is over

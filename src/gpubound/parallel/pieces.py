@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..layers.site_parts import is_sharded as is_sharded, whole
 from .ranks import Ranks
 
 
@@ -38,11 +39,6 @@ def piece_of(tensor: Tensor) -> Piece:
     return Piece(tensor.detach().to_local(), tensor.shape, tuple(chunk.offsets))  # type: ignore[attr-defined]
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: by what torch.distributed.checkpoint asks of one."""
-    return hasattr(tensor, "__create_chunk_list__")
-
-
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """The same on every rank, whatever parts they hold."""
     return any(map(is_sharded, tensors))
@@ -51,7 +47,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by name, whole, one after the other. Where it is sharded all ranks must come to it, and each gets it."""
     for name, tensor in state.items():
-        yield name, tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
+        yield name, whole(tensor.detach())
 
 
 def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mapping[str, Tensor], ranks: Ranks) -> None:

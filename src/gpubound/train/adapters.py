@@ -15,7 +15,7 @@ from .. import lora
 from ..errors import DataError
 from ..layers.frozen import Base
 from ..lora.add import INITS
-from ..lora.base import FORMATS
+from ..lora.base import FORMATS, suited
 from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
@@ -91,6 +91,15 @@ class Lora:
         load_kept_state(base, state)
         merge(base)
         return base
+
+    def frozen_bytes(self, outline: nn.Module, dtype: torch.dtype) -> int:
+        """What the base takes in `dtype`, or in its codes; `outline` has the adapters."""
+        frozen = {name: p.numel() for name, p in outline.named_parameters() if not p.requires_grad}
+        codes = 0.0
+        if self.base is not None:
+            kind = FORMATS[self.base]
+            codes = kind.bits / 8 * sum(frozen.pop(f"{key}.weight") for key in suited(outline, kind))
+        return int(codes) + dtype.itemsize * sum(frozen.values())
 
     def check_model(self, outline: nn.Module) -> None:
         """What lora.add refuses, on a model without weights."""

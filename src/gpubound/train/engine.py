@@ -26,9 +26,10 @@ def deals_rows(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.d
         if recipe.parallel == "fsdp":
             notice("parallel: fsdp: there is one process, so it holds the whole model.")
         return False
-    numbers = precision_named(recipe.precision_on(device))
-    layout = counted(numbers.dtype, *numbers_by_rule(outline(), recipe.numbers))
+    numbers, model = precision_named(recipe.precision_on(device)), outline()
+    layout = counted(numbers.dtype, *numbers_by_rule(model, recipe.numbers))
     need = sum(layout.bytes(numbers.masters).values()) + recipe.numbers.moment_bytes(layout)
+    need += 0 if recipe.adapters is None else recipe.adapters.frozen_bytes(model, numbers.dtype)
     who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
     has = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory)) if device.type == "cuda" else None
     of = "" if has is None else f", {need / has:.0%} of its {readable(has)}"
@@ -37,18 +38,14 @@ def deals_rows(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.d
         notice(f"parallel: ddp: each of {ranks.world} {who}s holds {readable(need)} {what}{of}.")
         return False
     why = f", because a replica would hold {readable(need)} of them{of}" if too_much else ""
-    notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of every weight, and their gradient and moments{why}.")
+    held = "every weight, and their gradient and moments" if recipe.adapters is None else "the base, and all adapters"
+    notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of {held}{why}.")
     _check_dealt(recipe)
     return True
 
 
 def _check_dealt(recipe: Recipe) -> None:
     """ValueError for what needs whole weights, before any is made."""
-    if recipe.adapters is not None:
-        raise ValueError(
-            "parallel: fsdp: got lora, whose adapters belong to whole weights; take parallel: ddp, where gradients and moments "
-            "are the adapters' alone."
-        )
     if recipe.budget is not None:
         raise ValueError(
             f"recompute: got {recipe.recompute!r}, a budget, which is tried on a whole model, and this one is sharded; give "

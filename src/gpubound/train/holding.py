@@ -1,7 +1,7 @@
 """What of a model this process holds, and what a step does otherwise where that is not all of it.
 
 HoldsAll: every rank has all weights, and gradients are summed behind backward. HoldsRows: each has its rows of every parameter
-(rows.py).
+(rows.py). HoldsFrozenRows: each has all that trains, and its rows of what is frozen (frozen_rows.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +64,7 @@ class HoldsAll:
         return Weights(layout, masters)
 
     def begin_alike(self) -> None:
-        begin_alike(self.model, self.ranks)
+        begin_alike([*self.named_parameters(), *self.named_buffers()], self.ranks)
 
     def rest(self) -> None:
         """Before the model's parameters are looked at."""

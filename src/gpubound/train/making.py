@@ -1,5 +1,7 @@
 """A run's model: whole on this rank's device, or only the rows that this rank holds of every weight, and never whole."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,9 +9,13 @@ from torch import nn
 
 from ..corpus import Tokenizer
 from ..errors import DataError
+from ..layers.vocabulary import head_of
+from ..lora.base import FORMATS, InCodes, encode as put_into_codes, tell
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..parallel import Ranks
+from ..parallel.pieces import Piece
+from .adapters import Lora
 from .precision import precision as precision_named
 from .recipe import Recipe
 from .recompute import blocks_of
@@ -36,7 +42,10 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> n
 
 
 def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> nn.Module:
-    """The same weights, though no rank may have room for them: drawn one by one, or each rank's rows read from the folder."""
+    """The same weights, though no rank may have room for them: drawn one by one, or each rank's rows read from the folder.
+
+    Adapters are added to a frozen base.
+    """
     from ..parallel.sharded import shard_made  # a second's import, for those who shard
 
     dtype, folder = precision_named(recipe.precision_on(device)).dtype, Path(recipe.model)
@@ -44,10 +53,33 @@ def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ran
         return shard_made(lambda meta: _new(recipe, tokenizer, meta), blocks_of, ranks, dtype)
     model = family_of(recipe.model).unread(folder)
     _check_vocabulary(recipe, tokenizer, model)
-    return shard_made(
-        lambda meta: model, blocks_of, ranks, dtype,
-        fill=lambda pieces: read_parts(folder, {name: (piece.local, piece.slices) for name, piece in pieces.items()}),
-    )  # fmt: skip
+
+    def fill(pieces: Mapping[str, Piece]) -> None:
+        read_parts(folder, {name: (piece.local, piece.slices) for name, piece in pieces.items()})
+
+    if recipe.adapters is not None:
+        return _adapted(recipe.adapters, model, fill, ranks, dtype)
+    return shard_made(lambda meta: model, blocks_of, ranks, dtype, fill=fill)
+
+
+def _adapted(
+    adapters: Lora, model: nn.Module, fill: Callable[[Mapping[str, Piece]], None], ranks: Ranks, dtype: torch.dtype
+) -> nn.Module:
+    """Each rank's rows of the frozen base, in `dtype` or in codes, and all of its adapters."""
+    from ..parallel.sharded import shard_made
+
+    names, coded = {id(module): name for name, module in model.named_modules()}, list[InCodes]()
+
+    def encode(block: nn.Module) -> None:
+        assert adapters.base is not None
+        coded.append(put_into_codes(block, FORMATS[adapters.base], names[id(block)]))
+
+    encodes = None if adapters.base is None else encode
+    made = shard_made(lambda meta: model, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
+    if adapters.base is not None:
+        tell(coded, adapters.base, head_of(made) is not None)
+    replace(adapters, base=None).add(made)
+    return made
 
 
 def _new(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:

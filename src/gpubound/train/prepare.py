@@ -100,6 +100,7 @@ def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Rank
     model = build_model(recipe, tokenizer, device)
     placement = place(model, device)
     if recipe.adapters is not None:
+        torch.manual_seed(recipe.seed)  # placing has drawn: adapters begin as they do over rows
         recipe.adapters.add(model)
     return model, placement
 

@@ -7,7 +7,7 @@ once, at the start, and stay the same without being sent again. `assert_alike` i
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import RankError
 from ..parallel import Ranks
@@ -27,13 +27,13 @@ def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def begin_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the first one's parameters and buffers, and random numbers of its own.
+def begin_alike(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
+    """Give every rank the first one's values of these, and random numbers of its own.
 
     Two ranks with one seed would drop out the same elements and draw the same noise. A captured step draws from the same
     generator, which torch gives it anew at each replay, so a seed or a state that is set later holds there, too.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    for _, tensor in named:
         ranks.spread(tensor)
     seed = ranks.of_first(torch.initial_seed())
     if not ranks.first:

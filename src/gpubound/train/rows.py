@@ -5,42 +5,36 @@ gradients are summed as backward goes, the norm is that of all ranks' rows, and 
 fp32, and are rounded as they are gathered: they are the masters.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..errors import GraphError
 from ..lora.pairs import Adapters
 from ..parallel import Ranks
-from ..parallel.pieces import any_sharded
 from ..parallel.reduction import Reduction
-from ..trace import fallback, notice
+from ..trace import notice
 from ..words import readable
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign
-from .holding import HoldsAll, Loss, Result
 from .muon import Muon
 from .optimizer import AdamW
 from .precision import Precision
+from .replicas import begin_alike
+from .shards import HoldsShards
 
 FULL = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's, and what lies between allocations
 
 
-class HoldsRows(HoldsAll):
+class HoldsRows(HoldsShards):
     """This rank's rows of every parameter."""
 
     def __init__(self, model: nn.Module):
-        from ..parallel.sharded import DealtModel  # a second's import, for those who shard
-
-        self.sharded = DealtModel(model)
-        self.pieces = self.sharded.pieces
+        super().__init__(model, trains_whole=False)
         self._waits: bool | None = None  # whether sums wait for a step's last micro-batch; None: not decided yet
-        super().__init__(model, self.sharded.ranks)
 
     def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
         return [(piece.name, piece.rows) for piece in self.pieces]
@@ -54,8 +48,8 @@ class HoldsRows(HoldsAll):
             )
         if any(isinstance(module, Adapters) for module in self.model.modules()):
             raise ValueError(
-                "TrainStep: the model has low-rank adapters, which add to products of the parameters that sharding replaced; "
-                "train it on replicas, or merge them before fully_shard."
+                "TrainStep: the model's low-rank adapters are sharded like its other parameters; leave them out, as "
+                "gpubound.parallel.sharded.shard does, or by fully_shard(ignored_params=set(gb.lora.parameters(model)))."
             )
         for piece in self.pieces:
             if not piece.rows.requires_grad:
@@ -77,40 +71,15 @@ class HoldsRows(HoldsAll):
         if isinstance(config, Foreign):
             notice("train: the optimizer is given this rank's rows: right for one that updates each element by itself.")
 
-    def graph(self, mode: str) -> str:
-        why = "the model is sharded, and its gathering of weights is not captured"
-        if mode == "require":
-            raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
-        if mode == "auto" and self.pieces[0].rows.device.type == "cuda":
-            fallback("train step as one graph", why)
-        return "off"
-
     def accumulators(self, layout: FlatLayout, overlap: bool) -> Accumulators:
-        if overlap:
-            raise ValueError(
-                "TrainStep: overlap=True delivers weight gradients past autograd, which deals those of a sharded model to the "
-                "ranks; leave it out."
-            )
-        self.sharded.take()
+        self.take(overlap)
         return SumsOfRows(layout, self)
 
     def weights(self, layout: FlatLayout, masters: bool) -> Weights:
         return RowWeights(layout, self)
 
-    @torch.no_grad()
     def begin_alike(self) -> None:
-        for _, tensor in self.named_buffers():
-            self.ranks.spread(tensor)
-
-    def rest(self) -> None:
-        self.sharded.rest()
-
-    def loss(self, lossy: Callable[[], Loss]) -> Loss:
-        def apart() -> Loss:
-            total, items = lossy()
-            return total.clone(), items  # FSDP hangs a hook on it, which a view may lose
-
-        return self.sharded.within(apart)
+        begin_alike(self.named_buffers(), self.ranks)
 
     def before_backward(self, last: bool) -> None:
         self.sharded.sum_with_backward(last or not self._waits)
@@ -132,12 +101,6 @@ class HoldsRows(HoldsAll):
         )
         return waits
 
-    def within(self, work: Callable[[], Result]) -> Result:
-        try:
-            return self.sharded.within(work)
-        finally:
-            self.rest()
-
     def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         state = {key: self.sharded.end_to_end(t) if key.startswith("scale.") else t for key, t in state.items()}
         by_name = {piece.name: piece for piece in self.pieces}
@@ -148,9 +111,6 @@ class HoldsRows(HoldsAll):
 
     def common(self, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in named if name == "state"]
-
-    def release(self) -> None:
-        self.sharded.release()
 
 
 class SumsOfRows(Accumulators):
@@ -213,9 +173,3 @@ def memory_taken(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-
-
-def holding(model: Any, ranks: Ranks) -> HoldsAll:
-    """What of `model` this process holds."""
-    dealt = any_sharded(model.parameters())
-    return HoldsRows(model) if dealt else HoldsAll(model, ranks)

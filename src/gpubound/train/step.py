@@ -30,6 +30,7 @@ from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult
 from .flat_buffers import Members
 from .foreign import Foreign
+from .forms import holding
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
@@ -37,7 +38,6 @@ from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas
-from .rows import holding
 from .schedule import Schedule, is_rate
 
 Result = TypeVar("Result")
