@@ -1,13 +1,17 @@
 """What is computed again in backward: the same bits, in fewer bytes, for the weights that train."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import gpubound as gb
 from gpubound import layers
 from gpubound.layers import recompute
 from gpubound.layers.block import Block, run_block
+from gpubound.layers.richards import RichardsGLU
 
 TOKENS, HIDDEN, WIDE = 16, 32, 64
 
@@ -122,3 +126,57 @@ def test_a_norms_weight_changed_meanwhile_is_refused():
         norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def adapted_mlp(device, activation="silu", **how):
+    torch.manual_seed(0)
+    mlp = layers.MLP(64, 128, activation=activation, dtype=torch.bfloat16, device=device)
+    gb.lora.add(mlp, **{"rank": 4, "init": False} | how)
+    return mlp
+
+
+def trained_mlp(device):
+    """GELU, whose product with down has no function of its own."""
+    torch.manual_seed(0)
+    mlp = layers.MLP(64, 128, activation="gelu", dtype=torch.bfloat16, device=device)
+    for p in mlp.parameters():
+        p.main_grad = torch.zeros(p.shape, device=device)
+    return mlp
+
+
+def adapted_richards(device):
+    torch.manual_seed(0)
+    mlp = RichardsGLU(64, 128, device=device)
+    gb.lora.add(mlp, rank=4, init=False)
+    return mlp
+
+
+MLPS = {
+    "adapters": adapted_mlp,
+    "adapters, gelu": partial(adapted_mlp, activation="gelu"),
+    "adapters of down alone": partial(adapted_mlp, targets=["down_proj"]),
+    "DoRA": partial(adapted_mlp, dora=True),
+    "over nf4": partial(adapted_mlp, base="nf4"),
+    "gelu that trains": trained_mlp,
+    "richards": adapted_richards,
+}
+
+
+@pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
+def test_an_activation_whose_reader_would_keep_it_is_computed_again(make, device, monkeypatch):
+    def run(least):
+        mlp, read = make(device), []
+        like = next(p for p in mlp.parameters() if p.is_floating_point())
+        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).to(device, like.dtype).requires_grad_()
+        was = recompute.origin
+        monkeypatch.setattr(recompute, "origin", lambda y: read.append(was(y) is not None) or was(y))
+        with recompute.recomputing(mlp, least):
+            y = mlp(x)
+        monkeypatch.setattr(recompute, "origin", was)
+        y.backward(torch.ones_like(y))
+        trained = [p for p in mlp.parameters() if p.requires_grad]
+        return read, [y, x.grad, *(p.grad if (sums := getattr(p, "main_grad", None)) is None else sums for p in trained)]
+
+    kept, again = run(float("inf")), run(0)
+    assert not any(kept[0]) and again[0].count(True) == 1 and again[0][-1], "down's product, the last one, has it again"
+    assert all(close(a, b) for a, b in zip(again[1], kept[1], strict=True))

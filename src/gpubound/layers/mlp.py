@@ -1,6 +1,7 @@
 """The gated MLP: down(activation(gate(x)) · up(x)), with gate and up as one product."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,18 +47,19 @@ class MLP(Projecting):
         down: Any = self._modules["down_proj"]
         gates = self.stacked.joined(self.projections())
         if gates is None:
-            y = gated(self.activation, *self.one_by_one(x))
+            packed = tuple(self.one_by_one(x))
         else:
             trained = trained_weight(down) if self.activation == "silu" and torch.is_grad_enabled() else None
             if trained is not None and not gates.adapted:
-                whole = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
-                if whole is not None:
-                    return whole
-            packed = multiply(x, gates)
-            if trained is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
-                return gated_down(packed, trained)
-            y = gated(self.activation, packed)
-        return run_linear(down, y)
+                result = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
+                if result is not None:
+                    return result
+            whole = multiply(x, gates)
+            if trained is not None and whole.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
+                return gated_down(whole, trained)
+            packed = (whole,)
+        y = gated(self.activation, *packed)
+        return run_linear(down, recompute.mark(y, self.recompute_bytes, partial(gated, self.activation), *packed))
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)

@@ -101,7 +101,8 @@ class RichardsGLU(Projecting):
         weight = trained_weight(down) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
         if weight is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(weight) is AS_IT_IS:
             return gated_down(packed, weight, self.unit, free)
-        return run_linear(down, self.unit.forward(packed, *free))
+        h = self.unit.forward(packed, *free)
+        return run_linear(down, recompute.mark(h, self.recompute_bytes, self.unit.forward, packed, *free))
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("richards_glu",)

@@ -94,6 +94,8 @@ def shard_made(
     frozen  whether none of it will train, but adapters that are added behind this: then its rows are in `dtype`
     encode  of a frozen model that `fill` fills: is given each block, whole, before its rows are dealt, to put it into codes
     """
+    if encode is not None and (fill is None or not frozen):
+        raise ValueError("shard_made: got encode, which is for a model that fill fills and that is frozen; give all three.")
     drawing = Drawing()
     with drawing:
         model = make(torch.device("meta"))
@@ -107,8 +109,7 @@ def shard_made(
     parts = blocks(model)
 
     def coded(block: nn.Module) -> None:
-        if encode is not None:
-            assert fill is not None, "codes are made of numbers that are read"
+        if fill is not None and encode is not None:
             fill(_pieces(model, _all_of(block)))
             encode(block)
 
