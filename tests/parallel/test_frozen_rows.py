@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 import gpubound as gb
 from gpubound.errors import GraphError
+from gpubound.lora.base import FORMATS, encode
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard, shard_made
@@ -69,10 +70,13 @@ def later(seed):
     return Decoder(DecoderConfig(64, 128, 2, 4, 2, WORDS))
 
 
-def trained(world, each, make=ours, optimizer=ADAMW, precision="fp32", objective="next_token", added=None, **options):
+def trained(
+    world, each, make=ours, optimizer=ADAMW, precision="fp32", objective="next_token", added=None, codes=None, **options
+):
     """Three steps of `world` ranks: what trains, the reports, the state, and what a rank holds and sums.
 
     added  options of gb.lora.add, behind the sharding of a frozen model that is read from another one's tensors
+    codes  the format that its blocks are put into before
     """
     sums, original = [0], _fsdp_param_group.foreach_reduce
 
@@ -84,9 +88,11 @@ def trained(world, each, make=ours, optimizer=ADAMW, precision="fp32", objective
     with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
         model, dtype = make(ranks.rank), DTYPES[precision]
         if world > 1 and added is not None:
-            model = read(make(0).state_dict(), make, ranks, dtype)
+            model = read(make(0).state_dict(), make, ranks, dtype, codes)
         elif world > 1:
             shard(model, blocks_of(model), ranks, dtype)
+        elif codes is not None:
+            gb.lora.quantize_base(model, codes)
         if added is not None:
             torch.manual_seed(7 + ranks.rank)
             gb.lora.add(model, **added)
@@ -110,7 +116,7 @@ def trained(world, each, make=ours, optimizer=ADAMW, precision="fp32", objective
         return weights, reports, state, {"sums": sums[0], "frozen": held}
 
 
-def read(stored, make, ranks, dtype):
+def read(stored, make, ranks, dtype, codes):
     """The frozen model, made without weights, each rank's rows taken from `stored`."""
 
     def fill(pieces):
@@ -122,7 +128,8 @@ def read(stored, make, ranks, dtype):
         with device:
             return make(0)
 
-    return shard_made(bare, blocks_of, ranks, dtype, fill=fill, frozen=True)
+    encodes = codes and (lambda block: encode(block, FORMATS[codes]))
+    return shard_made(bare, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
 
 
 CAUSAL = {"objective": "causal_lm"}
@@ -144,6 +151,8 @@ WAYS: dict[str, dict] = {
     "PEFT, placed": {"make": partial(of_peft, placed=True)} | CAUSAL,
     "added to rows": {"make": later, "added": {"rank": 4, "init": False}},
     "DoRA added to rows": {"make": later, "added": {"rank": 4, "init": False, "dora": True}},
+    "added to rows of codes": {"make": later, "added": {"rank": 4, "init": False}, "codes": "int8"},
+    "DoRA added to rows of codes": {"make": later, "added": {"rank": 4, "init": False, "dora": True}, "codes": "nf4"},
 }
 
 

@@ -74,7 +74,10 @@ def test_two_ranks_do_what_one_does(todos, tmp_path):
             assert held == pytest.approx(wanted_held, rel=2e-6) and checkpoints == wanted_checkpoints, name
             assert known == {key: value for key, value in wanted_known.items() if key != "held"}, name
             for key, value in wanted.items():
-                assert np.linalg.norm(weights[key] - value) <= 1e-3 * np.linalg.norm(value), f"{name}: {key}"
+                if value.dtype == np.uint8:  # codes, which are dealt as fp32 numbers of the same bits
+                    assert weights[key].tobytes() == value.tobytes(), f"{name}: {key}"
+                else:
+                    assert np.linalg.norm(weights[key] - value) <= 1e-3 * np.linalg.norm(value), f"{name}: {key}"
 
 
 def stretch(todo, folder, resume=False, until=None):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed import Packed, pack
 from ..kernels.quantized_product import dequantize
-from ..kernels.record import drop_record, made_record
-from .site_parts import Format, Joined, format_of, shape_of
+from ..kernels.record import drop_record, made_record, seen
+from .site_parts import Format, Joined, format_of, shape_of, whole
 
 CHILD = "base"  # what a layer calls what its codes are read by
 
@@ -33,6 +33,7 @@ class Frozen(Format):
 
     name = ""
     bits = 0.0  # of a number, with what the codes are read by
+    codes = torch.uint8  # what holds them
     reads_input = False
     coded = True
 
@@ -76,7 +77,7 @@ def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     out = torch.empty(sum(rows), shape_of(weights[0])[1], device=weights[0].device, dtype=dtype)
     for weight, part in zip(weights, out.split(rows)):
         format: Any = format_of(weight)
-        format.write(weight.detach(), part)
+        format.write(whole(weight.detach()).view(format.codes), part)
     return out
 
 
@@ -102,7 +103,7 @@ class InNf4(Frozen):
 class InInt8(Frozen):
     """255 levels of a bf16 scale for every 128 columns of a row."""
 
-    name, bits = "int8", 8.13
+    name, bits, codes = "int8", 8.13, torch.int32
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,12 +149,20 @@ class Base(nn.Module):
     def numbers(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._buffers[name].view(dtype)  # type: ignore[union-attr]
 
+    @property
+    def layer(self) -> nn.Linear:
+        return self._layer[0]
+
     def hang(self) -> None:
+        """Codes that were dealt to ranks as fp32 numbers of the same bits are codes again where they are gathered."""
         made_record(self._weight).format = self.kind(self)
+        weight = seen(self._weight)
+        if weight.dtype != self.kind.codes:
+            weight.data = weight.data.view(self.kind.codes)
 
     def hang_anew(self) -> None:
         """The layer may have another Parameter than the one that has the format."""
-        old, new = self._weight, self._layer[0].weight
+        old, new = self._weight, self.layer.weight
         if old is not new:
             made_record(old).format = None
             drop_record(old)
@@ -168,7 +177,7 @@ class Base(nn.Module):
         weight.data = numbers
         made_record(weight).format = None
         drop_record(weight)
-        del self._layer[0]._modules[CHILD]
+        del self.layer._modules[CHILD]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight has no record yet."""

@@ -23,7 +23,7 @@ from .site_parts import Joined, format_of, rows_of
 class InFp8(Frozen):
     """On a GPU without 8-bit tensor cores, or for x not in bf16, the numbers are written out instead."""
 
-    name, bits = "fp8", 8.01
+    name, bits, codes = "fp8", 8.01, torch.int32
 
     @staticmethod
     def refusal(weight: Tensor) -> str | None:

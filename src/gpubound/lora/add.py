@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import check, kind_of, quantize_base
@@ -110,7 +111,7 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
         if (adapters := kind.of(found.layer)) is None:
             adapters = kind(found.layer)
             adapters.enter()
-        made[key] = own = found.pair(found.layer.weight, *found[1:5])
+        made[key] = own = found.pair(seen(found.layer.weight), *found[1:5])
         own.train(found.layer.training)
         adapters[name] = own
         adapters.hang()

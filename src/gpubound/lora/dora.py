@@ -75,7 +75,7 @@ class DoraPair(Pair):
     @torch.no_grad()
     def begin(self, init: bool | str, weight: Tensor) -> None:
         super().begin(init, weight)
-        self.m.copy_(lengths(dense(whole(weight), self.m.dtype), self.a, self.b, self.scale))
+        self.m.copy_(lengths(dense(weight, self.m.dtype), self.a, self.b, self.scale))
 
     def added(self, weight: Tensor) -> Tensor:
         f = self.m / lengths(weight, self.a, self.b, self.scale)
@@ -86,7 +86,7 @@ class DoraPair(Pair):
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return written([weight], dtype) if format_of(weight).coded else weight.detach().to(dtype)
+    return written([weight], dtype) if format_of(weight).coded else whole(weight.detach()).to(dtype)
 
 
 @torch.no_grad()

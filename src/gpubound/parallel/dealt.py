@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ..kernels.record import record_of, share_record
 from ..layers.frozen import Base
+from ..layers.site_parts import is_sharded
 from ..lora.pairs import Adapters
 from .ranks import ranks_of
 
@@ -46,14 +47,15 @@ def join_records(model: nn.Module) -> None:
     """
     for unit in units(model):
         apart = [known for known in fsdp_parameters(unit) if not _joined(known)]
-        if apart:
-            unit.unshard()
-            for known in apart:
-                share_record(known.sharded_param, known._unsharded_param)
-            unit.reshard()
-    for module in model.modules():
-        if isinstance(module, Adapters | Base):
-            module.hang_anew()
+        if not apart:
+            continue
+        unit.unshard()
+        for known in apart:
+            share_record(known.sharded_param, known._unsharded_param)
+        for module in unit.modules():
+            if isinstance(module, Adapters | Base) and not is_sharded(module.layer.weight):
+                module.hang_anew()
+        unit.reshard()
 
 
 def _joined(known: Any) -> bool:

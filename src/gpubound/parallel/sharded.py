@@ -19,6 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from ..kernels.record import record_of
+from ..layers.frozen import Base
+from ..layers.site_parts import format_of, is_sharded
 from ..lora.peft_layers import of_peft
 from .dealt import give_gathered, has_parts, join_records, units
 from .drawn import Drawing, key_of
@@ -54,7 +56,7 @@ def shard(
     trained = {p for p in model.parameters() if p.requires_grad} if whole else set[Parameter]()
     if whole:
         for p in model.parameters():
-            if p not in trained and p.is_floating_point() and p.itemsize > 1:  # of one byte are codes
+            if p not in trained and not format_of(p).coded:
                 p.data = p.data.to(dtype)
     else:
         model.to(torch.float32)
@@ -168,14 +170,16 @@ def _deal(
     whole  parameters that are not dealt
     """
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
-    gathered = None if rows == dtype else dtype  # as they are: torch 2.11 would cast codes, too
+    gathered = None if rows == dtype else dtype  # as they are: a cast would take codes for numbers
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     deal = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
     for block in blocks:
         _give_room(block, ranks.device, rows)
         ready(block)
+        _as_floats(block)
         deal(block, reshard_after_forward=not keep)
     _give_room(model, ranks.device, rows)
+    _as_floats(model)
     deal(model, reshard_after_forward=False)  # the head is used as soon as it is there
     for unit in units(model):
         give_gathered(unit)  # our stacks do not call their blocks as modules
@@ -195,3 +199,11 @@ def _give_room(part: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)
+
+
+def _as_floats(part: nn.Module) -> None:
+    """Codes as fp32 numbers of the same bits: fully_shard takes no integers in torch 2.11, and gloo no numbers of 8 bits. Where
+    they are gathered they become codes again (layers/frozen.py)."""
+    for module in part.modules():
+        if isinstance(module, Base) and not is_sharded(weight := module.layer.weight):
+            weight.data = weight.data.view(torch.float32)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..layers.site_parts import format_of
 from ..parallel import Ranks
 from ..parallel.pieces import is_sharded
 from ..parallel.reduction import Reduction
@@ -35,8 +36,7 @@ class HoldsFrozenRows(HoldsShards):
                 "take precision='bf16', and gb.lora.quantize_base(model, 'fp8') before the model is sharded."
             )
         for piece in self.pieces:
-            numeric = piece.dtype is not None and piece.dtype.is_floating_point and piece.dtype.itemsize > 1  # else codes
-            if numeric and piece.dtype != numbers.dtype:
+            if piece.dtype != numbers.dtype and not format_of(piece.parameter).coded:
                 raise ValueError(
                     f"parameters: fully_shard of {piece.name} computes in {piece.dtype}, and this precision in "
                     f"{numbers.dtype}; shard the model with param_dtype={numbers.dtype}."
